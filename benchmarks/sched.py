@@ -35,9 +35,8 @@ from prefixkv.cache.events import EventFeed
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.cli.replay import replay_policy
 from prefixkv.config import DecodeConfig, KVEventsConfig, PrefillConfig
-from prefixkv.decode.host_tier import HostPages
 from prefixkv.decode.request import DecodeRequest
-from prefixkv.decode.scheduler import DecodeParts, DecodeScheduler
+from prefixkv.decode.scheduler import DecodeParts, DecodeScheduler, HostPages
 from prefixkv.errors import ConfigError
 from prefixkv.kv_events.publisher import KVEventPublisher
 from prefixkv.pages.manager import PageManager

@@ -316,7 +316,7 @@ MUTANTS = (
         "H14", "prefill goes on behind pages without a state",
         ("PrefillBootstrapQueue._usable_tokens",),
         "return 0 if self._found is None else self._found.depth * self._pages.page_size",
-        "return req.dense_pages * self._pages.page_size",
+        "return self._dense_pages * self._pages.page_size",
         ("prefill/test_state_checkpoints.py::test_pages_without_a_state_are_not_gone_on_from",),
     ),
     Mutant(
@@ -390,7 +390,7 @@ MUTANTS = (
     Mutant(
         "H9", "after a flush a state is entered at a page of before", ("RequestCheckpoints.enter",),
         " or held.epoch != self._pages.epoch", "",
-        ("decode/test_points_machine.py::test_checkpoints_are_what_the_model_says",),
+        ("decode/test_sent_ends.py::test_what_was_kept_before_a_flush_is_forgotten",),
     ),
     Mutant(
         "H12", "decode goes on from another depth's state", ("DecodeCheckpoints.go_on_from_sent",),

@@ -7,6 +7,8 @@ leave one out, delete it and its lines here. `tests/repository/test_amputation.p
 from __future__ import annotations
 
 from prefixkv import policies as policies
+from prefixkv.decode.host_tier import HostSource
+from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.kv_events import publisher
 from prefixkv.runtime import following_rank, host_copies, record, staging
 from prefixkv.runtime.death import ProverThread
@@ -26,6 +28,7 @@ from prefixkv.transport.transports import MAKERS
 Node.installers["kv_events"] = publisher.install
 Node.installers["record"] = record.install
 DecodeNode.make_host = host_copies.HostMemory
+DecodeScheduler.host_source = HostSource
 Node.lead = following_rank.check_log, following_rank.lead
 Transfers.prover = ProverThread
 MAKERS["shm"] = ShmTransport

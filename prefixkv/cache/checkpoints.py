@@ -81,6 +81,7 @@ class Checkpoints:
         self._kept: dict[int, Checkpoint] = {}  # gone, but locked: by slot
         self._tick = 0
         self.evicted = 0
+        self.cut_tokens = 0  # cached, and computed again: no checkpoint lay behind them
         cache.checkpoint_pages = lambda: list(self._at)
 
     def __len__(self) -> int:

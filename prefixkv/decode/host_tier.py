@@ -28,7 +28,7 @@ from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey, common_pages
 from prefixkv.cache.results import MatchResult, PrefixLock, Releases
 from prefixkv.decode.flights import Flight, Need, Release, Segment, Source
-from prefixkv.decode.ledger import Ledger
+from prefixkv.decode.ledger import HostPages, Ledger
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.sources import Lack, Sources
 from prefixkv.errors import UserErrors, check_laws
@@ -518,18 +518,6 @@ class HostTier(Generic[LockT]):
 
 def load_key(number: int) -> RoomKey:
     return RoomKey(number, 0, HOST)
-
-
-class HostPages(NamedTuple):
-    """Pages of host memory behind the pool. `ready` says how many of them, from the first on, can
-    be used by now; None: all."""
-
-    num_pages: int
-    policy: str | Policy
-    ready: Callable[[], int] | None = None
-
-    def source(self, ledger: Ledger, rule: Sources) -> HostSource:
-        return HostSource(ledger, self, rule)
 
 
 class HostSource(Source):

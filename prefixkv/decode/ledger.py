@@ -3,6 +3,10 @@ and the moves that need more than one of these."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
+from prefixkv.cache.eviction.policy import Policy
 from prefixkv.cache.results import MatchResult
 from prefixkv.decode.budget import PreallocBudget
 from prefixkv.decode.flights import Flight, Flights
@@ -11,6 +15,15 @@ from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.workers import Workers
 from prefixkv.pages.manager import PageManager
 from prefixkv.paging import pages_for
+
+
+class HostPages(NamedTuple):
+    """Pages of host memory behind the pool. `ready` says how many of them, from the first on, can
+    be used by now; None: all."""
+
+    num_pages: int
+    policy: str | Policy
+    ready: Callable[[], int] | None = None
 
 
 class Ledger:

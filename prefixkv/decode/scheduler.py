@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, assert_never
+from typing import Any, ClassVar, assert_never
 
 from prefixkv.addresses import check_prefill
 from prefixkv.cache.events import EventFeed
@@ -30,6 +30,7 @@ from prefixkv.decode.ending import End, Ending
 from prefixkv.decode.flights import Flight, Source
 from prefixkv.decode.growth import BatchGrowth
 from prefixkv.decode.journal import DecodeJournal
+from prefixkv.decode.ledger import HostPages as HostPages
 from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.plan import Plan, Planner
 from prefixkv.decode.request import (
@@ -96,13 +97,13 @@ class DecodeParts:
             `prefill_lost` answer.
         ticket: draws a number for each use of a room, never twice the same. In a service no other
             process may guess it.
-        host: pages behind those of the device (`HostPages`), if there are any.
+        host: pages behind those of the device, if there are any.
     """
 
     sources: Sources = field(default_factory=Sources)
     workers: Workers = field(default_factory=Workers)
     ticket: Callable[[], int] = field(default_factory=lambda: count(1).__next__)
-    host: Any = None
+    host: HostPages | None = None
 
 
 class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
@@ -113,6 +114,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     here of requests with extra state or windows.
     """
 
+    # What loads from the pages of `DecodeParts.host`; `assembly.py` puts it here.
+    host_source: ClassVar[Any]
     journal: DecodeJournal
     max_waiting = 1_000_000
 
@@ -133,7 +136,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.compute = ComputeSource(self.ledger, parts.sources)
         self._organs: list[Source] = []
         if parts.host is not None:
-            host = parts.host.source(self.ledger, parts.sources)
+            host = self.host_source(self.ledger, parts.host, parts.sources)
             self.host = host.tier
             self._organs.append(host)
         if parts.sources.config is not None:

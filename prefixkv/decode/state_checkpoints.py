@@ -22,15 +22,10 @@ from prefixkv.pages.request_checkpoints import RequestCheckpoints
 
 class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
     """Checkpoints as a decode worker's requests use them. The slots of the StatePool are those of
-    the requests, then those of the checkpoints.
-
-    `cut_tokens` counts tokens whose KV was cached, and that are computed again, since no checkpoint
-    lay behind them.
-    """
+    the requests, then those of the checkpoints."""
 
     def __init__(self, pages: PageManager, tokens: int) -> None:
         super().__init__(pages, 0 if pages.slots is None else pages.slots.num_pages, tokens)
-        self.cut_tokens = 0
 
     # --- where a request goes on ------------------------------------------------------------------
 
@@ -58,10 +53,6 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
             return at or req.fill_len
         return req.fill_len
 
-    def begin(self, req: DecodeRequest, dense_pages: int) -> None:
-        super().begin(req, dense_pages)
-        self.cut_tokens += max(0, dense_pages * self._page_size - req.prefix_len)
-
     def go_on_from_sent(self, req: DecodeRequest, at: int) -> None:
         """Go on from `at`, where what was sent becomes a checkpoint before it moves on."""
         req.prefix_len, req.checkpoint_slot = at, req.state_slot
@@ -76,9 +67,12 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
         boundary its slot, and the slot that keeps its state. O(requests), and a heap for those
         without such a slot."""
         copies: list[tuple[int, int]] = []
+        step = self._step
         for req in reqs if self._has_state else ():
-            at = req.kv_len
-            if at % self._step or at <= req.goes_on_at or req.state not in CAN_RUN:
+            # Its `kv_len`, without a call: most are at no boundary.
+            num_output = len(req.output)
+            at = req.prompt_len + num_output - (num_output > 0)
+            if at % step or at <= req.goes_on_at or req.state not in CAN_RUN:
                 continue
             if not self._may_save(req):
                 continue

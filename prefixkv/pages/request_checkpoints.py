@@ -63,6 +63,7 @@ class RequestCheckpoints(Generic[R]):
         req.goes_on_at, req.checkpoint_slot = req.prefix_len, NO_SLOT
         if req.checkpoint is not None and self._has_state:
             req.checkpoint_slot = self._first_slot + req.checkpoint.slot
+        self._points.cut_tokens += max(0, dense_pages * self._page_size - req.prefix_len)
         if self._may_save(req):
             for tokens in (req.fill_len, dense_pages * self._page_size):
                 self.add_stop(req, tokens, req.prefix_len)

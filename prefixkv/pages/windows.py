@@ -14,14 +14,16 @@ counts them. A row counts passed ones until its request ends, since its device m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 
 from prefixkv.errors import CallerError, InternalError, check_laws, shown
 from prefixkv.pages.allocator import PageAllocator, PageState
 from prefixkv.paging import Pages, pages_for
+
+T = TypeVar("T")
 
 UNUSED: Final = -1
 _NO_ROW: Final = -1
@@ -285,6 +287,13 @@ class WindowGroup:
         check_laws(laws, f"window group {self.name!r}", f"{owned} owned", f"{cached} cached")
 
 
+def of_window(windows: Mapping[str, T], name: str) -> T:
+    """Return what is of the window group of this name. Raises CallerError if there is none."""
+    if not isinstance(name, str) or name not in windows:
+        raise CallerError(f"there is no window group {shown(name)}")
+    return windows[name]
+
+
 def state_group(num_slots: int, num_requests: int) -> WindowGroup:
     """Return the group of extra state: a request has one page, its slot, for any tokens."""
     return WindowGroup(WindowSpec("state", 1, num_slots, 1), _ALL_TOKENS, num_requests)
@@ -297,12 +306,7 @@ class WindowGroups(tuple[WindowGroup, ...]):
 
     def named(self, name: str) -> WindowGroup:
         """Return the group of this name. Raises CallerError if there is none."""
-        found = next(
-            (group for group in self if isinstance(name, str) and group.name == name), None
-        )
-        if found is None:
-            raise CallerError(f"there is no window group {shown(name)}")
-        return found
+        return of_window({group.name: group for group in self}, name)
 
     def fit(self, start: WindowStart) -> bool:
         """Return whether all groups have room; what the request shares could not be given up."""

@@ -45,7 +45,9 @@ class PrefillBootstrapQueue:
     ) -> None:
         self._pages = pages
         self._checkpoints = checkpoints
-        self._found: Checkpoint | None = None  # of the request that was looked at last
+        # Of the request that was looked at last: its checkpoint, and pages that are cached.
+        self._found: Checkpoint | None = None
+        self._dense_pages = 0
         self._shared_prefixes = shared_prefixes
         self._usable_prefix = usable_prefix
         # All, with a number in the order of their promises. Those to be looked at are in `_due`, a
@@ -188,7 +190,7 @@ class PrefillBootstrapQueue:
             req.pages_held.hashes, req.hashes = req.hashes, []
             pages.keep_hashes(req.pages_held)
         if points is not None:
-            points.begin(req, req.dense_pages)
+            points.begin(req, self._dense_pages)
         req.plan = SendPlan(req.num_tokens, req.decode_prefix_len, page_size)
         if pages.windows:
             req.window_plans = tuple(
@@ -212,7 +214,7 @@ class PrefillBootstrapQueue:
     def _usable_tokens(self, req: PrefillRequest, match: MatchResult | None) -> int:
         if (points := self._pages.checkpoints) is not None:
             self._found = None if match is None else points.find(match)
-            req.dense_pages = 0 if match is None else match.depth
+            self._dense_pages = 0 if match is None else match.depth
             return 0 if self._found is None else self._found.depth * self._pages.page_size
         if match is None or self._usable_prefix is None or not match.prefix_len:
             return MAX_INDEX

@@ -204,8 +204,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         # 3. Hand out.
         popped = self.bootstrapped.pop_bootstrapped(now_s, limit)
         for req in popped:
-            dense = req.dense_pages * self.pages.page_size
-            self.journal.started(req, max(0, dense - req.prefix_len), now_s)
+            self.journal.started(req, now_s)
         self._tell()
         return popped
 

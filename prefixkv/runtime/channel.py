@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import zmq
@@ -292,6 +293,17 @@ class _Probe:
                     self.sock.send_multipart((route, _CURVE_GREETING), zmq.DONTWAIT)
 
 
+@dataclass(slots=True, eq=False)
+class _Line:
+    """What a dealer has for one address."""
+
+    address: str
+    sock: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]
+    probe: _Probe | None = None  # where the address ended a handshake under keys
+    is_abandoned: bool = False  # libzmq does not connect by itself
+
+
 class DealerChannel(_Channel):
     """Decode's sockets: one per prefill worker's address.
 
@@ -303,53 +315,52 @@ class DealerChannel(_Channel):
     ) -> None:
         super().__init__(config, wake_fd)
         self._check = check
-        self._socks: dict[str, zmq.Socket[bytes]] = {}
-        self._addresses: dict[object, str] = {}  # by socket, and by monitor
-        self._monitors: dict[str, zmq.Socket[bytes]] = {}
-        self._abandoned: set[str] = set()  # addresses that libzmq does not connect to by itself
-        self._probes: dict[str, _Probe] = {}  # of addresses that ended a handshake under keys
+        self._lines: dict[str, _Line] = {}
+        self._line_of: dict[object, _Line] = {}  # by socket, monitor, and socket of a probe
 
     def connect(self, address: str) -> None:
         """Open a socket for `address`, if it has none; connecting goes on by itself. Raises
         ConfigError, with nothing left open, if it is no address, or `check` refuses it."""
-        if address in self._socks:
+        if address in self._lines:
             return
-        sock: zmq.Socket[bytes] | None = None
-        monitor: zmq.Socket[bytes] | None = None
+        made: list[zmq.Socket[bytes]] = []
         # Monitored before it connects, so that the first event is not missed.
         try:
-            sock = self._socket(zmq.DEALER, address)
+            made.append(sock := self._socket(zmq.DEALER, address))
             if self._config.curve is not None:
                 sock.curve_serverkey = self._config.curve.server_key.encode()
-            monitor = sock.get_monitor_socket(_GONE | _REACHED)
+            made.append(sock.get_monitor_socket(_GONE | _REACHED))
             sock.connect(address)
             self._check(address)  # nothing is sent yet
         except (zmq.ZMQError, ValueError, ConfigError) as error:
-            for made in (sock, monitor):
-                if made is not None:
-                    made.close()
+            for one in made:
+                one.close()
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(f"prefill is {address!r}: {error}") from error
-        self._socks[address], self._monitors[address] = sock, monitor
-        for one in (sock, monitor):
-            self._addresses[one] = address
-            self._poller.register(one, zmq.POLLIN)
+        self._lines[address] = line = _Line(address, made[0], made[1])
+        for one in made:
+            self._watch(one, line)
 
     def disconnect(self, address: str) -> None:
         """Close the socket for this address; queued frames may still leave for a second."""
-        sock = self._socks.pop(address, None)
-        if sock is not None:
-            monitor = self._monitors.pop(address)
+        line = self._lines.pop(address, None)
+        if line is not None:
             # Out of the poller before they are closed.
-            self._abandoned.discard(address)
-            self._end_probe(address)
-            for one in (sock, monitor):
-                del self._addresses[one]
-                self._poller.unregister(one)
-            sock.disable_monitor()
-            monitor.close()
-            sock.close(linger=1000)
+            self._end_probe(line)
+            for one in (line.sock, line.monitor):
+                self._forget(one)
+            line.sock.disable_monitor()
+            line.monitor.close()
+            line.sock.close(linger=1000)
+
+    def _watch(self, sock: zmq.Socket[bytes], line: _Line) -> None:
+        self._line_of[sock] = line
+        self._poller.register(sock, zmq.POLLIN)
+
+    def _forget(self, sock: zmq.Socket[bytes]) -> None:
+        del self._line_of[sock]
+        self._poller.unregister(sock)
 
     def poll(
         self, timeout_s: float
@@ -357,49 +368,45 @@ class DealerChannel(_Channel):
         """Wait, and return frames, changes of connections, or nothing if woken up."""
         frames: list[FrameReceived[str] | Reached | Unreached | ConnectFailed] = []
         for one in self._poll(timeout_s):
-            address = self._addresses.get(one)
-            if address is None:  # a probe, which has ended as its address was reached just now
+            line = self._line_of.get(one)
+            if line is None:  # a probe, which has ended as its address was reached just now
                 continue
-            if one is self._monitors[address]:
-                frames += self._monitor_changes(one, address)
-                continue
-            probe = self._probes.get(address)
-            if probe is not None and one is probe.sock:
-                probe.read()
-                continue
-            is_local = is_loopback(address)
-            for (message,) in self._messages(self._socks[address], 1):
-                frames.append(FrameReceived(address, message.bytes, is_local=is_local))
+            if one is line.monitor:
+                frames += self._monitor_changes(line)
+            elif one is line.sock:
+                is_local = is_loopback(line.address)
+                for (message,) in self._messages(one, 1):
+                    frames.append(FrameReceived(line.address, message.bytes, is_local=is_local))
+            elif line.probe is not None:
+                line.probe.read()
         return frames
 
-    def _monitor_changes(
-        self, monitor: zmq.Socket[bytes], address: str
-    ) -> Iterator[Reached | Unreached | ConnectFailed]:
+    def _monitor_changes(self, line: _Line) -> Iterator[Reached | Unreached | ConnectFailed]:
         """Yield the last change of the connection, and whether keys are in the way of it."""
         last: Reached | Unreached | None = None
         error: HandshakeError | None = None
         with suppress(zmq.Again):
             while True:
-                change = recv_monitor_message(monitor, zmq.DONTWAIT)
+                change = recv_monitor_message(line.monitor, zmq.DONTWAIT)
                 event, value = change["event"], change["value"]
                 # Connected is not reached: the handshake is still to come.
                 if event == zmq.EVENT_CONNECTED:
                     continue
                 if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    last, error = Reached(address), None
-                    self._end_probe(address)
+                    last, error = Reached(line.address), None
+                    self._end_probe(line)
                     continue
-                error = self._wrong_keys(address, event, value) or error
+                error = self._wrong_keys(line, event, value) or error
                 if event in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
-                    self._abandoned.add(address)
-                last = Unreached(address, "no answer", _WRONG_ADDRESS)
+                    line.is_abandoned = True
+                last = Unreached(line.address, "no answer", _WRONG_ADDRESS)
         if last is not None:
             yield last
         if error is not None:
-            yield ConnectFailed(address, error)
+            yield ConnectFailed(line.address, error)
 
-    def _wrong_keys(self, address: str, event: int, value: int) -> HandshakeError | None:
-        curve = self._config.curve
+    def _wrong_keys(self, line: _Line, event: int, value: int) -> HandshakeError | None:
+        curve, address = self._config.curve, line.address
         mismatch = zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
         if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == mismatch:
             return _keys_differ(self._is_curve)
@@ -413,37 +420,34 @@ class DealerChannel(_Channel):
         # does that is closed, or a relay with nothing behind it. So it is asked for its greeting,
         # and named if it goes on after that.
         if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-            probe = self._probes.get(address)
-            if probe is not None and probe.blames_keys():
+            if line.probe is not None and line.probe.blames_keys():
                 why = f"is not the public key of {address} (set it to that)"
                 return HandshakeError("server_key", short_key(curve.server_key), "another", why)
-            if probe is None and address.startswith("tcp:"):
+            if line.probe is None and address.startswith("tcp:"):
                 # Where there is no descriptor for it, the next failure asks again.
                 with suppress(zmq.ZMQError):
-                    probe = self._probes[address] = _Probe(self._context, address)
-                    self._addresses[probe.sock] = address
-                    self._poller.register(probe.sock, zmq.POLLIN)
+                    line.probe = _Probe(self._context, address)
+                    self._watch(line.probe.sock, line)
         return None
 
-    def _end_probe(self, address: str) -> None:
-        probe = self._probes.pop(address, None)
-        if probe is not None:
-            del self._addresses[probe.sock]
-            self._poller.unregister(probe.sock)
-            probe.sock.close()
+    def _end_probe(self, line: _Line) -> None:
+        if line.probe is not None:
+            self._forget(line.probe.sock)
+            line.probe.sock.close()
+            line.probe = None
 
     def send(self, address: str, raw: bytes) -> None:
         """Queue a frame for `address`. One that cannot be queued is counted and dropped."""
-        sock = self._socks.get(address)
-        if sock is None:
+        line = self._lines.get(address)
+        if line is None:
             self._drop("not connected")
             return
         # libzmq tries no more after an answer that refuses it. The keys may be right by now.
-        if address in self._abandoned:
-            self._abandoned.discard(address)
-            sock.disconnect(address)
-            sock.connect(address)
+        if line.is_abandoned:
+            line.is_abandoned = False
+            line.sock.disconnect(address)
+            line.sock.connect(address)
         try:
-            sock.send(raw, zmq.DONTWAIT)
+            line.sock.send(raw, zmq.DONTWAIT)
         except zmq.Again:
             self._drop("queue full")

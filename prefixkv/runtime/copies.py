@@ -70,7 +70,7 @@ class CopyOrder:
                 return False
             self.began_s = self.began_s or time.perf_counter()
         except Exception as error:
-            self.error, self.begun = error, self.num_units  # one piece is left, without a unit
+            self.error = error
         self.after = None
         return True
 
@@ -129,7 +129,7 @@ class CopyThreads:
         for orders in self._queues:
             # An order that had begun all its pieces has ended by now, though it may stand here.
             for order in [order for order in orders if not order.has_begun_all]:
-                order.error = ClosedError("it was closed before the copy ended")
+                order.error = order.error or ClosedError("it was closed before the copy ended")
                 order.ended(order)
             orders.clear()
 
@@ -155,6 +155,7 @@ class CopyThreads:
                 self._wakes.get(timeout=_LOOK_S if self._num_waiting else None)
             while (piece := self._next_piece()) is not None:
                 order, start, stop = piece
+                # After a piece that failed, those behind it are left out.
                 copy = partial(order.copy, start, stop)
                 self._piece_ended(order, stop - start, order.error or run_settled(copy, settle))
 
@@ -180,11 +181,8 @@ class CopyThreads:
     def _piece_ended(self, order: CopyOrder, num_units: int, error: Exception | None) -> None:
         with self._lock:
             order.running -= 1
-            if error is None:
-                order.copied += num_units
-            else:
-                order.error = order.error or error
-                order.begun = order.num_units  # the rest is of no use any more
+            order.copied += num_units if error is None else 0
+            order.error = order.error or error  # the rest is of no use any more: see `_run`
             if order.running or not order.has_begun_all:
                 return
         # Without the lock: `ended` may take its time.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 
@@ -46,6 +46,8 @@ COUNTERS = (
 
 class Ranks(Protocol):
     """`ranks=` of a node: what it says to the other ranks of its worker, a RankLog."""
+
+    endpoints: Sequence[str]  # of the other ranks of a prefill worker, in order
 
     def take(self, pages: PageManager, requests: Iterable[Any]) -> bytes: ...
 
@@ -108,7 +110,7 @@ class Node(OneThread, PagedScheduler[Req, Command], Generic[Req, Command, To, E]
     installers: ClassVar[dict[str, Callable[[Any, Any], None]]] = {}
     # The same for `ranks=`: the check of it, and what makes this rank 0 of several.
     lead: ClassVar[tuple[Callable[[object], None], Callable[..., None]] | None] = None
-    leader: Leader[Command]
+    leader: Leader[Any]
     _logged: Iterable[Any] = ()  # prefill's requests
     _command: Callable[[Command | Fence], None]  # to the control objects of all ranks
     # Keys that `stats` has from the start, at 0.
@@ -342,6 +344,7 @@ class Node(OneThread, PagedScheduler[Req, Command], Generic[Req, Command, To, E]
             "slots_free": slots.free_pages if slots is not None else 0,
             "slots_held": slots.held_pages + slots.quarantined_pages if slots is not None else 0,
             **page_manager.windows.counts(),
+            "cut_tokens": 0 if points is None else points.cut_tokens,
             "checkpoints": 0 if points is None else len(points),
             "checkpoint_slots": 0 if points is None else points.num_slots,
             "checkpoints_evicted": 0 if points is None else points.evicted,
@@ -407,7 +410,7 @@ class Node(OneThread, PagedScheduler[Req, Command], Generic[Req, Command, To, E]
         self.leader = OneRank(self.transfers.submit, self.hear)
         if self._ranks is not None and self.lead is not None:
             self.lead[1](self, spec, self._ranks, host_pages)
-        self._command = self.leader.command  # type: ignore[assignment]
+        self._command = self.leader.command
 
     def _take(self, event: E, now_s: float) -> None:
         self.leader.on(0, event, now_s)

@@ -13,7 +13,6 @@ from prefixkv.errors import ConfigError, HandshakeError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import MAX_RANKS, Mesh, check_holds
 from prefixkv.memory.staging_area import StagingArea
-from prefixkv.memory.state_layout import StateLayout
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.pages.windows import WindowSpec
 from prefixkv.protocol.ids import PeerId
@@ -58,6 +57,13 @@ class RankSpec:
         self.pool, self.rank, self.state = pool, rank, state
         self.layout = layout = pool.layout
         self.mesh = mesh = mesh or Mesh(layout.num_layers, layout.num_kv_heads)
+        self.num_slots = 0 if state is None else state.num_slots
+        self.state_layout = None if state is None else state.layout
+        self.windows = [
+            WindowSpec(group.name, group.window, group.pool.layout.num_pages, group.step_tokens)
+            for group in pool.groups
+            if group.window
+        ]
         mesh.validate()
         if layout.groups and mesh.pp_size > 1:
             raise ConfigError(f"a pool with groups of layers is of one stage, not {mesh.pp_size}")
@@ -73,14 +79,6 @@ class RankSpec:
                 state.layout.check_holds(state.tensors, mesh, rank)
         except HandshakeError as error:
             raise ConfigError(f"the pool of rank {rank}: {error}") from error
-
-    @property
-    def num_slots(self) -> int:
-        return 0 if self.state is None else self.state.num_slots
-
-    @property
-    def state_layout(self) -> StateLayout | None:
-        return None if self.state is None else self.state.layout
 
     def digest(self, model: ModelConfig) -> ModelDigest:
         """Return the properties of the model that two workers compare."""
@@ -124,14 +122,6 @@ class RankSpec:
             libraries=loaded_libraries() if "nixl" in offers else Libraries(),
             place=self.place if offers.get("shm") else "",
         )
-
-    @property
-    def windows(self) -> list[WindowSpec]:
-        return [
-            WindowSpec(group.name, group.window, group.pool.layout.num_pages, group.step_tokens)
-            for group in self.pool.groups
-            if group.window
-        ]
 
     def check_own_memory(self) -> None:
         """Raise ConfigError for a group in the memory of the first one: the node takes their page

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from prefixkv.cache.eviction.hazards import (
     BEGINS_S,
@@ -14,10 +15,11 @@ from prefixkv.cache.eviction.hazards import (
     UNTAUGHT,
 )
 from tests.laws.ghost_model import GhostModel
-from tests.laws.gittins_model import LONG_PAGES, PERIOD, TINY_PAGES, TRUST, smooth
 from tests.laws.radix_model import ModelPage, ModelUse, Place, Prefix, visits
 
 HALF_LIFE_S = 20.0
+TINY_PAGES, LONG_PAGES = 1, 3
+TRUST, PERIOD = 2.0, 3
 
 Kind = tuple[int, ...]  # class of the use count, class of how much was new; or of a trunk
 
@@ -243,6 +245,13 @@ def counted(known: Known) -> list[Kind]:
 
 def in_bin(age_s: float) -> int:
     return max(at for at in range(NUM_BINS) if BEGINS_S[at] <= age_s)
+
+
+def smooth(counts: list[tuple[float, float]], chance: Any, trust: float) -> list[float]:
+    return [
+        (returned + trust * chance[at]) / (entered + trust)
+        for at, (entered, returned) in enumerate(counts)
+    ]
 
 
 def best_ratio(chance: list[float], first: int) -> float:

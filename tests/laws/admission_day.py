@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from prefixkv.decode.request import CAN_RUN, DecodeRequest, DecodeState
+from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.decode.workers import Workers
 from prefixkv.errors import OutOfPagesError, PeerLostError, RequestError, TransferError
 from prefixkv.pages.allocator import PageState
@@ -23,7 +24,7 @@ from prefixkv.protocol.commands import AbortRoom, MeetPrefill, OpenRoom, RefuseR
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.request import Request
 from tests.laws.auditor import assert_at_rest
-from tests.support.timed import DecodeScheduler
+from tests.support.schedulers import decode_scheduler, timed_by
 
 PAGE_SIZE = 4
 PAGES = 40
@@ -110,8 +111,9 @@ class AdmissionDay:
         self._next_s = 0.0
         self._number = 0
         self.pages = PageManager(PAGES, PAGE_SIZE, 12)
-        self.scheduler = DecodeScheduler(
+        self.scheduler = decode_scheduler(
             self.pages,
+            timed_by(self, DecodeScheduler),
             reserve_tokens=8,
             max_retries=max_retries,
             admission=admission,
@@ -253,7 +255,7 @@ class AdmissionDay:
             cacheable=chance.random() < 0.9,
         )  # fmt: skip
         try:
-            self.scheduler.add(request, self.now_s)
+            self.scheduler.add(request)
         except RequestError as error:
             assert worker == SMALL, error
             assert worker in str(error)
@@ -267,7 +269,7 @@ class AdmissionDay:
         self._pass()
         while scheduler.waiting.may_admit:
             self._pass()
-        for req in scheduler.pop_transferred(self.now_s):
+        for req in scheduler.pop_transferred():
             assert req.rid in self.seen
         for req in scheduler.pop_failed():
             self.outcomes[f"{type(req.error).__name__}"] += 1
@@ -277,7 +279,7 @@ class AdmissionDay:
 
     def _pass(self) -> None:
         before = self._possible()
-        admitted = self.scheduler.pop_preallocated(self.now_s)
+        admitted = self.scheduler.pop_preallocated()
         self._commands()
         for req in admitted:
             # One that the device was busy with may have come back in this very pass.
@@ -375,23 +377,23 @@ class AdmissionDay:
             running = [req for req in scheduler.requests.values() if req.state in CAN_RUN]
             full = [req for req in running if len(req.output) == req.max_new_tokens]
             for req in full:
-                scheduler.finish(req, self.now_s, self._device_work())
+                scheduler.finish(req, self._device_work())
                 self.outcomes["finished"] += 1
                 del self.seen[req.rid]
             batch = [req for req in running if req not in full]
             while batch:
                 try:
-                    scheduler.append_many(batch, [1] * len(batch), self.now_s)
+                    scheduler.append_many(batch, [1] * len(batch))
                     break
                 except OutOfPagesError as error:
                     if not error.retract:
                         return  # they come back by themselves
                     self.retractions += 1
-                    scheduler.retract(error.retract[0], self.now_s, self._device_work())
+                    scheduler.retract(error.retract[0], self._device_work())
                     batch = [req for req in batch if req.rid != error.retract[0]]
         live = list(scheduler.requests)
         if live and self.chance.random() < self.mix.aborts:
-            scheduler.abort(self.chance.choice(live), self.now_s, after=self._device_work())
+            scheduler.abort(self.chance.choice(live), after=self._device_work())
             self._commands()
 
     def _device_work(self) -> Event | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.laws.radix_model import ModelPage, Place, Prefix, RadixModel
+from tests.laws.radix_model import Place, Prefix, RadixModel
 
 BLOCK_PAGES, STRIDE_PAGES = 1, 3
 GHOST_PAGES = 40
@@ -70,8 +70,3 @@ class GhostModel(RadixModel):
     def forget_all(self) -> None:
         self.ghosts.clear()
         self.segments.clear()
-
-    @staticmethod
-    def deepest_mark(page: ModelPage) -> Any:
-        """What the last use of a page left, where it ended."""
-        return page.last.marks[max(page.last.marks)]

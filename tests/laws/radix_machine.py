@@ -16,25 +16,21 @@ from hypothesis.stateful import (
 )
 
 import prefixkv.assembly  # noqa: F401 - its parts, also where no conftest is loaded
-from benchmarks.policies.gated import Gated
-from benchmarks.policies.gittins import Gittins
 from prefixkv.cache.events import NO_PARENT, Cleared, EventFeed, Removed, Stored, page_key
 from prefixkv.cache.eviction.adaptive import Adaptive
 from prefixkv.cache.eviction.plain import ByPriority
 from prefixkv.cache.eviction.policy import make_policy
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
-from tests.laws.adaptive_model import HALF_LIFE_S, AdaptiveModel
-from tests.laws.gated_model import FRESH_S, KNOWN_S, SHORT_PAGES, GatedModel
-from tests.laws.ghost_model import BLOCK_PAGES, GHOST_PAGES, STRIDE_PAGES
-from tests.laws.gittins_model import (
+from tests.laws.adaptive_model import (
+    HALF_LIFE_S,
     LONG_PAGES,
     PERIOD,
-    POWER,
     TINY_PAGES,
     TRUST,
-    GittinsModel,
+    AdaptiveModel,
 )
+from tests.laws.ghost_model import BLOCK_PAGES, GHOST_PAGES, STRIDE_PAGES
 from tests.laws.radix_model import PROMISE_S, RANKS, TTL_S, RadixModel
 
 POOL_PAGES = 4096
@@ -43,9 +39,9 @@ SECONDS = st.integers(0, 40)
 
 
 MODELS: dict[str, type[RadixModel]] = {
-    **dict.fromkeys(RANKS, RadixModel), "adaptive": AdaptiveModel,
-    "gated": GatedModel, "gittins": GittinsModel,
-}  # fmt: skip
+    **dict.fromkeys(RANKS, RadixModel),
+    "adaptive": AdaptiveModel,
+}
 POLICIES = list(MODELS)
 
 
@@ -63,15 +59,6 @@ def make_pair(policy: str, page_size: int) -> tuple[RadixCache, RadixModel]:
             short_tokens=TINY_PAGES * page_size,
             long_tokens=LONG_PAGES * page_size, trust=TRUST, period=PERIOD,
             half_life_s=HALF_LIFE_S, **ghosts,
-        )  # fmt: skip
-    elif policy == "gated":
-        chosen = Gated(
-            fresh_s=FRESH_S, known_s=KNOWN_S, short_tokens=SHORT_PAGES * page_size, **ghosts
-        )
-    elif policy == "gittins":
-        chosen = Gittins(
-            short_tokens=TINY_PAGES * page_size,
-            long_tokens=LONG_PAGES * page_size, power=POWER, trust=TRUST, period=PERIOD, **ghosts,
         )  # fmt: skip
     chosen = make_policy(chosen)
     chosen.promise_s = PROMISE_S

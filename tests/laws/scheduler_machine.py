@@ -20,6 +20,7 @@ from benchmarks.policies.gated import Gated
 from prefixkv.cache.eviction.policy import register_policy
 from prefixkv.config import ComputeConfig, DecodeConfig, HostConfig
 from prefixkv.decode.request import DecodeRequest, DecodeState
+from prefixkv.decode.scheduler import DecodeScheduler, HostPages
 from prefixkv.decode.sources import Source, Sources
 from prefixkv.decode.workers import Workers
 from prefixkv.errors import NotFiniteError, PrefixKVError
@@ -31,13 +32,13 @@ from prefixkv.ranks.row_log import RankLog, RankSizes, RowFollower
 from prefixkv.request import Request
 from tests.laws.auditor import assert_at_rest, audit_decode, audit_prefill
 from tests.support.fabric import Hold
+from tests.support.schedulers import decode_scheduler, timed_by
 from tests.support.sim import Storm
 from tests.support.sim_engines import PAGE_SIZE, ROWS, SPOILT, DecodeEngine, PairSim
 from tests.support.sim_host import SimHost
 from tests.support.sim_memory import Memory
 from tests.support.sim_rank import TIMING, SimRank
 from tests.support.spelled import Event, Spelled
-from tests.support.timed import DecodeScheduler
 
 _IDLE, _DONE, _DECODE, _PREFILL = (
     0,
@@ -101,7 +102,7 @@ class Engine(DecodeEngine):
         if after is not None and not req.state.ended:
             pages = req.pages[start // PAGE_SIZE : pages_for(end, PAGE_SIZE)]
             self.unwritten.append((after, req, set(pages.tolist())))
-        self.scheduler.computed(req, end, self.sim.now_s, aux, after)
+        self.scheduler.computed(req, end, aux, after)
 
     def check_unwritten(self) -> None:
         """What the device may still write is its request's, or in the tree, and not read."""
@@ -130,11 +131,11 @@ class Engine(DecodeEngine):
         self._is_sampled_from(req)
         continues = self.sim.random.choice([None, True, False])
         keep = self.sim.random.choice([None, None, req.prompt_len, req.kv_len - 1])
-        self.scheduler.finish(req, self.sim.now_s, self.sim.device_work(), continues, keep)
+        self.scheduler.finish(req, self.sim.device_work(), continues, keep)
 
     def retract(self, rid: str) -> None:
         self._is_sampled_from(self.scheduler.requests[rid])
-        self.scheduler.retract(rid, self.sim.now_s, self.sim.device_work())
+        self.scheduler.retract(rid, self.sim.device_work())
 
     def pop_failed(self) -> list[DecodeRequest]:
         # What is complete just then is committed, or it is found that it waits for the device.
@@ -240,8 +241,9 @@ class SchedulerSim(PairSim):
         )
         self.followers = [RowFollower(self.log.sizes) for _ in range(self.num_ranks - 1)]
         self.unread: list[deque[bytes]] = [deque() for _ in self.followers]
-        return DecodeScheduler(
+        return decode_scheduler(
             pages,
+            timed_by(self, DecodeScheduler),
             reserve_tokens=self.random.choice([0, 4]),
             max_retries=int(self.failure_policy == "retry"),
             admission=self.config.admission,
@@ -249,10 +251,12 @@ class SchedulerSim(PairSim):
             waiting_timeout_s=self.random.choice([16.0, 2.0]),
             name=self.readers[0].me.name,
             workers=Workers(True, TIMING.bootstrap_timeout_s),
-            sources=ChosenSources(self) if self.compute is not None else None,
+            sources=ChosenSources(self) if self.compute is not None else Sources(),
             host=None
             if self.config.host_memory is None or self.config.host_memory.policy is None
-            else (self.host_pages, self.config.host_memory.policy, self.is_ready),
+            else HostPages(
+                self.host_pages, self.config.host_memory.policy, None if self.is_ready else int
+            ),
         )
 
     def device_work(self) -> Event | None:
@@ -348,7 +352,7 @@ class SchedulerSim(PairSim):
         host = self.decode.scheduler.host
         if host is None or host.num_ready == self.host_pages:
             return _IDLE
-        self.decode.scheduler.host_ready(self.random.randint(host.num_ready, self.host_pages))
+        self.decode.scheduler.host.ready(self.random.randint(host.num_ready, self.host_pages))
         return _DECODE
 
     def decode_schedule(self) -> int:
@@ -453,7 +457,7 @@ class SchedulerSim(PairSim):
             deadline_s=self.random.choice([None, None, None if self.is_quiet else 1.0]),
         )  # fmt: skip
         try:
-            self.decode.scheduler.add(request, self.now_s)
+            self.decode.scheduler.add(request)
         except PrefixKVError:
             return
         self.decode.added.append(rid)
@@ -491,8 +495,8 @@ class SchedulerSim(PairSim):
         if not groups:
             return _IDLE
         rid = self.random.choice(self.random.choice(groups))
-        assert self.decode.scheduler.abort(rid, self.now_s, after=self.device_work())
-        assert not self.decode.scheduler.abort(rid, self.now_s), "a second abort is a no-op"
+        assert self.decode.scheduler.abort(rid, after=self.device_work())
+        assert not self.decode.scheduler.abort(rid), "a second abort is a no-op"
         self.decode.running.pop(rid, None)
         return _DECODE
 
@@ -513,8 +517,8 @@ class SchedulerSim(PairSim):
         hashes = side.hashes(req.tokens[:end]) ^ SPOILT
         self.readers[0].fill(req.pages, start, hashes)
         error = NotFiniteError("spoilt")
-        assert side.scheduler.fail(req.rid, error, self.now_s, after=self.device_work())
-        assert not side.scheduler.fail(req.rid, error, self.now_s), "a second one is a no-op"
+        assert side.scheduler.fail(req.rid, error, after=self.device_work())
+        assert not side.scheduler.fail(req.rid, error), "a second one is a no-op"
         side.running.pop(req.rid, None)
         side.local.pop(req, None)
         return _DECODE
@@ -683,7 +687,7 @@ class SchedulerSim(PairSim):
         while self.events:
             self.device_is_done()
         if self.host_pages:
-            self.decode.scheduler.host_ready(self.host_pages)
+            self.decode.scheduler.host.ready(self.host_pages)
         started_s, fenced = self.now_s, 0
         for _ in range(max_rounds):
             if not self._round():

@@ -13,17 +13,15 @@ import pytest
 FUZZ = Path(__file__).parents[2] / "fuzz"
 SHORT = {
     "allocator.py": ["--seconds", "2"],
-    "decode_points.py": ["--seconds", "2"],
     "engine.py": ["--rounds", "2"],
     "explore.py": ["--max-states", "300"],
     "frames.py": ["--frames", "3000"],
     "liveness.py": ["--seed", "7000", "--seconds", "3"],
-    "mesh_pair.py": ["--seconds", "2", "--schedulers"],
+    "mesh_pair.py": ["--seconds", "2"],
     "pair.py": ["--seconds", "2", "--backend", "shm"],
     "radix.py": ["--seconds", "2"],
     "scheduler.py": ["--steps", "5000"],
     "staging_leases.py": ["--seconds", "2"],
-    "staging_pair.py": ["--seconds", "2"],
     "twenty_mutants.py": ["--only", "10", "--processes", "1"],
     "weights.py": ["--seconds", "2"],
     "windows.py": ["--seconds", "2"],

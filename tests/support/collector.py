@@ -44,7 +44,7 @@ class Collector:
     While `open` is not set it takes requests and does not answer.
     """
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self) -> None:
         self.spans: list[SeenSpan] = []
         self.asked = 0  # requests that have come
         self.open = threading.Event()
@@ -72,7 +72,7 @@ class Collector:
                 with contextlib.suppress(ConnectionError):
                     super().handle()
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)

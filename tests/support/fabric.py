@@ -173,12 +173,10 @@ class FakeFabric:
         matches: Predicate,
         error: Exception,
         at: Literal["post", "check"] = "check",
-        *,
-        lands: bool = True,
     ) -> None:
         """Fail the next post that matches (an `Action` of kind "post"): refuse it, or fail its
-        check. `lands`: whether the bytes of a part that fails at its check may still land."""
-        self._faults.append(Fault(error, at, lands, matches))
+        check. The bytes of a part that fails at its check may still land."""
+        self._faults.append(Fault(error, at, True, matches))
 
     def lose(self, peer: PeerId) -> None:
         """Writes in flight to a peer fail, and may land; new posts are refused."""

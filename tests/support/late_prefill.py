@@ -12,19 +12,18 @@ from prefixkv.testing.hashing import PrefixHasher
 from tests.support.node_pair import PrefillDriver
 from tests.support.patterns import MirroredPattern
 
-POISON = 0xA5
+POISON, CYCLES = 0xA5, 200_000_000
 _hasher = PrefixHasher()
 
 
 class LatePrefillDriver(PrefillDriver):
-    """Computes on a stream of its own, behind `cycles` in which the GPU does nothing. Until then a
+    """Computes on a stream of its own, behind `CYCLES` in which the GPU does nothing. Until then a
     chunk's slots are poison. `pending` counts the chunks whose event was not over when
     `send_chunk` had returned.
     """
 
-    def __init__(self, node: PrefillNode, cycles: int = 200_000_000) -> None:
+    def __init__(self, node: PrefillNode) -> None:
         super().__init__(node)
-        self.cycles = cycles
         self.pending = 0
         self._cuda: Any = torch.cuda  # in parts untyped
         self._stream = self._cuda.Stream(node.pool.device)
@@ -43,7 +42,7 @@ class LatePrefillDriver(PrefillDriver):
         self._late += [data, index]
         self._cuda.synchronize(pool.device)
         with self._cuda.stream(self._stream):
-            self._cuda._sleep(self.cycles)
+            self._cuda._sleep(CYCLES)
             for layer in range(pool.layout.num_layers):
                 for kv, view in enumerate((pool.k(layer), pool.v(layer))):
                     view[index] = data[:, 2 * layer + kv].contiguous().view(view.dtype)

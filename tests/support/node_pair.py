@@ -30,7 +30,7 @@ from tests.laws.auditor import assert_at_rest
 from tests.support.devices import DEVICE
 from tests.support.patience import PATIENCE_S
 from tests.support.patterns import pattern_in
-from tests.support.timed import DecodeScheduler, PrefillScheduler
+from tests.support.schedulers import decode_scheduler, prefill_scheduler
 from tests.support.wires import is_shm
 
 Tokens = npt.NDArray[np.int32]
@@ -265,8 +265,8 @@ def left(node: DecodeNode | PrefillNode) -> dict[str, int]:
 
 def scheduling(node: DecodeNode | PrefillNode) -> dict[str, Any]:
     """What a node has as a scheduler: no threads, no memory."""
-    kind = DecodeScheduler if isinstance(node, DecodeNode) else PrefillScheduler
-    names = vars(kind(PageManager(4, 2, 2)))
+    make = decode_scheduler if isinstance(node, DecodeNode) else prefill_scheduler
+    names = vars(make(PageManager(4, 2, 2)))
     return {name: value for name, value in vars(node).items() if name in names}
 
 

@@ -113,9 +113,9 @@ def lone_decode(control: ControlConfig, **config: Any) -> DecodeNode:
     return DecodeNode(make_pool(), DecodeConfig(control=control, **config))
 
 
-def end_of(node: DecodeNode, rid: str, patience_s: float = PATIENCE_S) -> Exception:
+def end_of(node: DecodeNode, rid: str) -> Exception:
     """Poll until the request has failed; returns why."""
-    deadline_s = time.monotonic() + patience_s
+    deadline_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline_s:
         node.pop_preallocated()
         assert not node.pop_transferred()

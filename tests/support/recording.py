@@ -2,29 +2,25 @@
 object can be held against it: it has to draw the same decisions in the same order, and rooms and
 pages have to end alike.
 
-    python -m tests.support.recording check [--runs 20] [--jobs 2] [--full DIR]
-    python -m tests.support.recording write [--full DIR]
+    python -m tests.support.recording check [--runs 20] [--jobs 2]
+    python -m tests.support.recording write
 
 `recorded_runs.json` has one line a run: its arguments, how many decisions the simulation and its
-fabric drew, digests of them, and the facts at the end (a long fact as a digest). With `--full`,
-`write` keeps all decisions of each run in DIR, and `check` shows the first that differs and what
-differs at the end. The two adapters below, and `start`, are all that knows the simulators.
+fabric drew, digests of them, and the facts at the end (a long fact as a digest). `start` and
+`facts_of` are all that knows the simulators.
 """
 
 from __future__ import annotations
 
 import argparse
-import gzip
 import hashlib
-import itertools
 import json
 import pathlib
 import random
-import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,8 +29,14 @@ from typing import Any
 from prefixkv.pages.allocator import PageState
 from prefixkv.pages.manager import PageManager
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
-from tests.support.sim_engines import STORMS, DecodeEngine, PairSim, PrefillEngine
-from tests.support.sim_rooms import RoomSim, calm_simulation, simulation
+from tests.support.sim_engines import (
+    STORMS,
+    DecodeEngine,
+    EngineSim,
+    PairSim,
+    PrefillEngine,
+    simulation,
+)
 
 FILE = pathlib.Path(__file__).with_name("recorded_runs.json")
 Facts = dict[str, Any]
@@ -44,19 +46,18 @@ NewRandom = Callable[[int], random.Random]
 # --- what knows the simulators --------------------------------------------------------------------
 
 
-def start(kind: str, args: dict[str, Any], new_random: NewRandom) -> PairSim | RoomSim:
+def start(kind: str, args: dict[str, Any], new_random: NewRandom) -> EngineSim:
     """The simulation of a run, not yet run. It gets its own randomness from `new_random` first, and
     that of its fabric second, both with its seed."""
     if kind == "mesh":
-        make = calm_simulation if args["calm"] else simulation
-        return make(args["seed"], new_random=new_random)
+        return simulation(args["seed"], new_random=new_random)
     more = {name: value for name, value in args.items() if name not in ("seed", "storm")}
     return PairSim(args["seed"], STORMS[args["storm"]], **more, new_random=new_random)
 
 
-def pair_end(sim: PairSim) -> Facts:
-    """What a run of two sides with schedulers ended with, as plain JSON. Lives that a restart ended
-    are in it, under their incarnation."""
+def facts_of(sim: EngineSim) -> Facts:
+    """What a run ended with, as plain JSON. Lives that a restart ended are in it, under their
+    incarnation."""
     facts: Facts = {
         "steps": sim.num_steps, "fabric_steps": sim.fabric.steps, "now_s": sim.now_s,
         "finished": sim.finished, "retractions": sim.retractions, "reused": sorted(sim.reused),
@@ -98,33 +99,6 @@ def pair_end(sim: PairSim) -> Facts:
     return facts
 
 
-def mesh_end(sim: RoomSim) -> Facts:
-    """What a run of two meshes without schedulers ended with, as plain JSON."""
-    uses = [
-        {
-            "key": _key(use.key), "ticket": use.ticket, "poll": use.poll and use.poll.name,
-            "drained": use.drained, "forgotten": use.forgotten,
-            "sendings": [
-                [
-                    sending.rank.me.incarnation, sending.added, sending.poll and sending.poll.name,
-                    sending.source_free, sending.aborted, sending.lost,
-                ]
-                for sending in use.sendings
-            ],
-        }
-        for use in sim.every_use
-    ]  # fmt: skip
-    return {
-        "steps": sim.num_steps, "fabric_steps": sim.fabric.steps, "now_s": sim.now_s, "uses": uses,
-        "counters": dict(sim.counters), "free_dst": sorted(sim.free_dst),
-        "free_src": [sorted(free) for free in sim.free_src],
-        "frames": {_name(rank.me): _frames(rank.control.counters) for rank in sim.ranks},
-        "threads": {_name(rank.me): _writes(rank.control.counters) for rank in sim.ranks},
-        "staging": {_name(rank.me): _staging(rank.control.staging) for rank in sim.ranks},
-        "succeeded, failed": [sim.counters[poll.name] for poll in (KVPoll.SUCCESS, KVPoll.FAILED)],
-    }  # fmt: skip
-
-
 # When the runs were recorded the control thread counted these, and its endpoint the rest.
 _WRITES = ("bytes_sent", "writes_done", "writes_failed", "writes_drained_by_renewal")
 _WRITES += ("peers_unreachable",)
@@ -142,14 +116,6 @@ _COUNTED_SINCE = ("never_promised",)  # the runs were recorded before it was cou
 def _frames(counters: Counter[str]) -> dict[str, int]:
     others = (*_WRITES, *_COUNTED_SINCE)
     return {name: count for name, count in counters.items() if name not in others}
-
-
-def _writes(counters: Counter[str]) -> dict[str, int]:
-    return {name: count for name, count in counters.items() if name in _WRITES}
-
-
-def _staging(staging: Any) -> dict[str, int]:
-    return {} if staging is None else dict(staging.counters)
 
 
 def _name(peer: PeerId) -> str:
@@ -210,13 +176,10 @@ STREAMS = ("simulation", "fabric")
 
 
 class Recording:
-    """The decisions of one run. `keep`: also one by one, with the step and the place in the
-    code."""
+    """The decisions of one run."""
 
-    def __init__(self, keep: bool = False) -> None:
+    def __init__(self) -> None:
         self.counts = [0, 0]
-        self.kept: list[tuple[int, str, int, str, str]] | None = [] if keep else None
-        self.step_of: Callable[[], int] = lambda: 0
         self._digests = [hashlib.blake2b(digest_size=8) for _ in (*STREAMS, "joined")]
         self._num_randoms = 0
 
@@ -237,17 +200,6 @@ class Recording:
         self.counts[stream] += 1
         self._digests[stream].update(word.encode())
         self._digests[2].update(f"{stream}.{word}".encode())
-        if self.kept is not None:
-            self.kept.append((self.step_of(), STREAMS[stream], options, repr(value), _place()))
-
-
-def _place() -> str:
-    """Of the line outside of `random` and this file that draws."""
-    frame = sys._getframe(2)
-    while frame.f_back and frame.f_code.co_filename in (__file__, random.__file__):
-        frame = frame.f_back
-    path = pathlib.PurePath(frame.f_code.co_filename)
-    return f"{path.parent.name}/{path.name}:{frame.f_lineno} {frame.f_code.co_name}"
 
 
 # --- runs -----------------------------------------------------------------------------------------
@@ -267,11 +219,10 @@ class Run:
 
 
 def runs(kind: str) -> list[Run]:
-    """The 200 runs of a kind; every tenth of them has every storm, page count, policy and number
-    of slots in it."""
+    """The 200 runs of a pair, of which every tenth has every storm, page count, policy and number
+    of slots in it; 40 of workers of several ranks."""
     if kind == "mesh":
-        seeds = [(seed, False) for seed in range(160)] + [(seed, True) for seed in range(40)]
-        return [Run(kind, i, {"seed": seed, "calm": calm}) for i, (seed, calm) in enumerate(seeds)]
+        return [Run(kind, i, {"seed": i}) for i in range(40)]
     return [
         Run(
             kind,
@@ -294,22 +245,18 @@ class Played:
     """A run that was played. `line` is what is recorded of it."""
 
     line: dict[str, Any]
-    facts: Facts
-    recording: Recording
     error: str = ""  # the traceback of what it raised
 
 
-def play(run: Run, keep: bool = False) -> Played:
+def play(run: Run) -> Played:
     """Play a run. What it raises is a fact of its end."""
-    recording = Recording(keep)
+    recording = Recording()
     facts: Facts
     raised = ""
     try:
         sim = start(run.kind, run.args, recording.new_random)
-        recording.step_of = lambda: sim.num_steps
         sim.run()
-        facts = pair_end(sim) if isinstance(sim, PairSim) else mesh_end(sim)
-        facts = json.loads(json.dumps(facts))
+        facts = json.loads(json.dumps(facts_of(sim)))
     except Exception as error:
         raised = traceback.format_exc()
         facts = {"raised": f"{type(error).__name__}: {error}"[:300]}
@@ -318,7 +265,7 @@ def play(run: Run, keep: bool = False) -> Played:
         "digests": recording.digests, "end": _digest(json.dumps(facts, sort_keys=True).encode()),
         "facts": {name: _short(fact) for name, fact in sorted(facts.items())},
     }  # fmt: skip
-    return Played(line, facts, recording, raised)
+    return Played(line, raised)
 
 
 def recorded() -> dict[str, dict[str, Any]]:
@@ -362,75 +309,19 @@ def _short(fact: Any) -> Any:
     return fact if len(text) <= 60 else f"#{_digest(text.encode())[:8]}"
 
 
-# --- all decisions of a run -----------------------------------------------------------------------
-
-
-def _keep(played: Played, folder: pathlib.Path) -> None:
-    """Write all that was drawn, and the facts at the end, into a file of the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with gzip.open(folder / f"{played.line['run']}.gz", "wt", compresslevel=6) as file:
-        print(json.dumps(played.facts), file=file)
-        for decision in played.recording.kept or ():
-            print(*decision, sep="\t", file=file)
-
-
-def _explain(played: Played, folder: pathlib.Path) -> Iterator[str]:
-    """The first decision that is not what the folder has, with the three before it, and the facts
-    at the end that differ."""
-    path = folder / f"{played.line['run']}.gz"
-    if not path.exists():
-        yield f"no {path}"
-        return
-    with gzip.open(path, "rt") as file:
-        facts = json.loads(next(file))
-        were = [tuple(line.rstrip("\n").split("\t")) for line in file]
-    now = [tuple(map(str, decision)) for decision in played.recording.kept or ()]
-    for i, (was, after) in enumerate(itertools.zip_longest(were, now)):
-        if was is None or after is None or was[1:4] != after[1:4]:
-            yield f"decision {i}, the first that differs (step, stream, options, value, place):"
-            yield from (f"    as before {' '.join(now[j])}" for j in range(max(0, i - 3), i))
-            yield f"    was       {'nothing' if was is None else ' '.join(was)}"
-            yield f"    is        {'nothing' if after is None else ' '.join(after)}"
-            break
-    else:
-        yield f"all {len(now)} decisions are alike"
-    yield from itertools.islice(_unlike("the end", facts, played.facts), 12)
-    if played.error:
-        yield played.error
-
-
-def _unlike(where: str, was: Any, now: Any) -> Iterator[str]:
-    """The leaves of two JSON values that differ."""
-    if isinstance(was, dict) and isinstance(now, dict):
-        for name in sorted({*was, *now}):
-            yield from _unlike(f"{where}, {name}", was.get(name), now.get(name))
-    elif isinstance(was, list) and isinstance(now, list) and len(was) == len(now):
-        for i, (one, other) in enumerate(zip(was, now, strict=True)):
-            yield from _unlike(f"{where}, {i}", one, other)
-    elif was != now:
-        yield f"{where}: was {was}, is {now}"
-
-
 # --- the commands ---------------------------------------------------------------------------------
 
 
-def _write_one(run: Run, full: pathlib.Path | None) -> dict[str, Any]:
-    played = play(run, keep=full is not None)
+def _write_one(run: Run) -> dict[str, Any]:
+    played = play(run)
     if played.error:
         raise SystemExit(f"{run}:\n{played.error}")
-    if full is not None:
-        _keep(played, full)
     return played.line
 
 
-def _check_one(run: Run, full: pathlib.Path | None) -> list[str]:
+def _check_one(run: Run) -> list[str]:
     """What is not as recorded."""
-    before = recorded()[run.name]
-    played = play(run)
-    found = differences(before, played.line)
-    if found and full is not None:
-        found += _explain(play(run, keep=True), full)
-    return found
+    return differences(recorded()[run.name], play(run).line)
 
 
 def main() -> None:
@@ -440,7 +331,6 @@ def main() -> None:
     parser.add_argument("command", choices=["check", "write"])
     parser.add_argument("--runs", type=int, default=200, help="of each kind, evenly spread")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--full", type=pathlib.Path, help="folder with all decisions of each run")
     options = parser.parse_args()
     every = max(1, 200 // options.runs)
     chosen = [run for kind in ("pair", "mesh") for run in runs(kind)[::every]]
@@ -449,16 +339,14 @@ def main() -> None:
         parser.error("all runs are written, or none")
     with ProcessPoolExecutor(options.jobs) as pool:
         if options.command == "write":
-            lines = list(pool.map(partial(_write_one, full=options.full), chosen))
+            lines = list(pool.map(_write_one, chosen))
             FILE.write_text(
                 "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
             )
             print(f"wrote {len(lines)} runs in {time.monotonic() - started:.0f} s")
             return
         unlike = 0
-        for run, found in zip(
-            chosen, pool.map(partial(_check_one, full=options.full), chosen), strict=True
-        ):
+        for run, found in zip(chosen, pool.map(_check_one, chosen), strict=True):
             if found:
                 unlike += 1
                 print(f"{run.name} {run.args}", *found, sep="\n    ", flush=True)

@@ -110,9 +110,9 @@ def ask_and_leave(
         until(seen)
 
 
-def under_way(serve: Serve, worker: str = "decode-0") -> bool:
-    """A request waits for a transfer there, or runs."""
-    figures, queue = serve.figures(worker), f'prefixkv_queue_requests{{node="{worker}",queue='
+def under_way(serve: Serve) -> bool:
+    """A request waits for a transfer to decode, or runs there."""
+    figures, queue = serve.figures("decode-0"), 'prefixkv_queue_requests{node="decode-0",queue='
     return any(figures.get(f'{queue}"{name}"}}') for name in ("transfer", "running"))
 
 
@@ -132,9 +132,9 @@ def get(url: str) -> tuple[int, Any]:
 class Expected:
     """What the small model says by itself, or the model of a folder with its tokenizer."""
 
-    def __init__(self, seed: int = 0, folder: Path | None = None) -> None:
+    def __init__(self, folder: Path | None = None) -> None:
         if folder is None:
-            self._model = unpaged_copy(small_model(seed, trial=False))
+            self._model = unpaged_copy(small_model(0, trial=False))
         else:
             self._model = AutoModelForCausalLM.from_pretrained(folder)
         self.texts = Texts(small_tokenizer(), CHAT_TEMPLATE)

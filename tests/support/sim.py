@@ -4,7 +4,7 @@ one seed.
 Real: control objects, machines, staging, gather and scatter, KV bytes. Simulated: the network
 (delay, reorder, duplicates, drops, junk), the transport (`FakeFabric`), the clock, processes, and
 all threads: each `step` lets one thing happen. What the ranks work on is a subclass's:
-`sim_rooms.py` has bare uses of rooms, `sim_engines.py` schedulers with stand-in engines.
+`sim_engines.py` has schedulers with stand-in engines.
 """
 
 from __future__ import annotations
@@ -48,14 +48,11 @@ class Storm:
     reorder: float = 0.0
     junk: float = 0.0
     abort: float = 0.0  # by decode's engine, or either
-    abort_rank: float = 0.0  # by one prefill rank's
     fail_copy: float = 0.0
     fail_at_post: float = 0.0
     fail_at_check: float = 0.0
     lose_notification: float = 0.0
     restart: float = 0.0  # of a whole worker
-    restart_prefill: float = 0.0  # of one rank
-    restart_decode: float = 0.0
     flush: float = 0.0
     # Of the steps in which a transport, or a copy thread, could do something: those that it lets
     # pass.

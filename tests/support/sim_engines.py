@@ -20,7 +20,9 @@ import numpy as np
 
 import benchmarks.policies.gated
 import benchmarks.policies.gittins  # noqa: F401
+from prefixkv.config import ModelConfig
 from prefixkv.decode.request import DecodeRequest, DecodeState
+from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.decode.workers import Workers
 from prefixkv.errors import (
     HandshakeError,
@@ -34,92 +36,24 @@ from prefixkv.pages.allocator import PageState
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.windows import WindowSpec
 from prefixkv.prefill.request import PrefillRequest
+from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.protocol import messages
 from prefixkv.protocol.commands import Fence
 from prefixkv.protocol.events import RoomEnded
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.ranks.leader import RankLeader, pack_rank_events
 from prefixkv.ranks.row_log import RankLog, RankSizes, RowFollower
-from prefixkv.request import DeviceEvent, Request
+from prefixkv.request import Request
 from tests.laws.auditor import assert_at_rest, audit_decode, audit_prefill
+from tests.support.schedulers import decode_scheduler, prefill_scheduler, timed_by
 from tests.support.sim import Shape, Sim, Storm, scrambled, shape_of, storm_of
 from tests.support.sim_rank import TIMING, DecodeRank, PrefillRank
 from tests.support.state_memory import TENSORS
-from tests.support.timed import DecodeScheduler, PrefillScheduler
 
 PAGE_SIZE = 4
 ROWS = 8
 SPOILT = np.uint64(0xBAD)  # what differs in KV that must not be used
 _NO_PAGES = np.empty(0, np.int32)
-
-
-class PrefillDesk:
-    """What a PrefillNode is without its threads: one rank's scheduler, as its engine calls it."""
-
-    def __init__(self, sim: EngineSim, rank: PrefillRank) -> None:
-        self.sim, self.rank = sim, rank
-        side = sim.sides[0]
-        windows = () if side.last is None else (side.last,)
-        pages = PageManager(
-            side.num_pages,
-            side.page_size,
-            ROWS,
-            policy=sim.policy,
-            num_checkpoints=side.checkpoints,
-            windows=windows,
-        )
-        pages.hash_every_pages = 1
-        self.scheduler = PrefillScheduler(
-            pages,
-            num_slots=side.num_slots,
-            usable_prefix=self._usable_prefix if side.num_slots else None,
-            weights_version=sim.prefill_version,
-        )
-        self.usable: dict[RoomKey, int] = {}
-        self.add = self._timed(self.scheduler.add)
-        self.abort = self._timed(self.scheduler.abort)
-        self.fail = self._timed(self.scheduler.fail)
-        self.pop_sent = self._timed(self.scheduler.pop_sent)
-
-    def hashes(self, tokens: np.ndarray) -> np.ndarray:
-        """What the KV of these tokens is under this rank's weights."""
-        return self.sim.hashes(tokens, self.scheduler.weights_version)
-
-    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args: call(*args, self.sim.now_s)
-
-    def pop_bootstrapped(self, limit: int | None = None) -> list[PrefillRequest]:
-        return self.scheduler.pop_bootstrapped(self.sim.now_s, limit)
-
-    def pop_failed(self, after: DeviceEvent | None = None) -> list[PrefillRequest]:
-        return self.scheduler.pop_failed(self.sim.now_s, after)
-
-    def send_chunk(
-        self, req: PrefillRequest, end: int, last: bool = False, aux: bytes = b"",
-        ready: DeviceEvent | None = None, state_slot: int = -1,
-    ) -> int:  # fmt: skip
-        more: Any = {"last": last, "aux": aux, "ready": ready, "state_slot": state_slot}
-        return self.scheduler.send_chunk(req, end, self.sim.now_s, **more)
-
-    def hear(self, event: Any) -> None:
-        """Tell the scheduler one thing that became of a room."""
-        self.scheduler.hear(event, self.sim.now_s)
-
-    def check(self, req: PrefillRequest) -> None:
-        """What is cached already is right."""
-        hashes, known = self.hashes(req.tokens), req.prefix_len
-        assert known <= self.usable.get(req.room_key, known), "there is no state behind that"
-        self.rank.check_bytes(req, req.pages, hashes[:known])
-        self.check_last(req, hashes[:known])
-
-    def check_last(self, req: PrefillRequest, hashes: np.ndarray) -> None:
-        """What is behind these tokens in the window layers is right."""
-        if (last := self.sim.sides[0].last) is not None and not req.state.ended:
-            self.rank.check_last(req, req.window_pages(last.name), hashes, last.window)
-
-    def _usable_prefix(self, req: PrefillRequest, prefix_len: int) -> int:
-        self.usable[req.room_key] = self.sim.random.choice([0, prefix_len // 2, prefix_len])
-        return self.usable[req.room_key]
 
 
 class PrefillEngine:
@@ -130,15 +64,23 @@ class PrefillEngine:
         self.sim = sim
         side = sim.sides[0]
         self.ranks = [sim.new_writer(rank) for rank in range(side.mesh.num_ranks)]
-        self.desk = PrefillDesk(sim, self.ranks[0])
-        self.scheduler = self.desk.scheduler
+        windows = () if side.last is None else (side.last,)
+        pages = PageManager(
+            side.num_pages, side.page_size, ROWS, policy=sim.policy,
+            num_checkpoints=side.checkpoints, windows=windows,
+        )  # fmt: skip
+        pages.hash_every_pages = 1
+        self.scheduler = prefill_scheduler(
+            pages, timed_by(sim, PrefillScheduler), num_slots=side.num_slots,
+            usable_prefix=self._usable_prefix if side.num_slots else None,
+            model=ModelConfig(weights_version=sim.prefill_version),
+        )  # fmt: skip
+        self.usable: dict[RoomKey, int] = {}
         self.free_slots = list(range(side.num_slots))
         self.computing: dict[str, PrefillRequest] = {}
         self.failed: set[RoomKey] = set()  # as the engine was told
-        windows = () if side.last is None else (side.last,)
-        rows = self.scheduler.pages.table.max_requests
         sizes = RankSizes(
-            "prefill", side.num_pages, side.page_size, rows, side.num_slots, windows=windows
+            "prefill", side.num_pages, side.page_size, ROWS, side.num_slots, windows=windows
         )
         self.log = RankLog()
         self.log.sizes = sizes
@@ -199,26 +141,26 @@ class PrefillEngine:
 
     def _pass(self) -> None:
         """Take what the scheduler hands out, and compute a chunk."""
-        for req in self.desk.pop_bootstrapped():
+        for req in self.scheduler.pop_bootstrapped():
             self.computing[req.rid] = req
-        for req in self.desk.pop_failed():
+        for req in self.scheduler.pop_failed():
             self.failed.add(req.room_key)
             self.computing.pop(req.rid, None)
             self._free_slot(req)
-        for req in self.desk.pop_sent():
+        for req in self.scheduler.pop_sent():
             self._free_slot(req)
         if self.computing:
             self._compute(self.sim.random.choice(list(self.computing.values())))
 
     def add(self, request: Request) -> None:
         try:
-            self.desk.add(request)
+            self.scheduler.add(request)
         except PrefixKVError:
             self.sim.counters["refused by prefill"] += 1
 
     def abort(self, rid: str) -> None:
         self.computing.pop(rid, None)
-        self.desk.abort(rid)
+        self.scheduler.abort(rid)
 
     def flush(self) -> None:
         self.scheduler.flush()
@@ -235,7 +177,7 @@ class PrefillEngine:
         if req.plan is None or req.pages_held is None:
             return
         self.catch_up()
-        last, hashes = self.sim.sides[0].last, self.desk.hashes(req.tokens)
+        last, hashes = self.sim.sides[0].last, self.hashes(req.tokens)
         start = max(req.plan.computed, req.prefix_len)
         end = min(req.num_tokens, start + self.sim.random.randint(1, 3 * PAGE_SIZE))
         end = min([end, *(at for at in req.stops if at > start)])
@@ -246,7 +188,7 @@ class PrefillEngine:
                 return
             slot = self.free_slots.pop(0)
         if req.plan.computed == 0 and not req.state.ended:
-            self.desk.check(req)
+            self.check(req)
         spoils = self.sim.spoils()
         computed = hashes[:end] ^ SPOILT if spoils else hashes[:end]
         views = [req, *(follower.request(req.rid) for follower in self.followers.values())]
@@ -265,7 +207,7 @@ class PrefillEngine:
             return
         token = self.sim.next_token(req.tokens, self.scheduler.weights_version)
         aux = token.to_bytes(4, "little") if is_last else b""
-        self.desk.send_chunk(req, end, is_last, aux, None, slot)
+        self.scheduler.send_chunk(req, end, is_last, aux, None, slot)
         if is_last:
             del self.computing[req.rid]
 
@@ -274,8 +216,25 @@ class PrefillEngine:
         it is the last one, at once after."""
         self.sim.counters["spoilt on prefill"] += 1
         if not last and self.sim.random.random() < 0.5:
-            self.desk.send_chunk(req, end)
-        self.desk.fail(req.rid, NotFiniteError("spoilt"))
+            self.scheduler.send_chunk(req, end)
+        self.scheduler.fail(req.rid, NotFiniteError("spoilt"))
+
+    def hashes(self, tokens: np.ndarray) -> np.ndarray:
+        """What the KV of these tokens is under prefill's weights."""
+        return self.sim.hashes(tokens, self.scheduler.weights_version)
+
+    def check(self, req: PrefillRequest) -> None:
+        """What is cached already is right, in the window layers too."""
+        rank, known = self.ranks[0], req.prefix_len
+        hashes = self.hashes(req.tokens)[:known]
+        assert known <= self.usable.get(req.room_key, known), "there is no state behind that"
+        rank.check_bytes(req, req.pages, hashes)
+        if (last := self.sim.sides[0].last) is not None:
+            rank.check_last(req, req.window_pages(last.name), hashes, last.window)
+
+    def _usable_prefix(self, req: PrefillRequest, prefix_len: int) -> int:
+        self.usable[req.room_key] = self.sim.random.choice([0, prefix_len // 2, prefix_len])
+        return self.usable[req.room_key]
 
     def scribble(self) -> None:
         """Overwrite all free pages, so that a write that still reads one shows."""
@@ -326,20 +285,20 @@ class DecodeEngine:
 
     def schedule(self) -> None:
         """One thing the engine's scheduler may do."""
-        now_s, scheduler = self.sim.now_s, self.scheduler
+        scheduler = self.scheduler
         if said := [rank for rank in self.ranks if rank.events or rank.for_rank_0]:
             self.sim.hear(self.sim.pick(said))
             return
-        scheduler.pop_preallocated(now_s)
+        scheduler.pop_preallocated()
         for ask in scheduler.pop_needs_prefill():
             rid, room = f"{ask.rid}/{ask.generation}", ask.room
             attempt = {"room": room, "generation": ask.generation, "decode": ask.decode}
             self.sim.submit(Request(rid, ask.tokens, **attempt))
-        for req in scheduler.pop_transferred(now_s):
+        for req in scheduler.pop_transferred():
             # Starting one of these may have retracted another.
             if req.state is DecodeState.TRANSFERRED:
                 self._start(req)
-        for req in scheduler.pop_local(now_s):
+        for req in scheduler.pop_local():
             self.local[req] = req.prefix_len
         for req in self.pop_failed():
             self.running.pop(req.rid, None)
@@ -443,7 +402,7 @@ class DecodeEngine:
     def _append(self, req: DecodeRequest, token: int) -> None:
         while True:
             try:
-                self.scheduler.append_many([req], [token], self.sim.now_s)
+                self.scheduler.append_many([req], [token])
                 return
             except OutOfPagesError as error:
                 if not error.retract or error.retract[0] == req.rid:
@@ -455,12 +414,12 @@ class DecodeEngine:
     def _give_up(self, req: DecodeRequest) -> None:
         self.running.pop(req.rid, None)
         if not req.resumed:
-            self.scheduler.abort(req.rid, self.sim.now_s)
+            self.scheduler.abort(req.rid)
             return
         try:
             self._retract(req.rid)
         except PrefixKVError:
-            self.scheduler.abort(req.rid, self.sim.now_s)
+            self.scheduler.abort(req.rid)
 
     def _retract(self, rid: str) -> None:
         self.retract(rid)
@@ -530,7 +489,7 @@ class DecodeEngine:
                 rank.fill_last(req.window_pages(last.name), start, computed[:end])
         for at in [at for at in req.stops if start <= at <= end]:
             assert at > start or is_sent
-            if (slot := self.scheduler.save_state(req, at, sim.now_s)) >= 0:
+            if (slot := self.scheduler.save_state(req, at)) >= 0:
                 self.kept[slot] = int(computed[at - 1])
         if spoils:
             if sim.random.random() < 0.5:
@@ -549,7 +508,7 @@ class DecodeEngine:
 
     def _keep(self, req: DecodeRequest) -> None:
         """Copy the state of a request at a page boundary, which is right."""
-        for source, slot in self.scheduler.save_states([req], self.sim.now_s):
+        for source, slot in self.scheduler.save_states([req]):
             assert source == req.state_slot
             hashes = self.hashes(req.tokens[: req.kv_len])
             for rank in self._each_rank(req):
@@ -557,17 +516,17 @@ class DecodeEngine:
             self.kept[slot] = int(hashes[-1])
 
     def computed(self, req: DecodeRequest, start: int, end: int, aux: bytes = b"") -> None:
-        self.scheduler.computed(req, end, self.sim.now_s, aux)
+        self.scheduler.computed(req, end, aux)
 
     def finish(self, req: DecodeRequest) -> None:
-        self.scheduler.finish(req, self.sim.now_s)
+        self.scheduler.finish(req)
 
     def fail(self, req: DecodeRequest) -> None:
-        self.scheduler.fail(req.rid, NotFiniteError("spoilt"), self.sim.now_s)
+        self.scheduler.fail(req.rid, NotFiniteError("spoilt"))
         self.sim.counters["spoilt on decode"] += 1
 
     def retract(self, rid: str) -> None:
-        self.scheduler.retract(rid, self.sim.now_s)
+        self.scheduler.retract(rid)
 
     def _ended(self, req: DecodeRequest) -> None:
         assert req.rid not in self.outcomes, f"{req} ended twice"
@@ -643,8 +602,9 @@ class EngineSim(Sim):
         return DecodeEngine(self)
 
     def decode_scheduler(self) -> DecodeScheduler:
-        return DecodeScheduler(
-            self.decode_page_manager(), reserve_tokens=self.random.choice([0, 4]),
+        return decode_scheduler(
+            self.decode_page_manager(), timed_by(self, DecodeScheduler),
+            reserve_tokens=self.random.choice([0, 4]),
             max_retries=int(self.failure_policy == "retry"),
             admission=("hit_aware", "fifo", "priority")[self.seed % 3], patience_s=2.0,
             waiting_timeout_s=0.8 * TIMING.bootstrap_timeout_s, name=self.readers[0].me.name,
@@ -713,7 +673,7 @@ class EngineSim(Sim):
         address = self.addresses[0]
         request = Request(rid, tokens, max_new_tokens=most, prefill=address, **more)
         try:
-            self.decode.scheduler.add(request, self.now_s)
+            self.decode.scheduler.add(request)
         except PrefixKVError:
             return
         self.submit(Request(rid, tokens, **more))
@@ -781,9 +741,9 @@ class EngineSim(Sim):
         live, waits_on = list(decode.requests), [f for f in decode.flights if f.waiters]
         needed = [flight.owner.rid for flight in waits_on if flight.owner]
         if needed and self.random.random() < 0.3:
-            decode.abort(self.random.choice(needed), self.now_s)
+            decode.abort(self.random.choice(needed))
         elif live and self.random.random() < 0.7:
-            decode.abort(self.random.choice(live), self.now_s)
+            decode.abort(self.random.choice(live))
         elif self.prefill.scheduler.requests:
             self.prefill.abort(self.random.choice(list(self.prefill.scheduler.requests)))
 
@@ -914,7 +874,7 @@ _STORM = {
 }  # fmt: skip
 
 
-def simulation(seed: int, storm: Storm | None = None) -> EngineSim:
+def simulation(seed: int, storm: Storm | None = None, **more: Any) -> EngineSim:
     """Schedulers, ranks, staging, extra state: all follow from the seed."""
     chance = random.Random(seed)
     shape, storms = shape_of(chance), storm_of(chance, _STORM)
@@ -926,11 +886,11 @@ def simulation(seed: int, storm: Storm | None = None) -> EngineSim:
     return EngineSim(
         seed, storms if storm is None else storm, shape,
         decode_pages=chance.choice([14, 18, 40]), prefill_pages=chance.choice([16, 32]),
-        failure_policy=chance.choice(["fail", "retry"]), num_slots=num_slots,
+        failure_policy=chance.choice(["fail", "retry"]), num_slots=num_slots, **more,
     )  # fmt: skip
 
 
-def with_windows(seed: int, storm: Storm | None = None) -> EngineSim:
+def with_windows(seed: int) -> EngineSim:
     """Workers of one to four ranks, of equal and of unequal sizes, and layers that keep a window,
     of as many heads as the first ones, or of twice as many; with checkpoints and without."""
     chance = random.Random(seed)
@@ -940,7 +900,7 @@ def with_windows(seed: int, storm: Storm | None = None) -> EngineSim:
         num_heads=chance.choice([1, max(ranks), max(ranks)]), staging=chance.choice([0, 1.5]),
     )  # fmt: skip
     return EngineSim(
-        seed, storm_of(chance, _STORM) if storm is None else storm, shape,
+        seed, storm_of(chance, _STORM), shape,
         decode_pages=chance.choice([14, 18, 40]), prefill_pages=chance.choice([16, 32]),
         failure_policy=chance.choice(["fail", "retry"]),
         window=chance.choice([2, 5, 9, 14]), window_pages=(48, chance.choice([10, 30])),

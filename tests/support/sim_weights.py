@@ -48,14 +48,14 @@ class WeightsSim(EngineSim):
         scheduler = self.decode.scheduler
         if scheduler.weights_version != self.version:
             self.counters["decode moved"] += 1
-            scheduler.move_weights(self.version, self.now_s)
+            scheduler.flush(self.version)
             scheduler.flush()
 
     def move_prefill(self) -> None:
         self.counters["prefill moved"] += 1
         scheduler = self.prefill.scheduler
         if scheduler.weights_version != self.version:
-            scheduler.move_weights(self.version, self.now_s)
+            scheduler.flush(self.version)
             scheduler.flush()
 
     def restart_prefill(self, how: str) -> None:
@@ -90,7 +90,7 @@ class WeightsSim(EngineSim):
             more: Any = {"room": 10**6 + number, "decode": self.readers[0].me.name}
             address = self.addresses[0]
             self.decode.scheduler.add(
-                Request(rid, tokens, max_new_tokens=4, prefill=address, **more), self.now_s
+                Request(rid, tokens, max_new_tokens=4, prefill=address, **more)
             )
             self.submit(Request(rid, tokens, **more))
             asked.append(rid)
@@ -102,9 +102,9 @@ def weights_pair(seed: int) -> WeightsSim:
     return WeightsSim(seed, Storm(), Shape(num_layers=1, num_heads=1, head_bytes=8), move_rate=0.03)
 
 
-def weights_simulation(seed: int, storm: Storm | None = None) -> WeightsSim:
+def weights_simulation(seed: int) -> WeightsSim:
     """As `sim_engines.simulation`, with moves."""
-    like = engine_simulation(seed, storm)
+    like = engine_simulation(seed)
     chance = random.Random(seed)
     return WeightsSim(
         seed, like.storm, like.shape, decode_pages=like.decode_pages,

@@ -23,7 +23,7 @@ from prefixkv.pages.manager import PageManager
 from prefixkv.protocol.commands import OpenRoom
 from prefixkv.protocol.ids import KVPoll, PeerId
 from prefixkv.request import Request
-from tests.support.timed import DecodeScheduler
+from tests.support.schedulers import decode_scheduler
 
 PAGE_SIZE = 16
 NUM_PAGES = 1500
@@ -37,10 +37,9 @@ def namespace_of(lora: str | None, salt: str | None) -> Namespace | None:
 class Worker:
     def __init__(self, name: str, chats: list[dict[str, Any]], config: KVEventsConfig) -> None:
         self._chats = chats
-        self._now_s = 0.0
         self._num_requests = 0
         self.pages = PageManager(NUM_PAGES, PAGE_SIZE, 8, NUM_PAGES)
-        self.scheduler = DecodeScheduler(self.pages, reserve_tokens=PAGE_SIZE)
+        self.scheduler = decode_scheduler(self.pages, reserve_tokens=PAGE_SIZE)
         life = random.SystemRandom().getrandbits(60)
         self.feed = EventFeed(self.pages.cache, name, life)
         self.publisher = KVEventPublisher(config, PeerId(name, life), "model", PAGE_SIZE)
@@ -67,25 +66,25 @@ class Worker:
         chat = chance.choice(self._chats)
         tokens = chat["tokens"][: chance.randrange(1, len(chat["tokens"]))]
         self._num_requests += 1
-        self._now_s += 0.1
+        self.scheduler.now_s += 0.1
         request = Request(
             str(self._num_requests), tokens, MAX_NEW_TOKENS, room=self._num_requests,
             prefill="tcp://127.0.0.1:1", namespace=namespace_of(chat["lora"], chat["salt"]),
         )  # fmt: skip
         self.publisher.blocks.check(request.key.namespace)
-        self.scheduler.add(request, self._now_s)
-        [req] = self.scheduler.pop_preallocated(self._now_s)
+        self.scheduler.add(request)
+        [req] = self.scheduler.pop_preallocated()
         assert any(isinstance(command, OpenRoom) for command in self.scheduler.take_commands())
-        self.scheduler.room_ended(req.room_key, KVPoll.SUCCESS, None, b"", self._now_s)
-        [req] = self.scheduler.pop_transferred(self._now_s)
+        self.scheduler.room_ended(req.room_key, KVPoll.SUCCESS, None, b"")
+        [req] = self.scheduler.pop_transferred()
         # What the chat goes on with is in its tokens already, so that its next turn hits.
         for token in chat["tokens"][len(tokens) : len(tokens) + chance.randrange(1, 40)]:
-            self.scheduler.append_many([req], [token], self._now_s)
+            self.scheduler.append_many([req], [token])
         if chance.random() < 0.05:
-            self.scheduler.abort(req.rid, self._now_s)
+            self.scheduler.abort(req.rid)
             self.scheduler.pop_failed()
         else:
-            self.scheduler.finish(req, self._now_s)
+            self.scheduler.finish(req)
 
     def match(self, prompts: list[dict[str, Any]]) -> list[int]:
         cache = self.pages.cache

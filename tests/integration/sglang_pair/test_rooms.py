@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import pytest
 
 from benchmarks.sglang_serve import SIDES, Pair, make_model
-from tests.support.patience import until
 
 PYTHON = os.environ.get("PREFIXKV_ENGINE_PYTHON", "")
 pytestmark = pytest.mark.skipif(not PYTHON, reason="PREFIXKV_ENGINE_PYTHON is not set")
@@ -91,10 +90,6 @@ class Servers:
         decode.add_done_callback(lambda _: first.set())
         assert first.wait(3 * TIMEOUT_S)
         return prefill, decode
-
-    def until_logged(self, rid: str) -> None:
-        """Both servers have received this request."""
-        until(lambda: all(rid in self.pair.told(side) for side in self.pair.ports))
 
     def body(self, ids: Any, room: Any, output: int = 5, **more: Any) -> dict[str, Any]:
         sampling = {"temperature": 0, "max_new_tokens": output, "ignore_eos": True}
@@ -187,9 +182,6 @@ def refused(answer: Answer, *words: str) -> None:
     assert not answer.ids
     assert "timed out" not in answer.text
     assert any(word in answer.text for word in words), answer.text
-
-
-BATCH = [prompt(2), prompt(3)]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

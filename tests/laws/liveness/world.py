@@ -27,6 +27,7 @@ import msgspec
 
 from prefixkv.config import ComputeConfig
 from prefixkv.decode.request import DecodeRequest, DecodeState
+from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.decode.sources import Sources
 from prefixkv.errors import OutOfPagesError, RequestError
 from prefixkv.pages.manager import PageManager
@@ -37,10 +38,10 @@ from prefixkv.protocol.ids import RoomKey
 from prefixkv.request import Request
 from tests.laws.auditor import assert_at_rest, audit_decode, audit_prefill
 from tests.laws.liveness.arrivals import Ask, LivenessError
+from tests.support.schedulers import decode_scheduler, timed_by
 from tests.support.sim import Storm
 from tests.support.sim_engines import ROWS, DecodeEngine, PairSim, PrefillEngine
 from tests.support.sim_rank import TIMING, SimRank
-from tests.support.timed import DecodeScheduler
 
 RESENDS_S = 3 * TIMING.resend_s  # below every deadline
 NEVER_S = 1e9
@@ -119,7 +120,7 @@ class Prefill(PrefillEngine):
         self.aborted: dict[RoomKey, AbortRoom] = {}  # once they were offered
 
     def add(self, request: Request) -> PrefillRequest:
-        return self.scheduler.add(request, self.sim.now_s)
+        return self.scheduler.add(request)
 
     def offer(self, request: Request) -> None:
         """Compute it as soon as there are pages; the room is offered then."""
@@ -139,7 +140,7 @@ class Prefill(PrefillEngine):
             elif isinstance(command, AbortRoom) and key in self.kept:
                 self._unwanted(command)
             else:
-                self.desk.rank.inbox.append(command)
+                self.ranks[0].inbox.append(command)
 
     def _offer_now(self, key: RoomKey) -> None:
         req = self.offers[key]
@@ -147,13 +148,13 @@ class Prefill(PrefillEngine):
         self.open[key] = None
         self.offered.add(key)
         what = req.num_tokens, req.request.digest, NEVER_S
-        self.desk.rank.inbox.append(OfferRoom(numbers, *what))
+        self.ranks[0].inbox.append(OfferRoom(numbers, *what))
         self.sim.offered.add(req.rid)
 
     def _withdraw(self, key: RoomKey, why: str) -> None:
         """No-op where decode has opened it meanwhile: then that is heard, and it is sent."""
         if self.open.pop(key, self) is None:
-            self.desk.rank.inbox.append(WithdrawRoom(RoomKey(*key.numbers), why))
+            self.ranks[0].inbox.append(WithdrawRoom(RoomKey(*key.numbers), why))
 
     def _unwanted(self, abort: AbortRoom) -> None:
         """The engine aborts what it offers, or computes in order to."""
@@ -167,7 +168,7 @@ class Prefill(PrefillEngine):
 
     def hear(self) -> bool:
         """One thing that became of a room. False: there is none."""
-        events = self.desk.rank.events
+        events = self.ranks[0].events
         if not events:
             return False
         event = events[0]
@@ -178,10 +179,10 @@ class Prefill(PrefillEngine):
             events[0] = msgspec.structs.replace(event, key=key)
         elif isinstance(event, Bootstrapped) and key in self.kept:
             self.open.pop(key, None)
-            self.desk.rank.inbox.extend(self.kept.pop(key))
+            self.ranks[0].inbox.extend(self.kept.pop(key))
             if key in self.aborted:
-                self.desk.rank.inbox.append(self.aborted.pop(key))
-        self.desk.hear(events.popleft())
+                self.ranks[0].inbox.append(self.aborted.pop(key))
+        self.told(events.popleft())
         return True
 
     def schedule(self) -> None:
@@ -204,7 +205,7 @@ class Prefill(PrefillEngine):
 
     @property
     def busy(self) -> bool:
-        news = self.desk.rank.events or self.scheduler.has_results
+        news = self.ranks[0].events or self.scheduler.has_results
         return bool(news or self.computing or self.owes)
 
 
@@ -228,7 +229,7 @@ class Decode(DecodeEngine):
     def _append(self, req: DecodeRequest, token: int) -> None:
         while True:
             try:
-                self.scheduler.append_many([req], [token], self.sim.now_s)
+                self.scheduler.append_many([req], [token])
                 if req.state is DecodeState.RUNNING:
                     self.running[req.rid] = req
                 return
@@ -281,9 +282,10 @@ class World(PairSim):
         pages = PageManager(side.num_pages, side.page_size, case.rows, policy=self.policy)
         pages.hash_every_pages = 1
         compute = ComputeConfig(below=case.compute, ask="both") if case.compute >= 0 else None
-        return DecodeScheduler(
-            pages, reserve_tokens=case.reserve, admission=case.admission,
-            patience_s=case.patience_s, name=self.readers[0].me.name, ticket=self.next_ticket,
+        return decode_scheduler(
+            pages, timed_by(self, DecodeScheduler), reserve_tokens=case.reserve,
+            admission=case.admission, patience_s=case.patience_s,
+            name=self.readers[0].me.name, ticket=self.next_ticket,
             max_retries=2 if drawn else 0, sources=Sources(compute, fails_over=True),
         )  # fmt: skip
 
@@ -338,7 +340,7 @@ class World(PairSim):
         if event[0] == "-":
             self.aborted.add(name)
             side = self.prefill if name[0] == "P" else self.decode.scheduler
-            side.abort(*((name,) if name[0] == "P" else (name, self.now_s)))
+            side.abort(name)
             return
         if event[0] == "~":
             with suppress(RequestError):  # it is on its way, or has ended
@@ -351,11 +353,11 @@ class World(PairSim):
         request = Request(name, ask.tokens, ask.num_out, room=number, **where)
         if event[0] == "!":
             self.aborted.add(name)
-            self.decode.scheduler.refuse(request, RequestError("its client has left"))
+            self.decode.scheduler.refuse(request, "its client has left")
             return
         try:
             if name[0] == "D":
-                self.decode.scheduler.add(request, self.now_s)
+                self.decode.scheduler.add(request)
             elif ask.kind == "drawn":
                 self.prefill.offer(request)
             else:
@@ -363,7 +365,7 @@ class World(PairSim):
         except RequestError as error:  # it can never fit
             self.refused[name] = str(error)
             if name[0] == "D" and request.prefill:
-                self.decode.scheduler.refuse(request, error)
+                self.decode.scheduler.refuse(request, str(error))
 
     # --- steps ------------------------------------------------------------------------------------
 

@@ -50,6 +50,16 @@ def test_the_deepest_on_the_path_is_found(cache: RadixCache) -> None:
         points.check_invariants()
 
 
+def test_what_came_since_a_match_is_not_found_by_it(cache: RadixCache) -> None:
+    points = Checkpoints(cache, 32, 8, NO_WINDOWS)
+    match = cache.match_prefix([*PATH[:4], 200])
+    cache.insert([*PATH[:4], 200], [0, 1, 2, 3, 12])
+    saved(points, (3, 4), (12, 5))
+    found = points.find(match)
+    assert found is not None
+    assert found.depth == 4
+
+
 def test_the_last_used_goes_last_and_what_was_left_behind_first(cache: RadixCache) -> None:
     points = Checkpoints(cache, 32, 3, NO_WINDOWS)
     saved(points, (1, 2), (3, 4))
@@ -64,6 +74,15 @@ def test_the_last_used_goes_last_and_what_was_left_behind_first(cache: RadixCach
     assert points.find(cache.match_prefix(PATH[:4])) is not old
     points.give_back(old.slot)
     points.check_invariants()
+
+
+def test_a_use_keeps_it_longer(cache: RadixCache) -> None:
+    points = Checkpoints(cache, 32, 2, NO_WINDOWS)
+    _, newer = saved(points, (1, 2), (3, 4))
+    first = points.find(cache.match_prefix(PATH[:2]))
+    assert first is not None
+    points.use(first)
+    assert points.take() == newer
 
 
 def test_one_that_others_use_too_is_not_left_behind(cache: RadixCache) -> None:

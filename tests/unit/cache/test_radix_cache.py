@@ -9,11 +9,12 @@ import pytest
 
 import benchmarks.policies.gated  # noqa: F401  makes it known by name
 from prefixkv.cache.events import Cleared, Inserted, TakenOut
-from prefixkv.cache.eviction.plain import LeastRecentlyUsed
+from prefixkv.cache.eviction.plain import ByPriority, LeastRecentlyUsed
 from prefixkv.cache.eviction.policy import Use, policy_names
 from prefixkv.cache.node import PAGE_ID_BYTES, Mark
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
+from prefixkv.cache.results import Releases
 from prefixkv.errors import (
     CallerError,
     InternalError,
@@ -309,6 +310,30 @@ def test_reset_that_forgets_locks_gives_everything_back():
 
 
 # --- eviction -------------------------------------------------------------------------------------
+
+
+def test_a_use_of_all_there_is_moves_a_leaf_where_its_rank_falls():
+    cache = filled("a", "b", policy="mru")
+    cache.insert(tokens("a"), [0])
+    assert cache.evict(1).tolist() == [0]
+
+
+@pytest.mark.parametrize("make", [LeastRecentlyUsed, lambda: ByPriority(ttl_s=1e9)])
+def test_in_a_large_batch_a_page_goes_right_behind_its_last_branch(make):
+    cache = RadixCache(page_size=1, policy=make())
+    for at in range(100):
+        for branch in (1, 2):
+            cache.insert([1000 + at, branch], [3 * at, 3 * at + branch], now_s=float(at))
+    assert sorted(cache.evict(150, 100.0).tolist()) == [*range(150)]
+
+
+def test_locks_that_end_together_free_what_they_share():
+    cache = filled("abcd", "abxy")
+    locks = [cache.lock(cache.match_prefix(tokens(run))) for run in ("abcd", "abxy", "ab")]
+    releases = Releases()
+    assert [releases.end(lock) for lock in locks] == [2, 2, 2]
+    assert Releases().end(locks[0]) == 2
+    assert cache.protected_pages == 6
 
 
 def test_a_shorter_use_keeps_the_longer_ones_of_before():

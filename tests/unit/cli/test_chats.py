@@ -70,7 +70,9 @@ def test_conversations_run_side_by_side_and_wait_for_their_time():
     workers = Workers()
     due = [np.array([0.02, 0.03]), np.array([0.0, 0.0])]
     played = asyncio.run(play(workers, "d", workload, WORDS, "s", due))
-    assert [rid for _, rid, *_ in workers.asked] == ["s.1.0", "s.1.1", "s.0.0", "s.0.1"]
+    rids = [rid for _, rid, *_ in workers.asked]
+    assert rids[0] == "s.1.0"
+    assert [*filter(lambda rid: rid.startswith("s.0"), rids)] == ["s.0.0", "s.0.1"]
     assert played.duration_s >= 0.03
 
 

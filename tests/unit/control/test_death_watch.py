@@ -11,9 +11,7 @@ import pytest
 
 from prefixkv.config import ControlConfig
 from prefixkv.control.effects import Examine, FrameReceived, Reached, RemovePeer, Tick, Unreached
-from prefixkv.control.handshake import OurSide
 from prefixkv.control.lives import EXAMINE_S
-from prefixkv.control.prefill.control import PrefillControl
 from prefixkv.errors import PeerLostError
 from prefixkv.protocol.commands import Fence
 from prefixkv.protocol.events import RoomDrained, RoomEnded, SourceFree
@@ -23,13 +21,11 @@ from prefixkv.transport.base import PeerUnreachable
 from tests.unit.control.wire import (
     ADDRESS,
     DECODE,
-    DIGEST,
     HELLO,
     KEY,
     PREFILL,
     SENT,
     TIMING,
-    TOPOLOGY,
     DecodePeer,
     PrefillPeer,
     newer,
@@ -251,15 +247,6 @@ def test_a_decode_worker_that_was_replaced_holds_nothing_here() -> None:
     assert looks(peer, 1.0) == 0
     peer.on(PeerUnreachable(newer(DECODE), OSError("now")))
     assert examined(peer.on(Tick())) == [Examine(newer(DECODE), OTHER_LIFE)]
-
-
-def test_prefill_says_which_process_it_is() -> None:
-    peer = LocalDecode()
-    peer.control = PrefillControl(
-        PREFILL, OurSide(DIGEST, TOPOLOGY, life=OTHER_LIFE), ON, (ADDRESS,)
-    )
-    [reply] = [body for body in peer.say(peer.hello) if hasattr(body, "endpoints")]
-    assert reply.life == OTHER_LIFE
 
 
 def test_a_life_is_of_a_peer_that_was_let_in() -> None:

@@ -1,6 +1,6 @@
 """Both sides whole, over a bad network, with aborts, failures and restarts, each run from one seed:
 single ranks, and workers of several ranks with staging. The long profiles: `fuzz/pair.py`, and
-`fuzz/mesh_pair.py --schedulers`."""
+`fuzz/mesh_pair.py`."""
 
 from dataclasses import replace
 from typing import Any

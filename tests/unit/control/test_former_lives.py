@@ -21,15 +21,6 @@ def over(lives: IncarnationHistory, life: PeerId) -> bool:
     return False
 
 
-def test_a_refusal_says_both_lives_by_name() -> None:
-    lives = IncarnationHistory()
-    lives.supersede(A, B)
-    with pytest.raises(FormerLifeError, match=r"^d0 life 3f2a was superseded by life 77b1$"):
-        lives.check(A)
-    lives.check(B)
-    lives.check(OTHER)
-
-
 def test_how_a_life_ended_first_is_what_is_said_of_it() -> None:
     lives = IncarnationHistory()
     lives.end(A, "was fenced")

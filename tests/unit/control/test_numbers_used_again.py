@@ -91,14 +91,6 @@ def test_a_notification_that_its_drained_has_overtaken_counts_for_no_other_use(
     assert peer.control.counters == {"tags_dropped": 2}
 
 
-def test_a_room_that_waits_is_not_kept_waiting_by_a_former_notification() -> None:
-    """It is no sign that prefill has the promise, or writes."""
-    peer = used_again()
-    peer.on(landed(FORMER, 7))
-    assert peer.poll() is KVPoll.WAITING_FOR_INPUT
-    assert "Promise" in kinds(peer.after(TIMING.resend_s)), "repeated, as it is not acknowledged"
-
-
 def test_a_number_is_used_a_thousand_times() -> None:
     peer = PrefillPeer()
     peer.open(of_use(1))

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from prefixkv.control import lives as module
-from prefixkv.control.effects import ConnectFailed, RemovePeer, Unreached
+from prefixkv.control.effects import ConnectFailed, FrameReceived, RemovePeer, Unreached
 from prefixkv.control.lives import PeerChange, PeerChanges, merged_lost_peers
 from prefixkv.errors import ConfigError, PeerLostError
 from prefixkv.protocol.commands import AbortRoom, Fence
@@ -32,13 +32,13 @@ from tests.unit.control.wire import (
     HELLO,
     KEY,
     PREFILL,
+    ROUTE,
     SENT,
     TIMING,
     DecodePeer,
     PrefillPeer,
     kinds,
     newer,
-    of,
     promise,
 )
 
@@ -138,16 +138,6 @@ def test_pages_that_settle_after_a_fence_are_listed_until_then() -> None:
     assert peer.control.lost_peers(peer.now_s) == {PREFILL: ("was fenced", 2)}
 
 
-def test_an_address_that_answers_no_more_names_what_answered_there() -> None:
-    peer = PrefillPeer().opened()
-    peer.say(HelloWanted())
-    peer.open(promise(8))
-    peer.on(Unreached(ADDRESS, "no answer"))
-    [ended] = of(peer.pass_time(TIMING.connect_timeout_s + 0.5), RoomEnded)
-    assert (ended.key.room, ended.error.peer) == (8, PREFILL)
-    assert ADDRESS in str(ended.error)
-
-
 def test_a_lost_peer_is_named_on_every_rank() -> None:
     """Errors travel to rank 0 as text, and with them which peer it was."""
     lost = PeerLostError("gone", PREFILL)
@@ -162,29 +152,6 @@ def test_ranks_have_the_same_pages() -> None:
     a, b = PeerId("p", 1), PeerId("p/1", 1)
     ranks = [{a: ("suspect", 5)}, {a: ("suspect", 2), b: ("was fenced", 1)}]
     assert merged_lost_peers(ranks) == {a: ("suspect", 5), b: ("was fenced", 1)}
-
-
-@pytest.mark.parametrize("how", ["fenced", "left", "replaced"])
-def test_an_error_names_the_life_that_was_lost(how: str) -> None:
-    peer = PrefillPeer().opened()
-    said = {
-        "fenced": lambda: peer.on(Fence(PREFILL)),
-        "left": lambda: peer.say(Fenced()),
-        "replaced": lambda: peer.greet(newer(PREFILL)),
-    }[how]()
-    [ended] = of(said, RoomEnded)
-    assert isinstance(ended.error, PeerLostError)
-    assert ended.error.peer == PREFILL
-
-
-def test_an_error_of_an_address_where_nothing_was_ever_met_names_none() -> None:
-    peer = PrefillPeer()
-    peer.open()
-    peer.on(Unreached(ADDRESS, "no answer"))
-    [ended] = of(peer.pass_time(TIMING.connect_timeout_s + 0.5), RoomEnded)
-    assert isinstance(ended.error, PeerLostError)
-    assert ended.error.peer is None
-    assert ADDRESS in str(ended.error)
 
 
 def test_decode_says_that_a_peer_has_left() -> None:
@@ -244,21 +211,6 @@ def test_prefill_lists_what_is_lost_with_the_rooms_that_it_is_still_in() -> None
     assert lost(peer.now_s) == {}
 
 
-@pytest.mark.parametrize("how", ["fenced", "left", "replaced", "refused"])
-def test_an_error_of_prefills_names_the_life_that_was_lost(how: str) -> None:
-    peer = DecodePeer().bootstrapped()
-    over = HelloRefused(PREFILL.incarnation, "prefill-0 life 5 was fenced", True)
-    said = {
-        "fenced": lambda: peer.on(Fence(DECODE)),
-        "left": lambda: peer.say(Fenced()),
-        "replaced": lambda: peer.say(HELLO, newer(DECODE)),
-        "refused": lambda: peer.say(over),
-    }[how]()
-    [ended] = of(said, RoomEnded)
-    assert isinstance(ended.error, PeerLostError)
-    assert ended.error.peer == DECODE
-
-
 # --- prefill hears that it is refused -------------------------------------------------------------
 
 NO = HelloRefused(PREFILL.incarnation, "kv_scales differs")
@@ -279,7 +231,10 @@ def test_a_prefill_worker_that_is_refused_forgets_decode_if_nothing_was_promised
 
 def test_a_refusal_ends_no_room_that_was_promised() -> None:
     peer = DecodePeer().bootstrapped()
-    assert peer.say(NO) == []
+    raw = peer.raw(NO)
+    for _ in range(2):  # repeated by the network: it counts once
+        assert peer.on(FrameReceived(ROUTE, raw)) == []
+    assert peer.control.counters["refused_by_peers"] == 1
     assert peer.control.peers(peer.now_s) == {DECODE: "ready"}
     assert kinds(peer.chunk(1, [30])) == ["WriteJob"]
 

@@ -22,7 +22,7 @@ def test_a_recorded_run_draws_and_ends_as_it_did(run: Run) -> None:
 
 def test_recording_changes_nothing_that_is_drawn() -> None:
     drawn = []
-    recording = Recording(keep=True)
+    recording = Recording()
     for chance in (random.Random(7), recording.new_random(7)):
         letters = list("abcdefg")
         chance.shuffle(letters)
@@ -33,10 +33,5 @@ def test_recording_changes_nothing_that_is_drawn() -> None:
             ]
         )  # fmt: skip
     assert drawn[0] == drawn[1]
-    assert recording.kept is not None
-    _, fraction, letter, number, hundredth, *_ = drawn[0]
-    assert [decision[2:4] for decision in recording.kept[6:10]] == [
-        (0, repr(fraction)), (3, str("xyz".index(letter))), (7, str(number - 3)),
-        (100, str(hundredth)),
-    ]  # fmt: skip
-    assert recording.counts == [len(recording.kept), 0]
+    assert recording.counts[0] > 20
+    assert recording.counts[1] == 0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from prefixkv.control.effects import Connect, ConnectFailed
-from prefixkv.errors import AbortedError, InternalError, TransferError
+from prefixkv.errors import InternalError, TransferError
 from prefixkv.protocol.commands import AbortRoom, Fence, RefuseRoom
 from prefixkv.protocol.events import RoomDrained
 from prefixkv.protocol.ids import RoomKey
@@ -16,8 +16,6 @@ from prefixkv.protocol.messages import Abort, Drained, Hello
 from prefixkv.protocol.receiver_machine import (
     ChunkLanded,
     DrainedSaid,
-    Fail,
-    FencedOff,
     PeerReady,
     PromiseAcked,
     RoomTick,
@@ -115,15 +113,3 @@ def test_what_means_nothing_to_a_refusal_changes_nothing(event: Any) -> None:
     assert machine.on(PeerReady((0,)), 0.0) == [SendToRank(0, Abort(*KEY.numbers, "why", 9))]
     assert machine.on(event, 0.1) == []
     assert not machine.over
-
-
-def test_each_rank_is_told_and_each_must_answer() -> None:
-    machine = refusal()
-    assert [say.rank for say in machine.on(PeerReady((0, 1)), 0.0)] == [0, 1]
-    assert machine.on(DrainedSaid(0), 0.1) == []
-    assert [say.rank for say in machine.on(RoomTick(), TIMING.resend_s)] == [1]
-    assert machine.on(DrainedSaid(1), 0.1) == [RoomDrained(KEY)]
-    assert machine.over
-    for event in (Fail(AbortedError(WHY)), FencedOff(0)):
-        assert machine.on(event, 0.2) == [], "it ends once"
-    assert machine.wake_s == float("inf")

@@ -16,7 +16,6 @@ from prefixkv.config import CurveConfig
 from prefixkv.control.effects import AddPeer, Cancel, CopyDone, RemovePeer, Renew
 from prefixkv.errors import (
     AbortedError,
-    PeerLostError,
     PromptMismatchError,
     RequestError,
     TransferError,
@@ -36,7 +35,6 @@ from prefixkv.protocol.messages import (
     LeaseAsk,
     LeaseGrant,
     Outcome,
-    OutcomeAck,
     PromiseAck,
 )
 from prefixkv.protocol.sender_events import CancelWrite, PostWrite, SendToReader
@@ -169,13 +167,6 @@ def test_each_reader_gets_every_chunk_and_the_outcome() -> None:
     assert room.machine.over
 
 
-def test_a_reader_that_is_written_nothing_hears_the_outcome_all_the_same() -> None:
-    room = Machine().begun(writes=False)
-    actions = room.chunk(0, [5, 6, 7, 8])
-    assert of(actions, PostWrite) == []
-    assert [(to, body.num_pages) for to, body in said(actions, Outcome)] == [(A, 4), (B, 4)]
-
-
 def test_an_abort_of_one_reader_fails_the_other_and_drains_for_both_with_the_last_write() -> None:
     room = Machine().begun()
     posts = of(room.chunk(0, [5, 6, 7, 8]), PostWrite)
@@ -202,14 +193,6 @@ def test_a_write_to_one_reader_that_proves_nothing_keeps_the_pages_of_both() -> 
     assert said(room.on(sm.JobEnded(second.job_id)), Drained) == []
     drained = said(room.on(sm.JobDrained(first.job_id)), Drained)
     assert [(to, body.settle) for to, body in drained] == [(A, True), (B, True)]
-
-
-def test_a_reader_that_is_gone_waits_for_nothing() -> None:
-    room = Machine().begun()
-    actions = room.on(sm.Fail(WHY, gone=1))
-    assert [to for to, _ in said(actions, Outcome)] == [A]
-    room.on(sm.OutcomeAcked(0))
-    assert room.machine.over
 
 
 def test_a_promise_after_the_failure_is_told_at_once() -> None:
@@ -423,21 +406,6 @@ def test_parked_promises_are_counted_by_reader_and_come_free_with_the_request() 
     assert parked(peer) == [0, 0]
 
 
-def test_a_reader_that_leaves_fails_its_rooms_for_the_others() -> None:
-    peer = Readers(tp=1)
-    a, b = peer.greet(2)
-    peer.on(add_room())
-    for reader in (a, b):
-        peer.say(reader, promise())
-    actions = peer.say(b, Fenced())
-    assert [to for to, _ in bodies(actions, Outcome)] == [b"d"]
-    (ended,) = of(actions, RoomEnded)
-    assert isinstance(ended.error, PeerLostError)
-    assert of(actions, RemovePeer) == [RemovePeer(b)]
-    peer.say(a, OutcomeAck(*SENT.numbers, 0, 1))
-    assert peer.control.num_rooms == 0
-
-
 def test_a_reader_that_leaves_takes_no_other_readers_proof_with_it() -> None:
     peer = Readers(tp=1)
     a, b = peer.greet(2)
@@ -560,14 +528,6 @@ def test_slices_are_staged_where_both_can() -> None:
     )
 
 
-@pytest.mark.parametrize("rank", [2, 5000])
-def test_a_rank_that_its_mesh_has_not_is_refused(rank: int) -> None:
-    peer = Readers(tp=1)
-    reader = PeerId("d/9", 5)
-    said = peer.say(reader, msgspec.structs.replace(hello(2, 0, reader), rank=rank))
-    assert "rank" in bodies(said, HelloReply)[0][1].refused
-
-
 def test_layouts_that_do_not_divide_or_hold_another_share_are_refused() -> None:
     good = hello(2, 0, A)
     changes: dict[str, dict[str, Any]] = {
@@ -656,12 +616,6 @@ def test_a_grant_is_the_readers_that_says_it() -> None:
     assert peer.say(a, grant(ticket=2)) == []
     assert peer.say(a, grant(offset=8 * BLOCK_BYTES)) == [], "behind its area"
     assert (counters["grants_not_awaited"], counters["grants_outside"]) == (2, 1)
-
-
-def test_a_grant_where_nothing_is_staged_is_nothing() -> None:
-    peer = Readers()
-    _, b = peer.greet(2)
-    assert peer.say(b, grant()) == []
 
 
 def test_a_gather_that_fails_fails_the_room_and_nothing_else_of_it_is_posted() -> None:

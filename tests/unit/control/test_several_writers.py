@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from prefixkv.control.effects import Connect, ConnectFailed, CopyDone
+from prefixkv.control.effects import Connect, CopyDone
 from prefixkv.errors import AbortedError, HandshakeError, PeerLostError, TransferTimeoutError
 from prefixkv.memory.staging_area import BLOCK_BYTES
 from prefixkv.protocol.commands import AbortRoom, Fence, MeetPrefill
@@ -135,14 +135,6 @@ def test_a_leader_that_names_itself_as_another_rank_is_refused() -> None:
     assert "rank" in str(ended(pair.reply(0, endpoints=("", ADDRESSES[0]))).error)
 
 
-def test_an_endpoint_that_is_no_address_fails_the_leaders_rooms() -> None:
-    pair = Writers()
-    pair.open()
-    assert of(pair.reply(0, endpoints=("", "nonsense")), Connect) == [Connect("nonsense")]
-    assert ended(pair.on(ConnectFailed("nonsense", WHY))).error is WHY
-    assert pair.control.num_rooms == 0
-
-
 def test_a_rank_that_never_answers_fails_the_room_by_its_deadline_with_no_rank_told() -> None:
     pair = Writers()
     pair.open()
@@ -192,16 +184,6 @@ def test_a_fence_of_one_writer_leaves_the_others_to_prove_it() -> None:
     assert isinstance(ended(said).error, PeerLostError)
     assert of(said, RoomDrained) == []
     assert of(pair.say(1, Drained(*KEY.numbers, 1, 1)), RoomDrained) == [RoomDrained(KEY)]
-
-
-def test_rooms_wait_for_a_writer_that_is_greeted_again() -> None:
-    pair = Writers().opened()
-    for rank in (0, 1):
-        pair.outcome(rank)
-    pair.say(1, HelloWanted())
-    later = Promise(8, 0, 10, 0, promise().pages, 2)
-    assert bodies(pair.open(later), Promise) == []
-    assert [to for to, _ in bodies(pair.reply(1), Promise)] == [ADDRESSES[0], ADDRESSES[1]]
 
 
 def test_an_abort_before_the_promise_is_said_to_all_that_would_have_had_it() -> None:

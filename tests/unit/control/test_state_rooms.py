@@ -90,14 +90,6 @@ def test_state_on_one_side_only_fails_the_room(promised: int, handed: int) -> No
     assert not any(isinstance(action, PostWrite) for action in actions)
 
 
-def test_readers_have_the_same_slot() -> None:
-    both = (0, 1)
-    machine = SenderMachine(RoomKey(1, 0), 0, 4, itertools.count(1).__next__, ControlConfig(), 0.0)
-    machine.on(promise(7, 0, both), 0.0)
-    assert machine.same_promise(promise(7, 1, both))
-    assert not machine.same_promise(promise(6, 1, both))
-
-
 def test_a_room_that_fails_frees_the_source_when_the_write_has_ended() -> None:
     machine = room(promise(7))
     (post,) = machine.on(last_chunk(3), 0.0)

@@ -10,7 +10,7 @@ from prefixkv.errors import PeerLostError, TransferTimeoutError
 from prefixkv.protocol.commands import Fence, OfferRoom
 from prefixkv.protocol.events import RoomEnded
 from prefixkv.protocol.ids import PeerId, RoomKey
-from prefixkv.protocol.messages import Fenced, Heartbeat, HelloRefused, Outcome
+from prefixkv.protocol.messages import Fenced, Heartbeat, HelloRefused
 from tests.unit.control import mesh_wire
 from tests.unit.control.wire import (
     DECODE,
@@ -23,7 +23,6 @@ from tests.unit.control.wire import (
     add_room,
     newer,
     of,
-    promise,
 )
 from tests.unit.protocol.rooms import PROMPT
 
@@ -151,12 +150,3 @@ def test_a_rank_of_prefill_that_knows_no_rank_0_of_decode() -> None:
     peer.say(second, mesh_wire.hello(2, 1, leader))
     peer.on(mesh_wire.add_room())
     assert ended(peer.on(Fence(second, proved=True))) == [mesh_wire.SENT]
-
-
-def test_who_asks_after_all_hears_how_it_ended() -> None:
-    peer = both_known()
-    peer.on(Fence(DECODE))
-    peer.me = newer(DECODE)
-    peer.say(HELLO)
-    (outcome,) = of(peer.say(promise()), Outcome)
-    assert "had not promised pages" in outcome.error

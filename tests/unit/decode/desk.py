@@ -22,7 +22,7 @@ from prefixkv.protocol.commands import (
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.request import Request
 from tests.laws.auditor import assert_at_rest
-from tests.support.timed import DecodeScheduler
+from tests.support.schedulers import decode_scheduler
 
 PAGE_SIZE = 4
 BROKEN = TransferError("broken")
@@ -48,10 +48,17 @@ class Desk:
         )  # fmt: skip
         self.pages.hash_every_pages = 1
         settings = {"reserve_tokens": 0, **settings}
-        self.scheduler = DecodeScheduler(self.pages, **settings)
-        self.now_s = 0.0
+        self.scheduler = decode_scheduler(self.pages, **settings)
         self.failed: list[DecodeRequest] = []
         self.num_rooms = 0
+
+    @property
+    def now_s(self) -> float:
+        return self.scheduler.now_s
+
+    @now_s.setter
+    def now_s(self, now_s: float) -> None:
+        self.scheduler.now_s = now_s
 
     # --- one call each ----------------------------------------------------------------------------
 
@@ -73,11 +80,11 @@ class Desk:
     def add(
         self, rid: str, tokens: int | list[int] = 8, max_new: int = 4, **fields: Any
     ) -> DecodeRequest:
-        req = self.scheduler.add(self.request(rid, tokens, max_new, **fields), self.now_s)
+        req = self.scheduler.add(self.request(rid, tokens, max_new, **fields))
         return self._checked(req)
 
     def admit(self) -> list[str]:
-        admitted = [req.rid for req in self.scheduler.pop_preallocated(self.now_s)]
+        admitted = [req.rid for req in self.scheduler.pop_preallocated()]
         assert self.scheduler.wake_s > self.now_s, "else a sleep ends at once, again and again"
         return self._checked(admitted)
 
@@ -96,19 +103,19 @@ class Desk:
         self._checked(self.scheduler.room_drained(key))
 
     def transferred(self) -> list[str]:
-        return self._checked([req.rid for req in self.scheduler.pop_transferred(self.now_s)])
+        return self._checked([req.rid for req in self.scheduler.pop_transferred()])
 
     def token(self, *reqs: DecodeRequest, token: int = 1) -> None:
-        self._checked(self.scheduler.append_many(reqs, [token] * len(reqs), self.now_s))
+        self._checked(self.scheduler.append_many(reqs, [token] * len(reqs)))
 
     def finish(self, req: DecodeRequest, **how: Any) -> None:
-        self._checked(self.scheduler.finish(req, self.now_s, **how))
+        self._checked(self.scheduler.finish(req, **how))
 
     def retract(self, req: DecodeRequest, **how: Any) -> None:
-        self._checked(self.scheduler.retract(req.rid, self.now_s, **how))
+        self._checked(self.scheduler.retract(req.rid, **how))
 
     def abort(self, req: DecodeRequest, **how: Any) -> bool:
-        return self._checked(self.scheduler.abort(req.rid, self.now_s, **how))
+        return self._checked(self.scheduler.abort(req.rid, **how))
 
     def pop_failed(self) -> list[DecodeRequest]:
         return self._checked(self.scheduler.pop_failed())

@@ -15,6 +15,7 @@ from prefixkv.admission import AdmissionPolicy, admission_names, register_admiss
 from prefixkv.config import ComputeConfig
 from prefixkv.decode.admission import MAX_LOOKS
 from prefixkv.decode.request import DecodeRequest, DecodeState
+from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.decode.sources import Sources
 from prefixkv.errors import (
     AdmissionTimeoutError,
@@ -26,7 +27,7 @@ from prefixkv.errors import (
 from prefixkv.pages.manager import PageManager
 from prefixkv.protocol.commands import AbortRoom, OpenRoom, RefuseRoom
 from prefixkv.protocol.ids import RoomKey
-from tests.support.timed import DecodeScheduler
+from tests.support.schedulers import decode_scheduler
 from tests.unit.decode.desk import PAGE_SIZE, Desk
 
 POLICIES = ["fifo", "hit_aware", "priority"]
@@ -95,7 +96,7 @@ def test_a_policy_that_raises_leaves_nothing_of_the_request() -> None:
     before = desk.snapshot()
     for rid, error in (("b", CallerError), ("c", ZeroDivisionError)):
         with pytest.raises(error):
-            desk.scheduler.add(desk.request(rid, room=50), 0.0)
+            desk.scheduler.add(desk.request(rid, room=50))
         assert desk.snapshot() == before
         desk.scheduler.check_invariants()
 
@@ -240,7 +241,7 @@ def test_a_rank_that_is_no_number_is_refused_with_its_request() -> None:
 
     desk = Desk(24, admission=Broken())
     with pytest.raises(ValueError, match="ranks a request nan"):
-        desk.scheduler.add(desk.request("a", room=50), 0.0)
+        desk.scheduler.add(desk.request("a", room=50))
     desk.scheduler.check_invariants()
     assert not desk.scheduler.requests
 
@@ -406,7 +407,7 @@ def test_a_request_that_may_outgrow_the_pool_is_not_admitted(policy: str) -> Non
 def test_the_last_row_or_slot_goes_to_one_of_all_lanes(lanes: str, kind: str) -> None:
     """Whose estimates are all too high: what they lack is a page each, since what they begin with
     was on its way when they came. `-` names no prefill worker, its prompt is computed here."""
-    sources = Sources(ComputeConfig(ask="late"), fails_over=True) if "-" in lanes else None
+    sources = Sources(ComputeConfig(ask="late"), fails_over=True) if "-" in lanes else Sources()
     number = {"rows": 2} if kind == "rows" else {"num_slots": 2}
     desk = Desk(10 if kind == "rows" else 11, admission="hit_aware", sources=sources, **number)
     start = list(range(32))
@@ -431,8 +432,8 @@ def test_the_last_row_or_slot_goes_to_one_of_all_lanes(lanes: str, kind: str) ->
         (rid,) = desk.admit()
         req = waiting.pop(rid)
         if not req.prefill:
-            assert desk.scheduler.pop_local(0.0) == [req]
-            desk.scheduler.computed(req, req.fill_len, 0.0)
+            assert desk.scheduler.pop_local() == [req]
+            desk.scheduler.computed(req, req.fill_len)
         desk.succeed(req.room_key)
         assert desk.transferred() == [rid]
         assert desk.admit() == []
@@ -550,16 +551,15 @@ def test_a_room_of_its_own_is_refused_by_an_explicit_call_only_while_it_is_free(
     req = desk.add("a")
     before = desk.snapshot()
     with pytest.raises(RequestError, match="room 1 is in use"):
-        desk.scheduler.refuse(req.request, AdmissionTimeoutError("no"))
+        desk.scheduler.refuse(req.request, "no")
     assert desk.snapshot() == before
     other = desk.request("b")
-    error = AdmissionTimeoutError("no")
-    desk.scheduler.refuse(other, error)
-    assert desk.commands() == [RefuseRoom(RoomKey(2, 0), 1, "p", str(error), other.digest)]
+    desk.scheduler.refuse(other, "no")
+    assert desk.commands() == [RefuseRoom(RoomKey(2, 0), 1, "p", "no", other.digest)]
     with pytest.raises(RequestError, match="room 2 is in use"):
-        desk.scheduler.add(other, 0.0)
+        desk.scheduler.add(other)
     desk.drain(RoomKey(2, 0))
-    assert desk.scheduler.add(other, 0.0).state is DecodeState.QUEUED
+    assert desk.scheduler.add(other).state is DecodeState.QUEUED
     assert not desk.scheduler.idle
 
 
@@ -585,8 +585,8 @@ def test_what_is_idle_has_nothing_to_pop_and_no_room_that_a_peer_may_write_for()
 
 
 def test_many_deadlines_cost_nothing_while_none_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = DecodeScheduler(PageManager(8, PAGE_SIZE, 4), waiting_timeout_s=9.0)
+    scheduler = decode_scheduler(PageManager(8, PAGE_SIZE, 4), waiting_timeout_s=9.0)
     due: list[Callable[[float], Any]] = []
     monkeypatch.setattr(scheduler.waiting._late, "due", lambda now_s: due.append(now_s) or [])
-    scheduler.pop_preallocated(0.0)
+    scheduler.pop_preallocated()
     assert not due

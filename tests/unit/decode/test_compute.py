@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from prefixkv.config import ComputeConfig
+from prefixkv.config import ComputeConfig, ModelConfig
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.sources import Sources
 from prefixkv.decode.workers import Workers
@@ -33,11 +33,11 @@ class Alone(Desk):
         super().__init__(sources=Sources(compute, fails_over), **more)
 
     def local(self) -> list[str]:
-        return self._checked([req.rid for req in self.scheduler.pop_local(self.now_s)])
+        return self._checked([req.rid for req in self.scheduler.pop_local()])
 
     def computed(self, req: DecodeRequest, end: int, aux: bytes = b"") -> None:
         self.now_s += 0.01
-        self._checked(self.scheduler.computed(req, end, self.now_s, aux))
+        self._checked(self.scheduler.computed(req, end, aux))
 
     def compute(self, rid: str, tokens: int | list[int] = 8, **fields: Any) -> DecodeRequest:
         """Add, admit, and have the engine begin with it."""
@@ -351,10 +351,10 @@ def test_a_flush_lets_it_go_on_for_itself_alone() -> None:
 
 
 def test_other_weights_end_it() -> None:
-    desk, event = Alone(weights_version="1"), Event()
+    desk, event = Alone(model=ModelConfig(weights_version="1")), Event()
     req, waits = desk.compute("a", 9), desk.add("a2", 13)
     desk.admit()
-    desk._checked(desk.scheduler.move_weights("2", desk.now_s, event))
+    desk._checked(desk.scheduler.flush("2", event))
     desk.scheduler.flush()
     assert {one.rid for one in desk.pop_failed()} == {"a", "a2"}
     assert req.pages_held is not None
@@ -584,11 +584,11 @@ def test_a_prompt_that_did_not_reach_prefill_is_computed_here() -> None:
     req = desk.add("a")
     desk.admit()
     gave_up = desk.scheduler.give_up_prefill
-    assert desk._checked(gave_up("a", TransferError("no route"), desk.now_s))
+    assert desk._checked(gave_up("a", "no route"))
     assert desk.admit() == ["a"]
     assert desk.local() == ["a"]
-    assert not desk._checked(gave_up("a", TransferError("no route"), desk.now_s))
-    assert not desk._checked(gave_up("nobody", TransferError("no route"), desk.now_s))
+    assert not desk._checked(gave_up("a", "no route"))
+    assert not desk._checked(gave_up("nobody", "no route"))
     desk.carry_out_aborts()
     desk.computed(req, 8)
     assert desk.transferred() == ["a"]
@@ -598,12 +598,11 @@ def test_without_the_policy_a_prompt_that_did_not_reach_prefill_fails_at_once() 
     desk = Alone(below=7)
     req = desk.add("a")
     desk.admit()
-    error = TransferError("no route")
-    assert desk._checked(desk.scheduler.give_up_prefill("a", error, desk.now_s))
-    assert req.error is error
+    assert desk._checked(desk.scheduler.give_up_prefill("a", "no route"))
+    assert isinstance(req.error, TransferError)
     waits = desk.add("b")
-    assert desk._checked(desk.scheduler.give_up_prefill("b", error, desk.now_s))
-    assert waits.error is error
+    assert desk._checked(desk.scheduler.give_up_prefill("b", "no route"))
+    assert str(waits.error) == "no route"
 
 
 def test_a_request_may_name_no_prefill_worker_where_decode_carries_on() -> None:

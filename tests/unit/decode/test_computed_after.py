@@ -42,12 +42,12 @@ class ComputingDesk(HostDesk):
     def begin(self, rid: str, tokens: int | list[int] = 16, **fields: Any) -> DecodeRequest:
         req = self.add(rid, tokens, **fields)
         assert self.admit() == [rid]
-        assert self.scheduler.pop_local(self.now_s) == [req]
+        assert self.scheduler.pop_local() == [req]
         return req
 
     def computed(self, req: DecodeRequest, end: int, after: Any = None) -> None:
         self.now_s += 0.01
-        self._checked(self.scheduler.computed(req, end, self.now_s, after=after))
+        self._checked(self.scheduler.computed(req, end, after=after))
 
     def run(
         self, rid: str, tokens: int | list[int] = 16, after: Any = None, **fields: Any
@@ -201,7 +201,7 @@ def test_an_abort_before_it_is_popped_waits_for_the_device(joined: bool) -> None
     assert own <= free
     if joined:  # what it had waited for is asked for again
         assert desk.admit() == ["a2"]
-        assert desk.scheduler.pop_local(desk.now_s) == [other]
+        assert desk.scheduler.pop_local() == [other]
         desk.abort(other)
         desk.pop_failed()
     desk.at_rest()
@@ -294,7 +294,7 @@ def test_the_deadline_of_a_prompt_that_was_whole_and_is_in_the_tree_by_another_e
 @pytest.mark.parametrize(
     ("how", "is_whole"),
     [
-        *product(["abort", "fail", "end_all", "move_weights"], [False, True]),
+        *product(["abort", "fail", "end_all", "flush"], [False, True]),
         ("deadline", False),  # a whole one only waits to be popped
     ],
 )
@@ -310,11 +310,11 @@ def test_its_pages_wait_for_its_own_event_without_another(how: str, is_whole: bo
     elif how == "abort":
         desk.abort(req)
     elif how == "fail":
-        desk._checked(desk.scheduler.fail("a", RuntimeError("NaN"), desk.now_s))
+        desk._checked(desk.scheduler.fail("a", RuntimeError("NaN")))
     elif how == "end_all":
         desk._checked(desk.scheduler.end_all(RuntimeError("over"), desk.now_s))
     else:
-        desk._checked(desk.scheduler.move_weights("2", desk.now_s))
+        desk._checked(desk.scheduler.flush("2"))
     assert req in desk.pop_failed()
     desk.admit()
     assert own <= owned(desk)
@@ -363,7 +363,7 @@ def test_a_request_that_comes_back_has_no_deadline_any_more() -> None:
     desk.end_all_copies()
     desk.scheduler.flush()
     assert desk.admit() == ["b"]
-    assert desk.scheduler.pop_local(desk.now_s) == [req]
+    assert desk.scheduler.pop_local() == [req]
     assert req.prefix_len == 0
     a = desk.run("a", prompt("b", 3), max_new=30)
     for token in prompt("b", 13)[3:]:
@@ -395,9 +395,9 @@ def test_what_is_no_event_or_raises_changes_nothing() -> None:
     req = desk.begin("a", 16)
     before = desk.snapshot()
     with pytest.raises(CallerError, match="after"):
-        desk.scheduler.computed(req, 16, 0.0, after=True)  # type: ignore[arg-type]
+        desk.scheduler.computed(req, 16, after=True)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="lost"):
-        desk.scheduler.computed(req, 16, 0.0, after=Event(error=RuntimeError("lost")))
+        desk.scheduler.computed(req, 16, after=Event(error=RuntimeError("lost")))
     assert desk.snapshot() == before
     desk.computed(req, 16, Event(is_done=True))
     assert desk.transferred() == ["a"]

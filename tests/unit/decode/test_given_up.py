@@ -19,7 +19,7 @@ NAN = NotFiniteError("NaN in 'a'")
 def end(desk: Desk, req: DecodeRequest, how: str, after: Event | None = None) -> None:
     scheduler = desk.scheduler
     if how == "fail":
-        assert desk._checked(scheduler.fail(req.rid, NAN, desk.now_s, after))
+        assert desk._checked(scheduler.fail(req.rid, NAN, after))
     else:
         assert desk.abort(req, after=after)
     (ended,) = desk.pop_failed()
@@ -44,7 +44,7 @@ def test_of_one_that_runs_the_prompt_stays(how: str, is_late: bool) -> None:
     assert desk.prefix_of(req) == 8
     assert desk.states() == {"FREE": 14, "CACHED": 2}
     desk.token(req)
-    desk.scheduler.reserve_many([req], 2, desk.now_s)
+    desk.scheduler.reserve_many([req], 2)
     assert len(req.output) == 9, "a step may have been under way"
     desk.at_rest()
 
@@ -96,7 +96,7 @@ def test_no_state_and_no_window_is_kept(how: str, window: int, where: str) -> No
     desk.admit()
     assert local(desk) == [req]
     if not window:
-        assert desk.scheduler.save_state(req, 8, desk.now_s) == SLOTS
+        assert desk.scheduler.save_state(req, 8) == SLOTS
     computed(desk, req, 8)
     before: list[int] = []
     if where == "running":
@@ -104,9 +104,9 @@ def test_no_state_and_no_window_is_kept(how: str, window: int, where: str) -> No
         before = depths(desk)
         assert before == [8]
         for _ in range(6):
-            desk.scheduler.save_states([req], desk.now_s)
+            desk.scheduler.save_states([req])
             desk.token(req)
-        desk.scheduler.save_states([req], desk.now_s)
+        desk.scheduler.save_states([req])
     end(desk, req, how)
     assert depths(desk) == before
     assert desk.pages.checkpoints is not None
@@ -149,11 +149,11 @@ def test_one_that_is_unknown_or_has_ended_is_no_error(how: str) -> None:
     before = desk.states()
     for rid in ("a", "nobody"):
         if how == "fail":
-            assert not desk.scheduler.fail(rid, NAN, 0.0)
+            assert not desk.scheduler.fail(rid, NAN)
         else:
-            assert not desk.scheduler.abort(rid, 0.0)
+            assert not desk.scheduler.abort(rid)
     assert desk.scheduler.counters["aborts_of_unknown"] == 2
     assert desk.states() == before
     for error in (None, "NaN", NotFiniteError):
         with pytest.raises(CallerError, match="exception"):
-            desk.scheduler.fail("a", error, 0.0)  # type: ignore[arg-type]
+            desk.scheduler.fail("a", error)  # type: ignore[arg-type]

@@ -38,7 +38,8 @@ def test_every_token_is_where_it_belongs(
         prompt = req.request.key.tokens().tolist()
         assert (req.output, req.tokens.tolist()) == (output, prompt + output)
         assert req.kv_len == len(prompt) + max(0, len(output) - 1)
-        assert len(req.pages) == pages_for(len(prompt) + len(output), PAGE_SIZE)
+        with_kv = min(len(output), req.max_new_tokens - 1)  # the last token has none
+        assert len(req.pages) == pages_for(len(prompt) + with_kv, PAGE_SIZE)
 
     token = 0
     for chosen, then in steps:
@@ -48,9 +49,9 @@ def test_every_token_is_where_it_belongs(
         tokens = [100 * token + at for at in batch]
         if full:
             with pytest.raises(RequestError, match=f"{reqs[full[0]].rid!r} has its"):
-                desk.scheduler.append_many([reqs[at] for at in batch], tokens, 0.0)
+                desk.scheduler.append_many([reqs[at] for at in batch], tokens)
         else:
-            desk.scheduler.append_many([reqs[at] for at in batch], tokens, 0.0)
+            desk.scheduler.append_many([reqs[at] for at in batch], tokens)
             for at, new in zip(batch, tokens, strict=True):
                 expected[at].append(new)
         desk.scheduler.check_invariants()
@@ -174,20 +175,20 @@ def test_a_batch_that_was_checked_before_is_checked_for_what_may_have_changed() 
     foreign = other.start("x", 3, 9, outputs=1)
     append = desk.scheduler.append_many
     for step in range(3):
-        append(reqs, [step] * 3, 0.0)
+        append(reqs, [step] * 3)
     before, others = desk.snapshot(), other.snapshot()
     for batch in ([*reqs, reqs[0]], [reqs[0], reqs[1], reqs[1]], [*reqs[:2], foreign]):
         for _ in range(2):  # what was refused is not taken for what was checked
             with pytest.raises(RequestError, match=r"named twice|another node's"):
-                append(batch, [9] * len(batch), 0.0)
+                append(batch, [9] * len(batch))
         assert (desk.snapshot(), other.snapshot()) == (before, others)
     for again in (tuple(reqs), reqs[::-1]):
-        append(again, [9] * 3, 0.0)
+        append(again, [9] * 3)
     assert [req.output for req in reqs] == [[0, 1, 2, 9, 9]] * 3
     desk.finish(reqs[1])
     for batch in (reqs, [reqs[0], reqs[1], reqs[2]]):
         with pytest.raises(RequestError, match="is finished"):
-            append(batch, [9] * 3, 0.0)
+            append(batch, [9] * 3)
     for req in (reqs[0], reqs[2]):
         desk.finish(req)
     other.finish(foreign)

@@ -40,7 +40,7 @@ class HostDesk(Desk):
         **settings: Any,
     ) -> None:
         settings = {"policy": "lru", "admission": "fifo", **settings}
-        host = host_pages, host_policy, are_ready
+        host = HostPages(host_pages, host_policy, None if are_ready else int)
         super().__init__(num_pages, spare_rows=spare_rows, host=host, **settings)
         assert self.scheduler.host is not None
         self.host = self.scheduler.host
@@ -357,11 +357,11 @@ def test_host_pages_are_used_once_they_are_ready() -> None:
     desk = HostDesk(host_pages=8, are_ready=False)
     desk.finish(desk.start("a", 16))
     assert desk.orders() == []
-    desk.scheduler.host_ready(3)
+    desk.host.ready(3)
     desk.finish(desk.start("b", 16))
     (write,) = desk.orders()
     assert write.host_pages.tolist() == [0, 1, 2]
-    desk.scheduler.host_ready(8)
+    desk.host.ready(8)
     desk.finish(desk.start("c", 16))
     assert sorted(desk.orders()[0].host_pages.tolist()) == [3, 4, 5, 6]
     desk.end_all_copies()
@@ -529,7 +529,7 @@ def test_new_weights_end_what_is_loaded() -> None:
     desk = HostDesk()
     desk.leave_in_host_memory()
     req = next_turn(desk)
-    desk.scheduler.move_weights("2", desk.now_s)
+    desk.scheduler.flush("2")
     desk.scheduler.flush()
     desk.scheduler.check_invariants()
     assert [one.rid for one in desk.pop_failed()] == ["b"]
@@ -844,8 +844,8 @@ def test_what_is_computed_waits_for_what_it_continues() -> None:
     desk = HostDesk(sources=sources)
     a = desk.add("a", 16)
     desk.admit()
-    assert desk.scheduler.pop_local(desk.now_s) == [a]
-    desk.scheduler.computed(a, 16, desk.now_s)
+    assert desk.scheduler.pop_local() == [a]
+    desk.scheduler.computed(a, 16)
     desk.transferred()
     desk.finish(a)
     desk.end_all_copies()
@@ -854,11 +854,11 @@ def test_what_is_computed_waits_for_what_it_continues() -> None:
     req = desk.add("b", prompt("a", 16))
     assert desk.admit() == ["b"]
     assert req.prefix_len == 12, "its last page is computed, to sample its first token"
-    assert desk.scheduler.pop_local(desk.now_s) == []
+    assert desk.scheduler.pop_local() == []
     desk.end_copy()
     assert desk.transferred() == []
-    assert desk.scheduler.pop_local(desk.now_s) == [req]
-    desk.scheduler.computed(req, 16, desk.now_s)
+    assert desk.scheduler.pop_local() == [req]
+    desk.scheduler.computed(req, 16)
     assert desk.transferred() == ["b"]
 
 
@@ -871,7 +871,7 @@ def test_host_memory_counts_where_decode_is_alone() -> None:
     assert req.state.value == "preallocated"
     desk.end_copy()
     assert desk.transferred() == []
-    assert desk.scheduler.pop_local(desk.now_s) == [req]
+    assert desk.scheduler.pop_local() == [req]
 
 
 @pytest.mark.parametrize("has_it", [True, False])
@@ -956,7 +956,7 @@ def test_what_is_computed_from_a_checkpoint_loads_nothing() -> None:
         desk = HostDesk(40, num_slots=3, num_checkpoints=4, sources=sources)
         desk.finish(desk.start("a", 8, may_compute=False))
         first = desk.start("a2", prompt("a", 8), 2, may_compute=False)
-        assert desk.scheduler.save_states([first], desk.now_s) == [(first.state_slot, 3)]
+        assert desk.scheduler.save_states([first]) == [(first.state_slot, 3)]
         desk.token(first)
         desk.finish(first)
         desk.end_all_copies()
@@ -970,8 +970,8 @@ def test_what_is_computed_from_a_checkpoint_loads_nothing() -> None:
         assert req.prefix_len == (8 if is_here else 16)
         assert [order.is_load for order in desk.orders()] == ([] if is_here else [True])
         if is_here:
-            assert desk.scheduler.pop_local(desk.now_s) == [req]
-            desk.scheduler.computed(req, 22, desk.now_s)
+            assert desk.scheduler.pop_local() == [req]
+            desk.scheduler.computed(req, 22)
         else:
             desk.succeed(req.room_key)
         desk.end_all_copies()

@@ -58,7 +58,7 @@ def test_one_that_names_no_worker_and_lacks_too_much_fails_once_its_pages_are_th
     assert desk.admit() == ["b"]
     assert "it names none" in str(req.error)
     assert desk.pop_failed() == [req]
-    assert desk.scheduler.pop_local(0.0) == [behind]
+    assert desk.scheduler.pop_local() == [behind]
 
 
 def test_a_policy_that_raises_leaves_no_worker_behind() -> None:

@@ -12,7 +12,7 @@ from tests.unit.decode.desk import PAGE_SIZE, Desk
 
 
 def reserve(desk: Desk, num_tokens: Any, *reqs: DecodeRequest) -> None:
-    desk.scheduler.reserve_many(reqs, num_tokens, desk.now_s)
+    desk.scheduler.reserve_many(reqs, num_tokens)
     desk.scheduler.check_invariants()
 
 

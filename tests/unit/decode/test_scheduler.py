@@ -31,7 +31,8 @@ from tests.unit.decode.desk import BROKEN, AbortRoom, Desk, OpenRoom, RefuseRoom
 def test_what_cannot_be_taken_is_refused_and_changes_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    desk = Desk(4, max_waiting=3)
+    desk = Desk(4)
+    desk.scheduler.max_waiting = 3
     desk.add("a", 4, room=1)
     lost = desk.add("l", 4, room=2, max_new=1)
     assert desk.admit() == ["a", "l"]
@@ -49,7 +50,7 @@ def test_what_cannot_be_taken_is_refused_and_changes_nothing(
     def refuse(request: Request, text: str) -> None:
         before = desk.snapshot()
         with pytest.raises(RequestError, match=text):
-            desk.scheduler.add(request, 0.0)
+            desk.scheduler.add(request)
         assert desk.snapshot() == before
 
     for text, request in refused.items():
@@ -234,10 +235,10 @@ def test_an_unknown_request_is_no_error() -> None:
     desk.finish(desk.start("a"))
     desk.add("b")
     before = desk.snapshot()
-    assert not desk.scheduler.abort("nobody", 0.0)
+    assert not desk.scheduler.abort("nobody")
     del desk.scheduler.counters["aborts_of_unknown"]
     assert desk.snapshot() == before
-    assert not desk.scheduler.abort("a", 0.0), "it has finished"
+    assert not desk.scheduler.abort("a"), "it has finished"
     assert desk.scheduler.counters["aborts_of_unknown"] == 1
 
 
@@ -372,7 +373,7 @@ def test_append_is_all_or_nothing() -> None:
     before = desk.snapshot()
     for reqs, tokens, error, text in wrong:
         with pytest.raises(error, match=text):
-            desk.scheduler.append_many(reqs, tokens, 0.0)
+            desk.scheduler.append_many(reqs, tokens)
         assert desk.snapshot() == before
     desk.token(a)
     with pytest.raises(RequestError, match="'a' has its 2 tokens"):
@@ -740,7 +741,7 @@ def test_an_event_that_cannot_be_asked_changes_nothing(how: str) -> None:
     state, owned = req.state, desk.scheduler.pages.allocator.owned_pages
     who = req if how == "finish" else "a"
     with pytest.raises(OSError, match="device lost"):
-        getattr(desk.scheduler, how)(who, 0.0, after=Broken())
+        getattr(desk.scheduler, how)(who, after=Broken())
     assert (req.state, desk.scheduler.pages.allocator.owned_pages) == (state, owned)
     assert desk.scheduler.requests["a"] is req
     desk.scheduler.check_invariants()

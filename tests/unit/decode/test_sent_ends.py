@@ -13,7 +13,7 @@ from prefixkv.decode.sources import Sources
 from prefixkv.digest import prompt_digest
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.windows import WindowSpec
-from tests.support.timed import DecodeScheduler
+from tests.support.schedulers import decode_scheduler
 from tests.unit.decode.desk import PAGE_SIZE, Desk, OpenRoom
 
 SLOTS = 4
@@ -28,7 +28,7 @@ def desk_of(
     desk.pages = PageManager(
         60, PAGE_SIZE, 8, num_slots=0 if window else SLOTS, num_checkpoints=4, windows=windows
     )
-    desk.scheduler = DecodeScheduler(
+    desk.scheduler = decode_scheduler(
         desk.pages,
         reserve_tokens=0,
         sources=Sources(ComputeConfig(below=below, ask=ask)),  # type: ignore[arg-type]
@@ -49,11 +49,11 @@ def depths(desk: Desk) -> list[int]:
 
 
 def local(desk: Desk) -> list[DecodeRequest]:
-    return desk._checked(desk.scheduler.pop_local(desk.now_s))
+    return desk._checked(desk.scheduler.pop_local())
 
 
 def computed(desk: Desk, req: DecodeRequest, end: int) -> None:
-    desk._checked(desk.scheduler.computed(req, end, desk.now_s))
+    desk._checked(desk.scheduler.computed(req, end))
 
 
 @pytest.mark.parametrize("window", [0, 6])
@@ -74,7 +74,7 @@ def test_what_was_sent_leaves_a_checkpoint_before_the_end_is_computed(window: in
     assert req.checkpoint_slot == req.state_slot
     if not window:
         assert req.stops == [24]
-        assert desk.scheduler.save_state(req, 24, desk.now_s) == SLOTS
+        assert desk.scheduler.save_state(req, 24) == SLOTS
     computed(desk, req, 26)
     assert desk.transferred() == ["a"]
     assert depths(desk) == [24]
@@ -88,6 +88,8 @@ def test_what_was_sent_leaves_a_checkpoint_before_the_end_is_computed(window: in
     desk.admit()
     assert local(desk) == [more]
     assert more.prefix_len == 24
+    assert more.checkpoint is not None
+    assert more.checkpoint.locks == 1, "no other checkpoint takes its slot before it is copied"
     desk.abort(more)
     desk.pop_failed()
     desk.at_rest()
@@ -104,11 +106,33 @@ def test_a_prompt_of_whole_pages_is_sent_whole_and_its_end_is_kept(window: int) 
     assert desk.transferred() == ["a"]
     for _ in range(10):
         desk.token(req)
-        desk.scheduler.save_states([req], desk.now_s)
+        desk.scheduler.save_states([req])
     # A state is entered once its slot is wanted for the next one, or at the request's end.
     assert depths(desk) == [24]
     desk.finish(req, keep_tokens=24)
     assert depths(desk) == [24]
+    desk.at_rest()
+
+
+def test_a_running_request_keeps_its_newest_state_under_its_own_depth() -> None:
+    """And a prompt that ends there leaves nothing to compute the first token from: it goes on from
+    no checkpoint."""
+    desk = desk_of()
+    req = desk.start("a", 24, 20)
+    for _ in range(10):
+        desk.token(req)
+        desk.scheduler.save_states([req])
+    tokens = req.tokens.tolist()
+    desk.finish(req)
+    assert depths(desk) == [24, 32]
+    for num_tokens, goes_on_at in ((25, 24), (24, 0), (33, 32)):
+        again = desk.add("a2", tokens[:num_tokens])
+        desk.admit()
+        assert local(desk) == ([again] if goes_on_at else [])
+        assert not goes_on_at or again.prefix_len == goes_on_at
+        desk.abort(again)
+        desk.pop_failed()
+        desk.carry_out_aborts()
     desk.at_rest()
 
 
@@ -161,6 +185,16 @@ def test_a_flush_while_it_is_sent_leaves_nothing() -> None:
     assert depths(desk) == []
 
 
+def test_what_was_kept_before_a_flush_is_forgotten() -> None:
+    desk = desk_of()
+    req = desk.start("a", 24, 20, outputs=1)
+    assert desk.scheduler.save_states([req]) == [(req.state_slot, SLOTS)]
+    desk.scheduler.flush()
+    desk.finish(req)
+    assert depths(desk) == []
+    desk.at_rest()
+
+
 @pytest.mark.parametrize("tokens", [1, 16])
 def test_its_request_may_end_while_others_wait_for_what_is_sent(tokens: int) -> None:
     """It goes on for them as far as it is sent; where that is less than its whole pages, whose rest
@@ -199,7 +233,7 @@ def test_one_that_ends_when_it_is_whole_gives_its_slots_back_and_its_flight_ends
     desk.admit()
     assert second.prefix_len == 8
     if not window:
-        assert desk.scheduler.save_state(first, 8, desk.now_s) == SLOTS
+        assert desk.scheduler.save_state(first, 8) == SLOTS
         computed(desk, first, 10)
     else:
         computed(desk, first, 8)

@@ -176,9 +176,7 @@ def test_a_long_chain_is_committed_in_one_call() -> None:
     prompts = [
         [at // PAGE_SIZE for at in range(PAGE_SIZE * (number + 1))] for number in range(length)
     ]
-    reqs = [
-        desk.scheduler.add(desk.request(f"r{at}", prompt), 0.0) for at, prompt in enumerate(prompts)
-    ]
+    reqs = [desk.scheduler.add(desk.request(f"r{at}", prompt)) for at, prompt in enumerate(prompts)]
     assert len(desk.admit()) == length
     for req in reversed(reqs):
         desk.scheduler.room_ended(req.room_key, KVPoll.SUCCESS, None, b"", 0.0)

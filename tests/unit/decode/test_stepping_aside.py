@@ -406,9 +406,9 @@ def test_what_prefill_could_never_hold_is_refused_by_name_before_anything_is_pro
     assert desk.admit() == ["fits"]
     before = desk.snapshot()
     with pytest.raises(RequestError, match="prefill worker p holds 24"):
-        desk.scheduler.add(desk.request("late", 20, 6, prefill="p"), 0.0)
+        desk.scheduler.add(desk.request("late", 20, 6, prefill="p"))
     with pytest.raises(RequestError, match="prefill worker p holds 24"):
-        desk.scheduler.add(desk.request("prompt", 25, 1, prefill="p"), 0.0)
+        desk.scheduler.add(desk.request("prompt", 25, 1, prefill="p"))
     assert desk.snapshot() == before
     assert desk.add("another's", 20, 6, prefill="q").state is DecodeState.QUEUED
     assert fits.state is DecodeState.PREALLOCATED
@@ -534,7 +534,7 @@ def test_a_request_that_fills_the_pool_to_its_last_token_runs_to_its_end(
     desk.finish(req)
     assert desk.states() == {"CACHED": 16}
     with pytest.raises(RequestError, match="17 pages"):
-        desk.scheduler.add(desk.request("b", length, most + 1), 0.0)
+        desk.scheduler.add(desk.request("b", length, most + 1))
 
 
 def test_one_that_was_taken_back_with_all_its_tokens_needs_no_page_more() -> None:

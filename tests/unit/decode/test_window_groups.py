@@ -15,7 +15,7 @@ from prefixkv.pages.manager import PageManager
 from prefixkv.pages.windows import WindowSpec
 from prefixkv.protocol.commands import OpenRoom
 from prefixkv.protocol.messages import Promise
-from tests.support.timed import DecodeScheduler
+from tests.support.schedulers import decode_scheduler
 from tests.unit.decode.desk import PAGE_SIZE, Desk
 
 WINDOW = 6  # and a step of one token: three pages
@@ -27,7 +27,7 @@ def make(
     desk = Desk(num_pages)
     specs = [WindowSpec(f"w{at}", WINDOW, num, step) for at, num in enumerate(windows)]
     desk.pages = PageManager(num_pages, PAGE_SIZE, 8, windows=specs)
-    desk.scheduler = DecodeScheduler(desk.pages, reserve_tokens=0, **settings)
+    desk.scheduler = decode_scheduler(desk.pages, reserve_tokens=0, **settings)
     return desk
 
 
@@ -92,13 +92,13 @@ def test_a_step_of_several_tokens_has_its_pages() -> None:
     desk = make(windows=(20,), step=6)
     req = desk.start("a", 9, 60)
     for _ in range(6):
-        desk.scheduler.reserve_many([req], 6, desk.now_s)
+        desk.scheduler.reserve_many([req], 6)
         first, ids = req.window_pages("w0")
         assert (first + len(ids)) * PAGE_SIZE >= req.kv_len + 6
         for token in range(4):
             desk.token(req, token=token)
     with pytest.raises(RequestError, match="num_tokens is 7, group 'w0' has step_tokens 6"):
-        desk.scheduler.reserve_many([req], 7, desk.now_s)
+        desk.scheduler.reserve_many([req], 7)
     desk.finish(req)
 
 
@@ -198,7 +198,7 @@ def computing(num_window_pages: int, step: int = 4, below: int = 1000, tokens: i
     desk = Desk(60)
     specs = [WindowSpec("w0", WINDOW, num_window_pages, step)]
     desk.pages = PageManager(60, PAGE_SIZE, 8, windows=specs, num_checkpoints=4)
-    desk.scheduler = DecodeScheduler(
+    desk.scheduler = decode_scheduler(
         desk.pages,
         reserve_tokens=0,
         sources=Sources(ComputeConfig(below=below)),
@@ -211,9 +211,9 @@ def compute(desk: Desk, rid: str, tokens: int | list[int], max_new: int = 4) -> 
     """A request that runs, its prompt computed in chunks of 4 tokens."""
     req = desk.add(rid, tokens, max_new)
     assert desk.admit() == [rid]
-    assert desk.scheduler.pop_local(desk.now_s) == [req]
+    assert desk.scheduler.pop_local() == [req]
     while (done := desk.scheduler.compute._done.get(req)) is not None:
-        desk.scheduler.computed(req, min(done + 4 - done % 4, req.fill_len), desk.now_s)
+        desk.scheduler.computed(req, min(done + 4 - done % 4, req.fill_len))
         desk.scheduler.check_invariants()
     assert desk.transferred() == [rid]
     return req
@@ -262,22 +262,22 @@ def test_a_chunk_beyond_the_step_of_a_window_group_is_refused() -> None:
     desk = computing(20, step=8)
     req = desk.add("a", 24)
     desk.admit()
-    assert desk.scheduler.pop_local(desk.now_s) == [req]
-    desk.scheduler.computed(req, 3, desk.now_s)
+    assert desk.scheduler.pop_local() == [req]
+    desk.scheduler.computed(req, 3)
     before = desk.snapshot()
     with pytest.raises(RequestError, match="9 tokens, step_tokens of its window groups is 8"):
-        desk.scheduler.computed(req, 12, desk.now_s)
+        desk.scheduler.computed(req, 12)
     assert desk.snapshot() == before
-    desk.scheduler.computed(req, 11, desk.now_s)
+    desk.scheduler.computed(req, 11)
 
 
 def test_what_was_computed_before_a_flush_leaves_none() -> None:
     desk = computing(20)
     req = desk.add("a", 24)
     desk.admit()
-    desk.scheduler.pop_local(desk.now_s)
+    desk.scheduler.pop_local()
     for end in range(4, 25, 4):
-        desk.scheduler.computed(req, end, desk.now_s)
+        desk.scheduler.computed(req, end)
     desk.scheduler.flush()
     assert desk.transferred() == ["a"]
     desk.finish(req)
@@ -291,10 +291,10 @@ def test_a_state_that_was_kept_before_a_flush_is_not_entered() -> None:
     desk = Desk(60)
     desk.pages = PageManager(60, PAGE_SIZE, 8, num_slots=4, num_checkpoints=4)
     sources = Sources(ComputeConfig(below=0))
-    desk.scheduler = DecodeScheduler(desk.pages, reserve_tokens=0, sources=sources)
+    desk.scheduler = decode_scheduler(desk.pages, reserve_tokens=0, sources=sources)
     for flushes in (True, False):
         req = desk.start("a", 24)
-        assert desk.scheduler.save_states([req], desk.now_s) == [(req.state_slot, 4)]
+        assert desk.scheduler.save_states([req]) == [(req.state_slot, 4)]
         desk.token(req)
         if flushes:
             desk.scheduler.flush()
@@ -310,7 +310,7 @@ def test_one_whose_window_does_not_fit_is_sent_if_that_takes_less() -> None:
     desk.commands()
     sent = desk.add("b", 28, 1)
     assert desk.admit() == ["b"]
-    assert desk.scheduler.pop_local(desk.now_s) == []
+    assert desk.scheduler.pop_local() == []
     (promise,) = promises(desk)
     assert promise.prefix_len == 0
     desk.succeed(sent.room_key)

@@ -21,7 +21,7 @@ def end(desk: Desk, req: PrefillRequest, how: str) -> bool:
         desk.end(req, ok=False)
         return True
     scheduler = desk.scheduler
-    ended = scheduler.fail(req.rid, NAN, 0.0) if how == "fail" else scheduler.abort(req.rid, 0.0)
+    ended = scheduler.fail(req.rid, NAN) if how == "fail" else scheduler.abort(req.rid)
     return desk._checked(ended)
 
 
@@ -91,7 +91,8 @@ def test_one_past_its_deadline_is_cached_as_far_as_it_was_computed() -> None:
     desk = Desk()
     req = desk.computing("a", 10, deadline_s=5.0)
     desk.send(req, 9)
-    desk.scheduler.pop_bootstrapped(6.0)
+    desk.scheduler.now_s = 6.0
+    desk.scheduler.pop_bootstrapped()
     assert isinstance(req.error, TransferTimeoutError)
     assert desk.pop_failed() == [req]
     desk.source_free(req)
@@ -127,12 +128,12 @@ def test_no_state_is_kept(how: str) -> None:
     assert worker.points is not None
     assert worker.points.taken
     if how == "fail":
-        worker.scheduler.fail("a", NAN, worker.now_s)
+        worker.scheduler.fail("a", NAN)
     else:
-        worker.scheduler.abort("a", worker.now_s)
+        worker.scheduler.abort("a")
     assert worker.begin() == []
-    assert worker.scheduler.pop_failed(worker.now_s) == [req]
-    worker.scheduler.source_free(req.room_key, worker.now_s)
+    assert worker.scheduler.pop_failed() == [req]
+    worker.scheduler.source_free(req.room_key, worker.scheduler.now_s)
     assert not worker.points.taken
     assert len(worker.points) == 0
     assert worker.pages.cache.num_pages == 0

@@ -10,9 +10,10 @@ import pytest
 from prefixkv.errors import TransferError
 from prefixkv.pages.manager import PageManager
 from prefixkv.prefill.request import PrefillRequest, timeline
+from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.protocol.ids import KVPoll
 from prefixkv.request import Request
-from tests.support.timed import PrefillScheduler
+from tests.support.schedulers import prefill_scheduler
 
 PAGE_BYTES = 100
 
@@ -24,7 +25,7 @@ def ended() -> list[dict[str, Any]]:
 
 @pytest.fixture
 def scheduler(ended: list[dict[str, Any]]) -> PrefillScheduler:
-    scheduler = PrefillScheduler(PageManager(16, 4, 8))
+    scheduler = prefill_scheduler(PageManager(16, 4, 8))
 
     def write(req: PrefillRequest, now_s: float) -> None:
         ended.append(json.loads(json.dumps(timeline(req, PAGE_BYTES, 4))))
@@ -36,13 +37,15 @@ def scheduler(ended: list[dict[str, Any]]) -> PrefillScheduler:
 def test_a_request_from_arrival_to_sent(
     scheduler: PrefillScheduler, ended: list[dict[str, Any]]
 ) -> None:
-    req = scheduler.add(
-        Request("a", list(range(10)), room=3, decode="decode-1", namespace="lora"), 5.0
-    )
+    scheduler.now_s = 5.0
+    req = scheduler.add(Request("a", list(range(10)), room=3, decode="decode-1", namespace="lora"))
     scheduler.room_bootstrapped(req.room_key, 4, "decode-1", 6.0)
-    scheduler.pop_bootstrapped(8.0)
-    scheduler.send_chunk(req, 4, 9.0)
-    scheduler.send_chunk(req, 10, 11.0, last=True)
+    scheduler.now_s = 8.0
+    scheduler.pop_bootstrapped()
+    scheduler.now_s = 9.0
+    scheduler.send_chunk(req, 4)
+    scheduler.now_s = 11.0
+    scheduler.send_chunk(req, 10, last=True)
     scheduler.room_ended(req.room_key, KVPoll.SUCCESS, None, 15.0)
     assert ended == [
         {
@@ -78,12 +81,13 @@ def test_a_request_from_arrival_to_sent(
 def test_what_fails_or_is_aborted_is_written_down_once(
     scheduler: PrefillScheduler, ended: list[dict[str, Any]]
 ) -> None:
-    first = scheduler.add(Request("a", list(range(10)), room=1, decode="d"), 0.0)
-    scheduler.add(Request("b", list(range(10)), room=2, decode="d"), 0.0)
+    first = scheduler.add(Request("a", list(range(10)), room=1, decode="d"))
+    scheduler.add(Request("b", list(range(10)), room=2, decode="d"))
     scheduler.room_bootstrapped(first.room_key, 0, "d", 1.0)
     scheduler.room_ended(first.room_key, KVPoll.FAILED, TransferError("broken"), 2.0)
     scheduler.room_ended(first.room_key, KVPoll.FAILED, TransferError("again"), 3.0)
-    scheduler.abort("b", 4.0)
+    scheduler.now_s = 4.0
+    scheduler.abort("b")
     assert [
         (record["rid"], record["outcome"], record["error"], record["ended_s"]) for record in ended
     ] == [

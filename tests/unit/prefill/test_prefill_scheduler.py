@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prefixkv.config import ControlConfig
 from prefixkv.errors import (
     AbortedError,
     AuxTooLargeError,
@@ -27,8 +28,8 @@ from prefixkv.protocol.commands import AbortRoom, AddRoom, DeclineRoom, SendChun
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.request import Request
 from tests.laws.auditor import assert_at_rest
+from tests.support.schedulers import prefill_scheduler
 from tests.support.spelled import Event
-from tests.support.timed import PrefillScheduler
 
 PAGE_SIZE = 4
 BROKEN = TransferError("broken")
@@ -49,8 +50,8 @@ class Desk:
     ) -> None:
         self.pages = PageManager(num_pages, PAGE_SIZE, rows, caching=caching)
         self.pages.hash_every_pages = 1
-        self.scheduler = PrefillScheduler(
-            self.pages, max_aux_bytes=max_aux_bytes, follow_s=follow_s
+        self.scheduler = prefill_scheduler(
+            self.pages, control=ControlConfig(max_aux_bytes=max_aux_bytes), follow_s=follow_s
         )
         self.num_rooms = 0
 
@@ -60,7 +61,7 @@ class Desk:
             tokens = [ord(rid[0]) * 1000 + place for place in range(tokens)]
         return self._checked(
             self.scheduler.add(
-                Request(rid, tokens, **{"room": self.num_rooms, "decode": "d", **fields}), 0.0
+                Request(rid, tokens, **{"room": self.num_rooms, "decode": "d", **fields})
             )
         )
 
@@ -72,7 +73,7 @@ class Desk:
 
     def bootstrap(self, req: PrefillRequest, decode_prefix_len: int = 0) -> list[str]:
         self.scheduler.room_bootstrapped(req.room_key, decode_prefix_len, "", 0.0)
-        return self._checked([popped.rid for popped in self.scheduler.pop_bootstrapped(0.0)])
+        return self._checked([popped.rid for popped in self.scheduler.pop_bootstrapped()])
 
     def computing(self, rid: str, tokens: int | list[int] = 10, decode_prefix_len: int = 0,
                   **fields: Any) -> PrefillRequest:  # fmt: skip
@@ -89,11 +90,11 @@ class Desk:
 
     def next_pass(self, **limit: int) -> list[str]:
         """What was computed goes to the tree, and what the engine may compute now comes."""
-        popped = self.scheduler.pop_bootstrapped(0.0, **limit)
+        popped = self.scheduler.pop_bootstrapped(**limit)
         return self._checked([req.rid for req in popped])
 
     def send(self, req: PrefillRequest, end: int, **how: Any) -> int:
-        return self._checked(self.scheduler.send_chunk(req, end, 0.0, **how))
+        return self._checked(self.scheduler.send_chunk(req, end, **how))
 
     def end(self, req: PrefillRequest, *, ok: bool = True) -> None:
         poll, error = (KVPoll.SUCCESS, None) if ok else (KVPoll.FAILED, BROKEN)
@@ -103,10 +104,10 @@ class Desk:
         self._checked(self.scheduler.source_free(req.room_key, 0.0))
 
     def pop_sent(self) -> list[PrefillRequest]:
-        return self._checked(self.scheduler.pop_sent(0.0))
+        return self._checked(self.scheduler.pop_sent())
 
     def pop_failed(self, after: Event | None = None) -> list[PrefillRequest]:
-        return self._checked(self.scheduler.pop_failed(0.0, after))
+        return self._checked(self.scheduler.pop_failed(after))
 
     def done(self, req: PrefillRequest) -> None:
         """From SENDING to the end."""
@@ -209,7 +210,7 @@ def test_what_cannot_be_taken_is_refused_and_changes_nothing() -> None:
         "names no decode worker": Request("x", [1], room=2),
     }.items():
         with pytest.raises(RequestError, match=text):
-            desk.scheduler.add(request, 0.0)
+            desk.scheduler.add(request)
     assert list(desk.scheduler.requests) == ["a"]
     declined = desk.scheduler.take_commands()
     assert {command.key for command in declined} == {RoomKey(2, 0, "d")}, "no room that is in use"
@@ -325,9 +326,9 @@ def test_first_promised_first_opened_and_a_blocked_head_is_not_matched_again(
     assert desk.bootstrap(big) == desk.bootstrap(small) == []
     assert not desk.scheduler.bootstrapped.may_open
     assert len(looks) == 1
-    desk.scheduler.abort("b", 0.0)
+    desk.scheduler.abort("b")
     assert desk.bootstrap(small) == ["s"]
-    desk.scheduler.abort("r", 0.0)
+    desk.scheduler.abort("r")
     assert (running.state, running.pages.size) == (PrefillState.FAILED, 2)
 
 
@@ -341,13 +342,13 @@ def test_what_ends_behind_a_blocked_head_is_forgotten() -> None:
     for _ in range(500):
         req = desk.add("s", 4)
         assert desk.bootstrap(req) == []
-        desk.scheduler.abort("s", 0.0)
+        desk.scheduler.abort("s")
         assert desk.pop_failed() == [req]
         desk.source_free(req)
         desk.scheduler.take_commands()
     assert len(desk.scheduler.bootstrapped) == 2
     assert num_requests() - before < 100
-    desk.scheduler.abort("b", 0.0)
+    desk.scheduler.abort("b")
     assert desk.next_pass() == ["live"]
 
 
@@ -359,7 +360,7 @@ def test_only_what_waits_is_bootstrapped_and_once() -> None:
     assert desk.bootstrap(req, 8) == []
     assert req.decode_prefix_len == 4
     gone = desk.add("b")
-    desk.scheduler.abort("b", 0.0)
+    desk.scheduler.abort("b")
     assert desk.bootstrap(gone) == []
 
 
@@ -369,7 +370,7 @@ def test_rows_are_a_limit_of_their_own() -> None:
     assert desk.bootstrap(second) == []
     desk.send(first, 10, last=True)
     desk.done(first)
-    assert [req.rid for req in desk.scheduler.pop_bootstrapped(0.0)] == ["b"]
+    assert [req.rid for req in desk.scheduler.pop_bootstrapped()] == ["b"]
 
 
 # --- pages that writes may read -------------------------------------------------------------------
@@ -489,7 +490,7 @@ def test_an_end_wherever_a_request_is_leaves_nothing(place: str, how: str) -> No
         desk.end(req, ok=False)
         assert desk.scheduler.take_commands() == []
     else:
-        assert desk.scheduler.abort("a", 0.0)
+        assert desk.scheduler.abort("a")
         (command,) = desk.scheduler.take_commands()
         assert isinstance(command, AbortRoom)
         assert command.key == req.room_key
@@ -506,7 +507,7 @@ def test_an_end_wherever_a_request_is_leaves_nothing(place: str, how: str) -> No
             desk.source_free(req)
             assert_at_rest(desk.scheduler)
             return
-    assert not desk.scheduler.abort("a", 0.0), "a second abort does nothing"
+    assert not desk.scheduler.abort("a"), "a second abort does nothing"
     assert req.state is PrefillState.FAILED
     assert desk.send(req, 10, last=True) == 0, "the engine may not know yet"
     assert desk.scheduler.take_commands() == []
@@ -536,7 +537,7 @@ def test_pages_of_a_failed_request_wait_for_the_device() -> None:
         assert desk.states() == {"FREE": 14, "CACHED": 1, "OWNED": 1}
         assert desk.pages.cache.protected_pages == 1
     event.done = True
-    desk.scheduler.pop_bootstrapped(0.0)
+    desk.scheduler.pop_bootstrapped()
     assert desk.states() == {"FREE": 15, "CACHED": 1}
     assert_at_rest(desk.scheduler)
 
@@ -557,7 +558,7 @@ def test_news_of_unknown_rooms_changes_nothing() -> None:
     key = RoomKey(99, 0)
     desk.scheduler.room_ended(key, KVPoll.FAILED, BROKEN, 0.0)
     desk.scheduler.source_free(key, 0.0)
-    assert not desk.scheduler.abort("nobody", 0.0)
+    assert not desk.scheduler.abort("nobody")
     assert (req.state, desk.pop_failed(), desk.scheduler.counters["aborts_of_unknown"]) == (
         PrefillState.SENDING,
         [],
@@ -580,15 +581,15 @@ def test_an_event_that_raises_keeps_its_pages_and_stops_nothing_else() -> None:
 
     desk = Desk()
     req = desk.computing("a")
-    desk.scheduler.abort("a", 0.0)
-    assert [failed.rid for failed in desk.scheduler.pop_failed(0.0, Lost())] == ["a"]
+    desk.scheduler.abort("a")
+    assert [failed.rid for failed in desk.scheduler.pop_failed(Lost())] == ["a"]
     desk.scheduler.source_free(req.room_key, 0.0)
     other = desk.add("b")
     assert desk.bootstrap(other) == ["b"], "the event is asked here"
     with pytest.raises(OSError, match="device lost"):
-        desk.scheduler.pop_bootstrapped(0.0)
+        desk.scheduler.pop_bootstrapped()
     assert (req.pages_held is not None, desk.pages.errors.num) == (True, 1)
-    assert desk.scheduler.pop_bootstrapped(0.0) == []
+    assert desk.scheduler.pop_bootstrapped() == []
     assert desk.pages.errors.num == 1
     desk.scheduler.check_invariants()
 
@@ -596,7 +597,7 @@ def test_an_event_that_raises_keeps_its_pages_and_stops_nothing_else() -> None:
 def test_the_audit_sees_a_lock_that_is_of_no_request() -> None:
     desk = Desk()
     first = desk.computing("a", list(range(8)))
-    desk.scheduler.send_chunk(first, 8, 0.0, last=True)
+    desk.scheduler.send_chunk(first, 8, last=True)
     match = desk.pages.match(first.key)
     assert match is not None
     desk.pages.cache.lock(match)
@@ -610,10 +611,12 @@ def test_a_request_that_is_not_sent_by_its_own_deadline_fails_and_decode_is_told
     done = desk.sending("s", deadline_s=5.0)
     desk.scheduler.room_ended(done.room_key, KVPoll.SUCCESS, None, 1.0)
     desk.scheduler.take_commands()
-    assert desk.scheduler.pop_bootstrapped(4.9) == []
-    assert (desk.scheduler.pop_failed(4.9), desk.scheduler.wake_s) == ([], 5.0)
-    assert desk.scheduler.pop_bootstrapped(5.0) == []
-    assert desk.scheduler.pop_failed(5.0) == [late]
+    desk.scheduler.now_s = 4.9
+    assert desk.scheduler.pop_bootstrapped() == []
+    assert (desk.scheduler.pop_failed(), desk.scheduler.wake_s) == ([], 5.0)
+    desk.scheduler.now_s = 5.0
+    assert desk.scheduler.pop_bootstrapped() == []
+    assert desk.scheduler.pop_failed() == [late]
     assert isinstance(late.error, TransferTimeoutError)
     assert desk.scheduler.take_commands() == [AbortRoom(late.room_key, str(late.error))]
     assert desk.scheduler.counters["aborts_of_unknown"] == 0, "what has ended is left alone"

@@ -10,7 +10,7 @@ import pytest
 from prefixkv.errors import RequestError
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.protocol.commands import SendChunk
-from tests.support.timed import PrefillScheduler
+from tests.support.schedulers import prefill_scheduler
 from tests.unit.prefill.test_prefill_scheduler import Desk
 
 
@@ -18,7 +18,7 @@ def state_desk(
     usable: Callable[[PrefillRequest, int], int] | None = None, num_slots: int = 2
 ) -> Desk:
     desk = Desk()
-    desk.scheduler = PrefillScheduler(desk.pages, num_slots=num_slots, usable_prefix=usable)
+    desk.scheduler = prefill_scheduler(desk.pages, num_slots=num_slots, usable_prefix=usable)
     return desk
 
 

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from prefixkv.errors import CallerError
 from prefixkv.prefill.request import PrefillRequest, PrefillState
+from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.protocol.commands import SendChunk
 from prefixkv.protocol.ids import KVPoll
 from prefixkv.request import Request
 from tests.laws.auditor import assert_at_rest
+from tests.support.schedulers import prefill_scheduler
 from tests.support.steps import num_steps
-from tests.support.timed import PrefillScheduler
 from tests.unit.prefill.test_prefill_scheduler import PAGE_SIZE, Desk, num_requests
 
 SYSTEM = list(range(100, 100 + 4 * PAGE_SIZE))
@@ -109,7 +110,7 @@ def test_followers_that_end_before_their_leader_are_forgotten() -> None:
     for _ in range(500):
         req = desk.add("s", [*SYSTEM, 1, 2, 3])
         assert desk.bootstrap(req) == []
-        desk.scheduler.abort("s", 0.0)
+        desk.scheduler.abort("s")
         assert desk.pop_failed() == [req]
         desk.source_free(req)
         desk.scheduler.take_commands()
@@ -150,7 +151,7 @@ def test_each_begins_where_all_that_was_handed_out_before_it_ends(
             tokens, pause = arrivals.popleft()
             desk.promised(f"r{len(prompts) - len(arrivals)}", tokens)
         pause = max(0, pause - 1)
-        for req in desk.scheduler.pop_bootstrapped(0.0):
+        for req in desk.scheduler.pop_bootstrapped():
             common = [_common(req.tokens.tolist(), before.tokens.tolist()) for before in order]
             assert req.prefix_len == min(
                 max(common, default=0), (req.num_tokens - 1) // PAGE_SIZE * PAGE_SIZE
@@ -216,7 +217,7 @@ def test_when_the_first_fails_one_goes_on_where_it_was_and_the_others_wait_for_t
     assert second.prefix_len == 8, "what the first had computed is used"
     desk.send(second, 12)
     assert desk.next_pass() == []
-    desk.scheduler.abort("r1", 0.0)
+    desk.scheduler.abort("r1")
     assert desk.next_pass() == ["r2"]
     assert desk.scheduler.requests["r2"].prefix_len == 12
 
@@ -237,7 +238,7 @@ def test_the_step_that_computed_the_first_as_it_failed_is_not_lost() -> None:
     assert desk.send(first, 16) == 0, "its pages are the engine's no more"
     desk.source_free(first)
     assert desk.send(first, 16) == 0
-    desk.scheduler.abort("r1", 0.0)
+    desk.scheduler.abort("r1")
     assert desk.next_pass() == ["r2"]
     assert desk.scheduler.requests["r2"].prefix_len == 8
 
@@ -268,14 +269,19 @@ def test_where_nothing_at_all_is_computed_one_goes_on_alone_after_follow_s() -> 
     desk = desk_of()
     first, *_ = burst(desk, 3)
     scheduler = desk.scheduler
-    assert [req.rid for req in scheduler.pop_bootstrapped(5.0)] == ["r0"]
+    scheduler.now_s = 5.0
+    assert [req.rid for req in scheduler.pop_bootstrapped()] == ["r0"]
     assert scheduler.wake_s == 6.0
-    scheduler.send_chunk(first, 2, 5.5)
+    scheduler.now_s = 5.5
+    scheduler.send_chunk(first, 2)
     assert scheduler.wake_s == 6.5
-    assert scheduler.pop_bootstrapped(6.4) == []
-    assert [req.rid for req in scheduler.pop_bootstrapped(6.5)] == ["r1"]
+    scheduler.now_s = 6.4
+    assert scheduler.pop_bootstrapped() == []
+    scheduler.now_s = 6.5
+    assert [req.rid for req in scheduler.pop_bootstrapped()] == ["r1"]
     assert scheduler.wake_s == 7.5
-    assert [req.rid for req in scheduler.pop_bootstrapped(7.5)] == ["r2"]
+    scheduler.now_s = 7.5
+    assert [req.rid for req in scheduler.pop_bootstrapped()] == ["r2"]
     assert scheduler.wake_s == float("inf")
 
 
@@ -320,7 +326,7 @@ def test_one_that_is_aborted_while_it_waits_is_gone() -> None:
     desk = desk_of()
     first, *_ = burst(desk, 2)
     assert desk.next_pass() == ["r0"]
-    desk.scheduler.abort("r1", 0.0)
+    desk.scheduler.abort("r1")
     desk.scheduler.check_invariants()
     assert desk.scheduler.wake_s == float("inf")
     assert [req.rid for req in desk.pop_failed()] == ["r1"]
@@ -379,7 +385,7 @@ def test_one_whose_wait_was_over_and_that_did_not_fit_does_not_wait_for_that_aga
         assert desk.next_pass() == [], "there are no pages"
         assert desk.scheduler.wake_s == float("inf"), "and time brings none"
         desk.scheduler.bootstrapped.look_again()
-    desk.scheduler.abort("x", 0.0)
+    desk.scheduler.abort("x")
     desk.source_free(other)
     desk.pop_failed()
     assert desk.next_pass() == ["r1"]
@@ -387,7 +393,7 @@ def test_one_whose_wait_was_over_and_that_did_not_fit_does_not_wait_for_that_aga
 
 def test_an_engine_with_extra_state_waits_for_nothing() -> None:
     desk = desk_of()
-    desk.scheduler = PrefillScheduler(desk.pages, num_slots=2)
+    desk.scheduler = prefill_scheduler(desk.pages, num_slots=2)
     burst(desk, 2)
     assert desk.next_pass() == ["r0", "r1"]
 
@@ -449,7 +455,7 @@ def test_every_request_ends_whatever_happens_and_nothing_is_left(
 ) -> None:
     """Also in a pool that holds one request at a time, with an engine that passes some over."""
     desk = Desk(pages, rows=rows)
-    desk.scheduler = scheduler = PrefillScheduler(desk.pages)
+    desk.scheduler = scheduler = prefill_scheduler(desk.pages)
     run = Run(desk)
     for what, number in steps:
         run.step(what, number, prompts)
@@ -459,7 +465,7 @@ def test_every_request_ends_whatever_happens_and_nothing_is_left(
         if run.computing:
             run.step("chunk", 0, prompts)
         run.step("end", 0, prompts)
-        run.now_s += 0.3
+        scheduler.now_s += 0.3
         scheduler.check_invariants()
     assert not scheduler.requests, (scheduler.requests, run.computing)
     assert_at_rest(scheduler)
@@ -475,11 +481,10 @@ class Run:
         self.desk, self.scheduler = desk, desk.scheduler
         self.reqs: list[PrefillRequest] = []
         self.computing: dict[PrefillRequest, int] = {}
-        self.now_s = 0.0
         self.computed = 0
 
     def step(self, what: str, number: int, prompts: list[list[int]]) -> None:
-        scheduler, now_s = self.scheduler, self.now_s
+        scheduler, now_s = self.scheduler, self.scheduler.now_s
         live = list(scheduler.requests.values())
         if what == "add":
             self.desk.num_rooms += 1
@@ -489,20 +494,20 @@ class Run:
                 room=self.desk.num_rooms,
                 decode="decode-0",
             )
-            self.reqs.append(scheduler.add(request, now_s))
+            self.reqs.append(scheduler.add(request))
             scheduler.room_bootstrapped(self.reqs[-1].room_key, 0, "", now_s)
         elif what == "pop":
-            for req in scheduler.pop_bootstrapped(now_s, (None, 0, 1, 2)[number % 4]):
+            for req in scheduler.pop_bootstrapped((None, 0, 1, 2)[number % 4]):
                 self.computing[req] = req.prefix_len
-            for req in scheduler.pop_failed(now_s):
+            for req in scheduler.pop_failed():
                 self.computing.pop(req, None)
-            scheduler.pop_sent(now_s)
+            scheduler.pop_sent()
         elif what == "chunk" and self.computing:
             req = list(self.computing)[number % len(self.computing)]
             end = min(self.computing[req] + 1 + number % 7, req.num_tokens)
             last = end == req.num_tokens
             self.computed += end - self.computing[req]
-            scheduler.send_chunk(req, end, now_s, last=last)
+            scheduler.send_chunk(req, end, last=last)
             self.computing[req] = end
             if last:
                 del self.computing[req]
@@ -515,11 +520,11 @@ class Run:
                 elif req.state is PrefillState.SENDING:
                     scheduler.room_ended(req.room_key, KVPoll.SUCCESS, None, now_s)
         elif what == "abort" and live:
-            scheduler.abort(live[number % len(live)].rid, now_s)
+            scheduler.abort(live[number % len(live)].rid)
         elif what == "flush":
             scheduler.flush()
         elif what == "time":
-            self.now_s += number / 100
+            scheduler.now_s += number / 100
 
 
 # --- what it costs --------------------------------------------------------------------------------
@@ -545,8 +550,8 @@ def test_a_chunk_looks_at_no_follower_that_goes_on_waiting(sender: str) -> None:
         def chunk_and_pass(
             scheduler: PrefillScheduler = scheduler, req: PrefillRequest = req
         ) -> None:
-            scheduler.send_chunk(req, 9, 0.0)
-            assert scheduler.pop_bootstrapped(0.0) == []
+            scheduler.send_chunk(req, 9)
+            assert scheduler.pop_bootstrapped() == []
 
         steps.append(num_steps(chunk_and_pass))
     assert steps[1] <= steps[0] + 50

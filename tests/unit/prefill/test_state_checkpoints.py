@@ -15,7 +15,7 @@ from prefixkv.prefill.request import PrefillRequest, PrefillState
 from prefixkv.protocol.commands import SendChunk
 from prefixkv.protocol.ids import KVPoll
 from prefixkv.request import Request
-from tests.support.timed import PrefillScheduler
+from tests.support.schedulers import prefill_scheduler
 
 PAGE_SIZE = 4
 OWN = 4  # slots of the engine
@@ -33,7 +33,7 @@ class Worker:
             windows=windows,
         )  # fmt: skip
         self.has_state = has_state
-        self.scheduler = PrefillScheduler(
+        self.scheduler = prefill_scheduler(
             self.pages, num_slots=OWN if has_state else 0, checkpoint_tokens=tokens, **settings
         )
         # By window group and page: what each slot was written with.
@@ -44,18 +44,18 @@ class Worker:
         self.kv: dict[int, tuple[int, ...]] = {}  # by page: the tokens up to its end
         self.state: dict[str, tuple[int, ...]] = {}
         self.resumed: dict[str, int] = {}
-        self.now_s, self.rooms = 0.0, 0
+        self.rooms = 0
 
     def add(self, rid: str, tokens: list[int], **fields: Any) -> PrefillRequest:
         self.rooms += 1
         request = Request(rid, tokens, room=self.rooms, decode="d", **fields)
-        req = self.scheduler.add(request, self.now_s)
+        req = self.scheduler.add(request)
         self.scheduler.take_commands()
-        self.scheduler.room_bootstrapped(req.room_key, 0, "d", self.now_s)
+        self.scheduler.room_bootstrapped(req.room_key, 0, "d", self.scheduler.now_s)
         return req
 
     def begin(self) -> list[PrefillRequest]:
-        found = self.scheduler.pop_bootstrapped(self.now_s)
+        found = self.scheduler.pop_bootstrapped()
         for req in found:
             known = tuple(req.tokens[: req.prefix_len].tolist())
             self.resumed[req.rid] = req.prefix_len
@@ -95,13 +95,13 @@ class Worker:
                 slots[at % PAGE_SIZE] = tokens[: at + 1]
         self.state[req.rid] = tokens
         if end in req.stops and saves and self.has_state:
-            slot = self.scheduler.save_state(req, end, self.now_s)
+            slot = self.scheduler.save_state(req, end)
             if slot >= 0:
                 assert slot >= OWN
                 self.slots[slot] = tokens
         is_last = end == req.num_tokens
         more: Any = {"last": True, "state_slot": 0 if self.has_state else -1} if is_last else {}
-        self.scheduler.send_chunk(req, end, self.now_s, **more)
+        self.scheduler.send_chunk(req, end, **more)
         self.take_sent(req, is_last)
         self.check()
         return is_last
@@ -133,10 +133,10 @@ class Worker:
         if req.state is PrefillState.SENDING:
             poll = KVPoll.SUCCESS if is_good else KVPoll.FAILED
             error = None if is_good else RequestError("broken")
-            self.scheduler.room_ended(req.room_key, poll, error, self.now_s)
-        self.scheduler.source_free(req.room_key, self.now_s)
-        self.scheduler.pop_sent(self.now_s)
-        self.scheduler.pop_failed(self.now_s)
+            self.scheduler.room_ended(req.room_key, poll, error, self.scheduler.now_s)
+        self.scheduler.source_free(req.room_key, self.scheduler.now_s)
+        self.scheduler.pop_sent()
+        self.scheduler.pop_failed()
         self.check()
 
     def serve(self, rid: str, tokens: list[int], **fields: Any) -> PrefillRequest:
@@ -152,7 +152,7 @@ class Worker:
         self.scheduler.check_invariants()
 
     def at_rest(self) -> None:
-        self.scheduler.pop_bootstrapped(self.now_s)
+        self.scheduler.pop_bootstrapped()
         self.check()
         assert self.points is not None
         assert (self.points.num_locks, self.points.taken) == (0, [])
@@ -282,7 +282,7 @@ def test_a_state_is_found_once_its_page_is() -> None:
     worker.begin()
     worker.compute(req, most=4)
     # The state behind 16 tokens is there, and its chunk is not handed over yet.
-    worker.slots[worker.scheduler.save_state(req, 16, worker.now_s)] = tuple(req.tokens.tolist())
+    worker.slots[worker.scheduler.save_state(req, 16)] = tuple(req.tokens.tolist())
     worker.check()
     other = worker.add("b", [*turns(1, 10), 1, 2])
     assert worker.begin() == [], "it waits, though the other stands where no state is"
@@ -301,23 +301,23 @@ def test_a_stop_that_was_passed_is_over() -> None:
     worker.begin()
     assert first.stops == [12, 32]
     worker.state["a"] = ()
-    worker.scheduler.send_chunk(first, 16, worker.now_s)
+    worker.scheduler.send_chunk(first, 16)
     with pytest.raises(RequestError, match="saves no state at 12"):
-        worker.scheduler.save_state(first, 12, worker.now_s)
+        worker.scheduler.save_state(first, 12)
 
 
 def test_a_wrong_place_is_refused_and_changes_nothing() -> None:
     worker = Worker()
     req = worker.add("a", turns(1, 10))
     with pytest.raises(RequestError, match="saves no state"):
-        worker.scheduler.save_state(req, 16, 0.0)
+        worker.scheduler.save_state(req, 16)
     worker.begin()
     for end in (12, 17):
         with pytest.raises(RequestError, match=f"saves no state at {end}"):
-            worker.scheduler.save_state(req, end, 0.0)
+            worker.scheduler.save_state(req, end)
     assert req.stops == [16]
-    worker.scheduler.abort("a", 0.0)
-    assert worker.scheduler.save_state(req, 16, 0.0) == -1
+    worker.scheduler.abort("a")
+    assert worker.scheduler.save_state(req, 16) == -1
     worker.end(req)
     worker.at_rest()
 
@@ -333,7 +333,7 @@ def storm(chance: random.Random, most: int = 1000, **settings: Any) -> int:
     live: list[PrefillRequest] = []
     resumed = 0
     for step in range(500):
-        worker.now_s += 0.01
+        worker.scheduler.now_s += 0.01
         what = chance.random()
         if what < 0.25 and len(worker.scheduler.requests) < 6:
             tokens = chance.choice(chats)[: chance.choice([6, 14, 1000])]
@@ -351,7 +351,7 @@ def storm(chance: random.Random, most: int = 1000, **settings: Any) -> int:
             rid = chance.choice(list(worker.scheduler.requests))
             req = worker.scheduler.requests[rid]
             if req.state is not PrefillState.SENDING:
-                worker.scheduler.abort(rid, worker.now_s)
+                worker.scheduler.abort(rid)
                 live = [one for one in live if one is not req]
                 worker.end(req)
         elif live:
@@ -361,7 +361,7 @@ def storm(chance: random.Random, most: int = 1000, **settings: Any) -> int:
                 worker.end(req, is_good=chance.random() < 0.9)
         worker.check()
     for _ in range(50):
-        worker.now_s += 2.0
+        worker.scheduler.now_s += 2.0
         live += worker.begin()
         while live:
             if worker.compute(live[0], most):
@@ -413,9 +413,9 @@ def test_a_chunk_longer_than_a_step_is_refused_and_changes_nothing() -> None:
     worker.begin()
     before = req.window_pages("w6").ids.tolist()
     with pytest.raises(RequestError, match="a chunk of 10 tokens, step_tokens of its"):
-        worker.scheduler.send_chunk(req, 10, 0.0)
+        worker.scheduler.send_chunk(req, 10)
     assert (req.window_pages("w6").ids.tolist(), req.plan and req.plan.computed) == (before, 0)
-    worker.scheduler.abort("a", 0.0)
+    worker.scheduler.abort("a")
     worker.end(req)
     worker.at_rest()
 

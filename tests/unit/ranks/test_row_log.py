@@ -19,6 +19,7 @@ from prefixkv.pages.manager import PageManager, RequestPages
 from prefixkv.pages.windows import WindowSpec, WindowStart
 from prefixkv.paging import pages_for
 from prefixkv.prefill.request import PrefillRequest
+from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.protocol.commands import (
     AbortRoom,
     AddRoom,
@@ -35,7 +36,7 @@ from prefixkv.protocol.host_copy import HostCopy
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.ranks.row_log import RankLog, RankSizes, RowFollower
 from prefixkv.request import Request
-from tests.support.timed import PrefillScheduler
+from tests.support.schedulers import prefill_scheduler
 
 PAGE_SIZE = 4
 ROWS = 4
@@ -322,13 +323,13 @@ def leading() -> tuple[PrefillScheduler, RankLog, RowFollower]:
     pages = PageManager(16, PAGE_SIZE, ROWS, num_checkpoints=2, windows=[SPEC])
     log = RankLog()
     log.sizes = PREFILL
-    return PrefillScheduler(pages), log, RowFollower(PREFILL)
+    return prefill_scheduler(pages), log, RowFollower(PREFILL)
 
 
 def begin(scheduler: PrefillScheduler, rid: str, tokens: list[int], room: int) -> PrefillRequest:
-    req = scheduler.add(Request(rid, tokens, room=room, decode="decode-0"), 0.0)
+    req = scheduler.add(Request(rid, tokens, room=room, decode="decode-0"))
     scheduler.room_bootstrapped(req.room_key, 0, "decode-0", 0.0)
-    assert scheduler.pop_bootstrapped(0.0) == [req]
+    assert scheduler.pop_bootstrapped() == [req]
     return req
 
 
@@ -348,7 +349,7 @@ def test_a_rank_that_follows_knows_what_its_engine_needs() -> None:
             log.command(command)
         return follower.apply(take(log, scheduler), ready).commands
 
-    waiting = scheduler.add(Request("w", [1] * 9, room=9, decode="decode-0"), 0.0)
+    waiting = scheduler.add(Request("w", [1] * 9, room=9, decode="decode-0"))
     assert follow() == [AddRoom(waiting.room_key, 9, waiting.request.digest)]
     assert not len(follower), "it has no pages yet"
     a = begin(scheduler, "a", list(range(11)), 1)
@@ -356,19 +357,19 @@ def test_a_rank_that_follows_knows_what_its_engine_needs() -> None:
     assert is_like(follower, scheduler)
     # A chunk up to a stop: the window's pages before it are kept, and the row has others.
     ready = object()
-    scheduler.send_chunk(a, 8, 0.0)
+    scheduler.send_chunk(a, 8)
     assert not is_like(follower, scheduler), "it has slid"
     (chunk,) = follow(ready)
     assert isinstance(chunk, SendChunk)
     assert chunk.ready is ready
     assert chunk.src_pages.tolist() == a.pages[:2].tolist()
     assert is_like(follower, scheduler)
-    scheduler.send_chunk(a, 11, 0.0, last=True, aux=b"7")
+    scheduler.send_chunk(a, 11, last=True, aux=b"7")
     (chunk,) = follow()
     first, ids = a.window_pages("last")
     assert (chunk.last, chunk.aux, chunk.ready) == (True, b"7", None)
     assert [one.src_pages.tolist() for one in chunk.groups] == [ids[2 - first : 3 - first].tolist()]
-    scheduler.pop_bootstrapped(0.0)
+    scheduler.pop_bootstrapped()
     # What comes next goes on from its checkpoint, in the pages of its window.
     b = begin(scheduler, "b", [*range(11), 5, 6], 2)
     assert (b.prefix_len, b.stops) == (8, [12])
@@ -384,7 +385,7 @@ def test_a_rank_that_follows_knows_what_its_engine_needs() -> None:
     # It ends.
     scheduler.room_ended(a.room_key, KVPoll.SUCCESS, None, 0.0)
     scheduler.source_free(a.room_key, 0.0)
-    scheduler.pop_sent(0.0)
+    scheduler.pop_sent()
     follow()
     for rid in ("a", "w", 7):
         with pytest.raises(RequestError, match="is not here"):
@@ -398,9 +399,9 @@ def test_a_stop_that_comes_while_it_computes_is_told() -> None:
     first = begin(scheduler, "a", list(range(11)), 1)
     follower.apply(take(log, scheduler))
     assert follower.request("a").stops == [8]
-    second = scheduler.add(Request("b", [*range(4), 50, 51], room=2, decode="decode-0"), 0.0)
+    second = scheduler.add(Request("b", [*range(4), 50, 51], room=2, decode="decode-0"))
     scheduler.room_bootstrapped(second.room_key, 0, "decode-0", 0.0)
-    assert scheduler.pop_bootstrapped(0.0) == [], "it waits for the other"
+    assert scheduler.pop_bootstrapped() == [], "it waits for the other"
     assert first.stops == [4, 8]
     follower.apply(take(log, scheduler))
     assert follower.request("a").stops == [4, 8]
@@ -408,15 +409,15 @@ def test_a_stop_that_comes_while_it_computes_is_told() -> None:
 
 def test_an_id_that_comes_again_in_the_same_row_has_its_pages_told() -> None:
     sizes = PREFILL._replace(num_slots=0, windows=())
-    scheduler, log = PrefillScheduler(PageManager(16, PAGE_SIZE, ROWS)), RankLog()
+    scheduler, log = prefill_scheduler(PageManager(16, PAGE_SIZE, ROWS)), RankLog()
     log.sizes, follower = sizes, RowFollower(sizes)
     before = begin(scheduler, "again", [1] * 11, 1)
     begun_in = (before.row, before.pages.tolist())
     other = begin(scheduler, "other", [2] * 11, 2)
-    scheduler.send_chunk(other, 8, 0.0)
+    scheduler.send_chunk(other, 8)
     follower.apply(take(log, scheduler))
-    scheduler.abort("again", 0.0, RequestError("gone"))
-    assert scheduler.pop_failed(0.0) == [before]
+    scheduler.abort("again")
+    assert scheduler.pop_failed() == [before]
     scheduler.source_free(before.room_key, 0.0)
     after = begin(scheduler, "again", [2] * 8 + [3] * 3, 3)
     assert after.row == begun_in[0]
@@ -482,7 +483,7 @@ def _damaged(path: tuple[int, ...], value: Any) -> bytes:
     scheduler, log, _ = leading()
     begin(scheduler, "a", list(range(11)), 1)
     scheduler.take_commands()
-    scheduler.send_chunk(*scheduler.requests.values(), 8, 0.0)
+    scheduler.send_chunk(*scheduler.requests.values(), 8)
     for command in scheduler.take_commands():
         log.command(command)
     message = msgspec.msgpack.decode(take(log, scheduler))

@@ -7,15 +7,18 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import msgspec
 import pytest
 
+from prefixkv.config import ControlConfig
+from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.messages import ProcessLife
 from prefixkv.runtime import death
-from prefixkv.runtime.death import HeldLife, has_read_the_dead, is_dead
+from prefixkv.runtime.death import HeldLife, ProverThread, has_read_the_dead, is_dead
 from tests.support.patience import until
 
 CHILD = """
@@ -58,6 +61,15 @@ def read_life(child: subprocess.Popen[bytes]) -> tuple[ProcessLife, int | None]:
     return msgspec.json.decode(line, type=tuple[ProcessLife, int | None])
 
 
+def a_dead_life() -> ProcessLife:
+    """Of a process that has ended and was waited for."""
+    with process(CHILD) as child:
+        life, _ = read_life(child)
+        child.kill()
+        child.wait()
+    return life
+
+
 def test_a_killed_process_is_dead_once_it_is_reaped_and_a_stopped_one_is_not() -> None:
     with process(CHILD) as child:
         life, _ = read_life(child)
@@ -88,10 +100,7 @@ def test_a_fork_that_lives_holds_the_proof_back() -> None:
 def test_a_process_that_cannot_be_seen_from_here_is_never_dead(
     elsewhere: dict[str, object],
 ) -> None:
-    with process(CHILD) as child:
-        life, _ = read_life(child)
-        child.kill()
-        child.wait()
+    life = a_dead_life()
     assert is_dead(life)
     assert not is_dead(msgspec.structs.replace(life, **elsewhere))
 
@@ -240,3 +249,39 @@ def test_what_a_row_without_another_end_says(
 )
 def test_which_addresses_are_of_this_machine(end: str, here: bool) -> None:
     assert death._is_here(end) is here
+
+
+# --- the prover's thread --------------------------------------------------------------------------
+
+
+def test_a_thread_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[PeerId] = []
+    prover = ProverThread("p", ControlConfig(), False, told.append)
+    peer, life = PeerId("d", 1), a_dead_life()
+
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", fail)
+        prover.submit(peer, life)
+        other = ProverThread("q", ControlConfig(), False, told.append)
+        other.submit(peer, life)
+        other.close()
+    assert told == []
+    prover.submit(peer, life)
+    until(lambda: told == [peer])
+    prover.close()
+
+
+def test_a_process_that_lives_is_not_told() -> None:
+    told: list[PeerId] = []
+    prover = ProverThread("p", ControlConfig(), False, told.append)
+    held = HeldLife()
+    prover.submit(PeerId("d", 1), held.life)
+    dead = PeerId("d", 2)
+    prover.submit(dead, a_dead_life())
+    until(lambda: bool(told))
+    prover.close()
+    held.close()
+    assert told == [dead]

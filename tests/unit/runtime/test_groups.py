@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -60,7 +61,11 @@ def test_an_error_on_a_rank_is_raised_and_costs_no_news() -> None:
     with group() as decode:
         (other,) = decode.others
         key = RoomKey(7, 0)
+        poller = select.poll()
+        poller.register(decode.fileno(), select.POLLIN)
+        assert not poller.poll(0)
         other.transfers.thread.events.put(RoomDrained(key))
+        assert poller.poll(0), "any rank's descriptor is the group's"
         other.transfers.thread.events.put(ControlFailed(ValueError("broke")))
         with pytest.raises(InternalError, match="broke"):
             decode.pop_failed()

@@ -1,11 +1,12 @@
 """The host tier's copies: every byte, loads first, each order reported once and not before nothing
-touches its pages."""
+touches its pages. And staging's."""
 
 from __future__ import annotations
 
 import random
 import threading
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from prefixkv.config import HostConfig
+from prefixkv.control.effects import CopyDone
 from prefixkv.errors import ClosedError, ConfigError, PageStateError
 from prefixkv.memory.host_pool import HostPool
 from prefixkv.memory.kv_pool import KVPool
@@ -21,7 +23,9 @@ from prefixkv.memory.page_copy import PageCopy
 from prefixkv.paging import Pages
 from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
 from prefixkv.runtime import copies
+from prefixkv.runtime.copies import run_settled
 from prefixkv.runtime.host_copies import HostCopies
+from prefixkv.runtime.staging import CopyPool
 from tests.support.gpu import GPU
 from tests.support.patience import until
 
@@ -439,3 +443,68 @@ def test_an_event_that_raises_fails_its_order_alone() -> None:
     world.close()
     (cut_off,) = world.take(1)
     assert isinstance(cut_off.error, ClosedError)
+
+
+# --- staging's copies, by threads of the same class -----------------------------------------------
+
+
+def test_staging_s_copies_start_in_order_and_each_is_reported_once() -> None:
+    results: SimpleQueue[CopyDone] = SimpleQueue()
+    ran: list[int] = []
+    error = OSError("no")
+
+    def copy(number: int) -> None:
+        ran.append(number)
+        if number == 7:
+            raise error
+
+    pool = CopyPool(1, results.put)
+    for number in range(50):
+        pool.submit(number, partial(copy, number))
+    found = [results.get(timeout=WAIT_S) for _ in range(50)]
+    assert found == [CopyDone(number, error if number == 7 else None) for number in range(50)]
+    assert ran == list(range(50))
+    pool.close()
+    assert results.empty()
+    with pytest.raises(ClosedError):
+        pool.submit(50, lambda: None)
+    with pytest.raises(ConfigError, match="num_threads is 0"):
+        CopyPool(0, results.put)
+
+
+@pytest.mark.parametrize(("failing", "first"), [(0, -1), (1, 0), (2, 1), (3, 0)])
+def test_the_device_is_waited_for_whatever_became_of_the_copy(failing: int, first: int) -> None:
+    errors = [OSError("copy"), OSError("device")]
+    ran: list[int] = []
+
+    def step(number: int) -> None:
+        ran.append(number)
+        if failing & (1 << number):
+            raise errors[number]
+
+    error = run_settled(lambda: step(0), lambda: step(1))
+    assert error is (errors[first] if failing else None)
+    assert ran == [0, 1]
+
+
+@GPU
+def test_on_cuda_a_copy_of_stagings_is_over_when_it_is_reported() -> None:
+    results: SimpleQueue[CopyDone] = SimpleQueue()
+    source = torch.arange(1 << 24, device="cuda")
+    target = torch.zeros_like(source)
+    host = torch.zeros(1 << 24, dtype=torch.int64).pin_memory()  # else the copy itself waits
+    torch.cuda.synchronize()
+    streams: set[int] = set()
+
+    def copy() -> None:
+        streams.add(torch.cuda.current_stream().cuda_stream)
+        torch.cuda._sleep(200_000_000)  # cycles: without the wait the report would be early
+        target.copy_(source)
+        host.copy_(target, non_blocking=True)
+
+    pool = CopyPool(1, results.put, device="cuda")
+    pool.submit("copy", copy)
+    assert results.get(timeout=WAIT_S) == CopyDone("copy")
+    assert torch.equal(host, torch.arange(1 << 24))
+    assert streams.isdisjoint({torch.cuda.default_stream().cuda_stream})
+    pool.close()

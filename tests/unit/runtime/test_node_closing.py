@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,13 +13,25 @@ import msgspec
 import pytest
 
 from prefixkv import DecodeNode, PrefillNode
-from prefixkv.config import DecodeConfig, PrefillConfig
-from prefixkv.errors import ClosedError, ConfigError, InternalError, TransferError
+from prefixkv.config import DecodeConfig, PrefillConfig, TransportConfig
+from prefixkv.errors import (
+    AdmissionTimeoutError,
+    ClosedError,
+    ConfigError,
+    DrainingError,
+    InternalError,
+    RequestError,
+    TransferError,
+)
+from prefixkv.memory.kv_pool import KVPool
+from prefixkv.memory.state_layout import StateTensor
+from prefixkv.memory.state_pool import StatePool
 from prefixkv.request import Request
 from prefixkv.runtime import control_thread
+from prefixkv.transfer import DecodeTransfers, PrefillTransfers, RankSpec
 from tests.support.node_pair import NodePair, drive_until, left, make_pool, tokens_of
-from tests.support.node_stages import Proceed, computing, promised, transferring
-from tests.support.patience import NEVER_S, PATIENCE_S, SkippableClock, lasting_address
+from tests.support.node_stages import Proceed, computing, promised, queued, transferring
+from tests.support.patience import NEVER_S, PATIENCE_S, SkippableClock, lasting_address, until
 from tests.unit.runtime.conftest import QUICK, MakePair, node_threads, open_descriptors
 
 
@@ -191,3 +207,120 @@ def test_closing_twice_from_two_ends_of_a_with() -> None:
     with PrefillNode(make_pool(), PrefillConfig(control=QUICK)) as node:
         node.close()
     assert not node_threads()
+
+
+# --- drained before a restart ---------------------------------------------------------------------
+
+
+def test_a_node_that_is_drained_serves_what_it_has_and_takes_nothing_new(pair: NodePair) -> None:
+    pair.p.hold = True
+    for number in range(6):
+        pair.submit(f"r{number}", tokens_of(number, 30))
+    pair.until(lambda: bool(pair.p.computing))
+    for node in (pair.decode, pair.prefill):
+        assert not node.drain()
+        before = {name: value for name, value in node.stats().items() if name == "requests"}
+        with pytest.raises(DrainingError, match="'late' comes too late") as caught:
+            node.add(Request("late", tokens_of(1, 8), room=77, prefill=pair.prefill.endpoint))
+        assert isinstance(caught.value, RequestError), (
+            "who looks for those it cannot place finds it"
+        )
+        assert {name: value for name, value in node.stats().items() if name == "requests"} == before
+    pair.p.hold = False
+    pair.until(lambda: pair.decode.drain() and pair.prefill.drain())
+    assert [pair.d.ended[f"r{number}"] for number in range(6)] == [None] * 6
+    assert pair.decode.drain(timeout_s=10.0), "at once"
+
+
+def test_drain_waits_but_not_while_the_engine_has_something_to_do(pair: NodePair) -> None:
+    assert pair.decode.drain(timeout_s=10.0), "nothing lives here"
+    pair.decode.draining = False
+    proceed = queued(pair)
+    pair.decode.abort("big")
+    pair.decode.abort("r")
+    assert not pair.decode.drain(timeout_s=1000.0), "pop_failed has two, so it does not wait"
+    proceed()
+    pair.until(lambda: {"big", "r"} <= set(pair.d.ended))
+    pair.until(lambda: pair.decode.drain(timeout_s=0.01))
+
+
+def test_a_request_that_waits_too_long_for_pages_fails_on_both_sides(
+    clock: SkippableClock, make_pair: MakePair
+) -> None:
+    pair = make_pair(decode={"waiting_timeout_s": 60.0})
+    proceed = queued(pair)
+    assert not pair.decode.wait(0.0)
+    clock.skip(61.0, [pair.decode, pair.prefill])
+    assert pair.decode.wait(None), "the deadline wakes whoever waits for news"
+    pair.until(lambda: "r" in pair.d.ended and "r" in pair.p.failed)
+    assert isinstance(pair.d.ended["r"], AdmissionTimeoutError)
+    assert "decode: request 'r' waited" in str(pair.p.failed["r"])
+    proceed()
+    pair.run("big")
+    assert pair.d.ended["big"] is None
+
+
+# --- forked ---------------------------------------------------------------------------------------
+
+
+def ended(pid: int, codes: list[int]) -> bool:
+    found, status = os.waitpid(pid, os.WNOHANG)
+    if found:
+        codes.append(os.waitstatus_to_exitcode(status))
+    return bool(found)
+
+
+def test_a_forked_child_that_closes_its_copies_leaves_the_parent_at_work(pair: NodePair) -> None:
+    pair.submit("before", tokens_of(1, 10))
+    pair.run("before")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside threads
+        pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            for node in (pair.decode, pair.prefill):
+                node.close()
+                node.close()
+            code = 0
+        finally:
+            os._exit(code)
+    codes: list[int] = []
+    until(lambda: ended(pid, codes))
+    assert codes == [0]
+    for rid in ("after", "again"):
+        pair.submit(rid, tokens_of(2, 10))
+        pair.run(rid)
+        assert pair.d.ended[rid] is None
+    assert pair.prefill.peers() == {pair.decode.peer_id: "ready"}
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+TENSORS = [StateTensor("conv", 0, 2, (8,))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [DecodeTransfers, PrefillTransfers])
+@pytest.mark.parametrize("backend", ["nixl", "shm"])
+def test_a_pool_without_another_reference_stays_until_it_has_closed(
+    kind: Any, backend: Any
+) -> None:
+    pool = KVPool.create(16, 4, 2, 2, 16, shared=backend == "shm")
+    state = StatePool.create(TENSORS, 2, shared=backend == "shm")
+    left = weakref.ref(pool), weakref.ref(state)
+    transport = TransportConfig(backend=backend)
+    config = (DecodeConfig if kind is DecodeTransfers else PrefillConfig)(transport=transport)
+    transfers = kind(RankSpec(pool, state=state), config)
+    thread = transfers.thread
+    del pool, state
+    gc.collect()
+    assert all(one() is not None for one in left)
+    del transfers  # and is not closed: its threads go on
+    gc.collect()
+    assert all(one() is not None for one in left)
+    thread.close()
+    del thread
+    gc.collect()
+    assert [one() for one in left] == [None, None], "nothing else keeps it"

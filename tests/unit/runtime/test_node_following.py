@@ -1,5 +1,5 @@
-"""A burst behind one new prefix, on real nodes: prefill computes it once, and those that wait for
-it are woken."""
+"""A burst behind one new prefix, on real nodes: prefill computes it once, those that wait for it
+are woken, and it is sent once, whatever becomes of the first."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from prefixkv.config import DecodeConfig, PrefillConfig
+from prefixkv.errors import TransferError
 from prefixkv.memory.mesh import Mesh
 from tests.support.mesh_workers import MeshPair
 from tests.support.node_pair import NodePair, tokens_of
@@ -106,3 +107,56 @@ def test_several_ranks_compute_a_burst_once_and_what_the_limit_left_is_news() ->
         for rid in popped:
             pair.finish(rid)
         pair.until(pair.at_rest)
+
+
+# --- sent once ------------------------------------------------------------------------------------
+
+SYSTEM_PAGES = SYSTEM_TOKENS // PAGE_SIZE
+SUFFIX_PAGES = 2  # the second one is not full
+
+
+@pytest.fixture
+def burst(make_pair: MakePair) -> NodePair:
+    """All of the requests are admitted, and prefill has computed two pages of the first."""
+    # With the engine all at once: prefill does not compute the common part once either.
+    pair = make_pair(pool={"num_pages": 256}, decode={"reserve_tokens": 0}, prefill={"follow_s": 0})
+    pair.p.hold = True
+    submit_burst(pair)
+    pair.until(lambda: all(rid in pair.p.computing for rid in RIDS))
+    assert pair.decode.stats()["shared_flights"] == len(RIDS) - 1
+    assert pair.decode.stats()["shared_tokens"] == (len(RIDS) - 1) * SYSTEM_TOKENS
+    pair.p.compute(pair.p.computing["r0"])
+    pair.until(lambda: sent_pages(pair) == 2)
+    return pair
+
+
+def sent_pages(pair: NodePair) -> int:
+    return pair.prefill.stats()["bytes_sent"] // pair.prefill.pool.layout.page_bytes
+
+
+def go_on(pair: NodePair) -> None:
+    pair.p.hold = False
+    pair.run(*RIDS)
+
+
+@pytest.mark.usefixtures("_any_wire")
+def test_the_system_prompt_is_sent_once(burst: NodePair) -> None:
+    go_on(burst)
+    assert all(burst.d.ended[rid] is None for rid in RIDS)
+    assert sent_pages(burst) == SYSTEM_PAGES + len(RIDS) * SUFFIX_PAGES
+    stats = burst.decode.stats()
+    assert stats["skipped_tokens"] == stats["shared_tokens"] > 0
+    assert "hit_tokens" not in stats
+    assert all(burst.d.prefix_lens[rid] == [SYSTEM_TOKENS] for rid in RIDS[1:])
+
+
+@pytest.mark.usefixtures("_any_wire")
+def test_if_the_first_fails_another_brings_what_all_lack(burst: NodePair) -> None:
+    assert burst.prefill.abort("r0")
+    # It would go on with the first attempts, on a machine that is slow to tell.
+    burst.until(lambda: burst.p.failed.keys() >= set(RIDS))
+    go_on(burst)
+    assert isinstance(burst.d.ended["r0"], TransferError)
+    assert all(burst.d.ended[rid] is None for rid in RIDS[1:])
+    assert sent_pages(burst) == 2 + SYSTEM_PAGES + (len(RIDS) - 1) * SUFFIX_PAGES
+    assert burst.decode.stats()["flight_fallbacks"] == len(RIDS) - 1

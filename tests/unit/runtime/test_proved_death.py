@@ -5,13 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
-import msgspec
 import pytest
 
 from prefixkv import PrefillNode
@@ -36,6 +33,7 @@ from tests.support.patience import NEVER_S, SkippableClock, lasting_address, unt
 from tests.support.processes import children
 from tests.support.wires import wired
 from tests.unit.runtime.conftest import QUICK
+from tests.unit.runtime.test_death import a_dead_life
 from tests.unit.runtime.test_processes import NUM_TOKENS, POOL, WithPrefillChild
 
 pytestmark = pytest.mark.usefixtures("_any_wire")
@@ -184,16 +182,6 @@ class LyingNode(NodeProcess):
     serve = staticmethod(_serve_liar)
 
 
-def life_of_the_dead() -> ProcessLife:
-    code = """
-import msgspec, sys
-from prefixkv.runtime.death import HeldLife
-sys.stdout.buffer.write(msgspec.json.encode(HeldLife().life))
-"""
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
-    return msgspec.json.decode(said, type=ProcessLife)
-
-
 @pytest.mark.slow
 def test_a_node_that_poses_as_a_dead_process_is_fenced_alone(
     start: Start, stack: ExitStack, clock: SkippableClock
@@ -202,7 +190,7 @@ def test_a_node_that_poses_as_a_dead_process_is_fenced_alone(
     honest = WithPrefillChild(start, stack)
     starter = stack.enter_context(children(LyingNode))
     config = PrefillConfig(name="liar", control=QUICK, bind=lasting_address())
-    liar = starter(life_of_the_dead(), "prefill", config, POOL)
+    liar = starter(a_dead_life(), "prefill", config, POOL)
     liar.call("set", chunk=32)
     d = DecodeDriver(
         honest.node, lambda *ask: (liar if ask[0] == "lied" else honest.child).call("add", *ask)

@@ -24,7 +24,6 @@ from tests.support.junk import JUNK, Broken, OwnError
 from tests.support.node_pair import left, make_pool, scheduling, tokens_of
 from tests.support.patience import PATIENCE_S, until
 from tests.support.picture import picture
-from tests.support.timed import CONTROL
 
 EXAMPLES = int(os.environ.get("PREFIXKV_JUNK_EXAMPLES", "60"))  # more for a long run
 PATIENT = ControlConfig(heartbeat_s=60.0, suspect_after_s=600.0, forget_after_s=900.0)
@@ -207,6 +206,13 @@ _WITHOUT_ARGUMENTS = {
     "audit", "awaited_ranks", "close", "fileno", "lost_peers", "peers", "stats",
 }  # fmt: skip
 # Any function is a listener: what one raises is its own.
+# Calls of the control plane and of audits: an engine makes none of them.
+CONTROL = frozenset({
+    "check_invariants", "check_own", "copy_ended", "end_all", "feeds", "hear", "holders",
+    "prefill_away", "prefill_lost", "prefill_ready", "release_deferred", "room_bootstrapped",
+    "room_drained", "room_ended", "room_overdue", "settle_deferred", "source_free",
+    "take_commands", "take_copies",
+})  # fmt: skip
 _NOT_TRIED = _WITHOUT_ARGUMENTS | CONTROL | {"on_change", "on_close", "on_ended"}
 # A number, a version and a request are arguments that these take: no more is tried then. What a
 # limit lets `pop_bootstrapped` return would be lost to the story.

@@ -22,7 +22,6 @@ from prefixkv.serving.text import TextError, load_texts
 from tests.support.chat_templates import KINDS
 
 MARKS = ["<|im_start|>", "<|im_end|>", "<mark>", "<s>", "</s>"]
-SPACES = st.sampled_from(["", " ", "\n", "  "])
 words = st.lists(st.sampled_from([*MARKS, "the", " cat", "kaka", "ü", "世", " ", "<|end|>"]))
 texts = st.one_of(
     words.map("".join), st.text(max_size=40), words.map(lambda one: "".join(one) * 20)

@@ -109,12 +109,14 @@ class Thread(ControlThread[Any, Any]):
     def _failed(self, error: Exception) -> None:
         raise error
 
-    def _fail_frame(self, frame: Any, error: Exception, now_s: float) -> None:
-        raise error
+    def _log_error(self, error: Exception, text: str, *args: object) -> None:
+        raise error  # a frame's
 
     def close(self) -> None:
-        self._closed = True
-        self._close_inboxes()
+        if not self._closed:
+            self._closed = True
+            self.inbox.close()
+            self.events.close()
 
 
 class Tower:

@@ -66,6 +66,15 @@ def test_the_next_use_makes_a_hint_void(policy):
     assert cache.evict(1, 3.0).tolist() == [13]
 
 
+def test_a_promise_of_an_earlier_use_says_nothing_when_its_time_is_over():
+    chosen = make_policy("lru")
+    chosen.promise_s = 100.0
+    cache, results = make(chosen, 2)
+    cache.hint(results[0], continues=True)
+    cache.insert([0] * 4, range(4), now_s=2.0)
+    assert sorted(cache.evict(4, 103.0).tolist()) == [10, 11, 12, 13]
+
+
 @each_policy
 def test_a_hint_reaches_a_leaf_that_is_held_or_in_a_large_batch(policy):
     cache, results = make(policy, 200)

@@ -31,7 +31,6 @@ from prefixkv.errors import (
     InternalError,
     PeerLostError,
     PromptMismatchError,
-    TransferError,
 )
 from prefixkv.protocol import messages
 from prefixkv.protocol.commands import (
@@ -187,18 +186,6 @@ def test_two_that_do_not_fit_fail_the_rooms_and_name_the_field(
     assert peer.control.num_rooms == 0
 
 
-def test_an_address_that_does_not_exist_fails_its_rooms() -> None:
-    peer = PrefillPeer()
-    peer.open()
-    error = TransferError("no such address")
-    assert kinds(peer.on(ConnectFailed(ADDRESS, error))) == [
-        "RoomEnded",
-        "RoomDrained",
-        "Disconnect",
-    ]
-    assert peer.on(ConnectFailed(ADDRESS, error)) == []
-
-
 # --- what is dropped ------------------------------------------------------------------------------
 
 BEFORE = PeerId(PREFILL.name, PREFILL.incarnation - 1)
@@ -311,20 +298,6 @@ def test_an_abort_after_the_promise_is_repeated_until_drained() -> None:
     assert Abort(*KEY.numbers, "enough") not in peer.pass_time(20.0)
 
 
-def test_a_failed_outcome_says_whether_it_is_drained() -> None:
-    for drained in (True, False):
-        peer = PrefillPeer().opened()
-        actions = peer.say(peer.outcome(ok=False, drained=drained))
-        assert kinds(actions) == ["OutcomeAck", "RoomEnded", "RoomDrained" if drained else "Abort"]
-
-
-@pytest.mark.parametrize("ok", [True, False])
-def test_an_outcome_that_crosses_our_abort_changes_no_end_but_drains(ok: bool) -> None:
-    peer = PrefillPeer().opened()
-    peer.on(ENOUGH)
-    assert peer.say(peer.outcome(ok)) == [ACK, RoomDrained(KEY)]
-
-
 def test_drained_of_an_older_incarnation_proves_nothing() -> None:
     peer = PrefillPeer().opened()
     peer.on(ENOUGH)
@@ -352,14 +325,6 @@ def test_a_restarted_worker_ends_the_rooms_of_the_one_before_and_waits_for_a_fen
     peer.say(Heartbeat(), newer(PREFILL))
     assert kinds(peer.open(promise(8))) == ["Promise"], "the new one is worked with"
     assert peer.on(Fence(PREFILL)) == [RoomDrained(KEY)]
-
-
-def test_what_waits_for_a_worker_is_promised_to_the_one_that_takes_its_place() -> None:
-    peer = PrefillPeer().opened()
-    peer.say(HelloWanted())
-    peer.open(promise(8))
-    ended, promised = peer.greet(newer(PREFILL))
-    assert (ended.key, promised) == (KEY, promise(8))
 
 
 def test_what_waits_for_a_worker_is_promised_in_the_order_in_which_it_was_opened() -> None:
@@ -396,6 +361,7 @@ def test_a_worker_that_says_farewell_has_fenced_itself() -> None:
         RoomDrained(KEY), RoomDrained(RoomKey(8, 0)),
     ]  # fmt: skip
     assert peer.control.num_rooms == 0
+    assert peer.open(promise(9)) == [], "nothing is promised to it any more"
 
 
 # --- workers that come and go ---------------------------------------------------------------------
@@ -476,6 +442,7 @@ def test_a_refusal_later_on_fails_what_waits_and_still_drains_what_was_promised(
     peer.open(promise(8))
     actions = peer.greet(refused="too many")
     assert [ended.key for ended in ends(actions)] == [RoomKey(8, 0)]
+    assert peer.control.peers(peer.now_s) == {ADDRESS: (PREFILL, "connecting")}
     peer.take_said()
     peer.on(ENOUGH)
     assert peer.take_said() == [Abort(*KEY.numbers, "enough")]
@@ -513,13 +480,6 @@ def test_what_is_sent_is_numbered_upwards_under_our_name() -> None:
     assert len(numbers) == 5
     assert numbers == sorted(set(numbers))
     assert {messages.decode(frame.raw).sender for frame in frames} == {peer.control.me}
-
-
-def test_promise_is_what_was_opened() -> None:
-    peer = PrefillPeer().opened()
-    [machine] = peer.control.rooms()
-    assert isinstance(machine.promise, Promise)
-    assert machine.promise == promise()
 
 
 def test_late_words_of_an_earlier_use_of_a_room_number_are_nothing_to_the_next() -> None:
@@ -641,17 +601,6 @@ def test_a_peer_that_is_unreachable_is_counted_and_keeps_its_rooms() -> None:
     assert peer.on(PeerUnreachable(PREFILL, OSError("reset"))) == []
     assert peer.control.counters == {"peers_unreachable": 1}
     assert peer.poll() is KVPoll.WAITING_FOR_INPUT
-
-
-def test_an_input_is_followed_by_one_expect_at_most_and_only_for_another_number() -> None:
-    control = PrefillPeer().control
-    for room in (7, 8):
-        assert Expect(0) not in control.on(OpenRoom(promise(room), ADDRESS, PROMPT), 0.0)
-    reply = messages.HelloReply(DIGEST, Topology(4), (ADDRESS,))
-    raw = messages.encode(PREFILL, 1, reply)
-    assert control.on(FrameReceived(ADDRESS, raw), 0.0)[-1] == Expect(2)
-    assert control.on(Tick(), 0.0) == []
-    assert control.on(Fence(PREFILL), 0.0)[-1] == Expect(0)
 
 
 # --- the same tokens ------------------------------------------------------------------------------

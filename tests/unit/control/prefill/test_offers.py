@@ -12,7 +12,7 @@ import pytest
 from prefixkv.digest import prompt_digest
 from prefixkv.protocol.commands import OfferRoom, WithdrawRoom
 from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
-from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
+from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.messages import Abort, Drained, Outcome, OutcomeAck, Promise
 from tests.unit.control.wire import (
     DECODE,
@@ -109,26 +109,6 @@ def test_a_number_that_is_in_use_is_not_offered() -> None:
     send_all(peer, SENT)
     peer.say(OutcomeAck(*KEY.numbers, 0, promise().ticket))
     assert peer.on(OFFER) == []
-
-
-def test_the_room_is_not_opened_in_time() -> None:
-    peer = both_known()
-    peer.on(OFFER)
-    assert set(kinds(peer.after(TIMEOUT_S - 0.1))) == {"Heartbeat"}
-    ended, free = peer.after(0.1)
-    assert (ended.key, ended.poll, type(ended.error).__name__) == (
-        KEY, KVPoll.FAILED, "TransferTimeoutError",
-    )  # fmt: skip
-    assert free == SourceFree(KEY)
-    assert peer.control.num_rooms == 0
-    peer.say(peer.hello)
-    peer.take_said()
-    assert "in time" in refusal(peer.say(promise()))
-    peer.after(TIMING.parked_timeout_s)
-    peer.say(peer.hello)
-    peer.take_said()
-    again = msgspec.structs.replace(promise(), ticket=8)
-    assert kinds(peer.say(again)) == ["PromiseAck"], "parked, as of any room that is unknown"
 
 
 def test_it_is_withdrawn() -> None:

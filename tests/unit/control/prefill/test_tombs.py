@@ -10,10 +10,10 @@ import pytest
 
 from prefixkv.control.prefill.rooms import Half, Tombs
 from prefixkv.errors import AbortedError
-from prefixkv.protocol.commands import AbortRoom, Fence
+from prefixkv.protocol.commands import Fence
 from prefixkv.protocol.events import Bootstrapped, RoomEnded
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
-from prefixkv.protocol.messages import Abort, Drained, Outcome, OutcomeAck, PromiseAck
+from prefixkv.protocol.messages import Abort, Drained, Outcome, OutcomeAck
 from prefixkv.transport.base import WriteDrained, WriteJob
 from tests.unit.control.wire import (
     DECODE,
@@ -76,32 +76,10 @@ def test_an_abort_of_the_use_before_does_not_end_the_next_one() -> None:
     assert goes_on(peer)
 
 
-def test_an_abort_that_is_said_again_once_its_room_is_over_ends_no_request_that_comes() -> None:
-    peer = DecodePeer().bootstrapped(of_use(1))
-    assert "RoomEnded" in kinds(peer.say(abort(1)))
-    assert not list(peer.control.rooms())
-    assert peer.say(abort(1)) == [drained(1)]
-    assert peer.on(add_room()) == []
-    assert goes_on(peer)
-
-
 def test_an_abort_before_the_request_ends_one_request() -> None:
     peer = DecodePeer().known()
     peer.say(abort(1))
     assert kinds(peer.on(add_room())) == ["RoomEnded", "SourceFree"]
-    assert peer.say(abort(1)) == [drained(1)]
-    assert peer.on(add_room()) == []
-    assert goes_on(peer)
-
-
-def test_a_failure_that_decode_has_acknowledged_may_still_be_aborted() -> None:
-    """Decode aborts where an outcome does not prove its pages drained."""
-    peer = DecodePeer().bootstrapped(of_use(1))
-    [post] = of(peer.chunk(1, [5, 6]), WriteJob)
-    peer.on(AbortRoom(SENT, "no more"))
-    peer.say(ack(1))
-    peer.ended(post.job_id)
-    assert not list(peer.control.rooms())
     assert peer.say(abort(1)) == [drained(1)]
     assert peer.on(add_room()) == []
     assert goes_on(peer)
@@ -119,15 +97,6 @@ def test_a_promise_that_was_refused_is_not_taken_when_it_is_said_again() -> None
     assert kinds(peer.say(of_use(2, 99))) == ["PromiseAck"], "there is room for another"
 
 
-def test_a_promise_that_comes_after_its_room_was_given_up_is_refused() -> None:
-    peer = used_once()
-    peer.after(TIMING.ack_timeout_s)
-    assert not list(peer.control.rooms())
-    peer.on(add_room())
-    assert kinds(peer.say(of_use(1))) == ["Outcome"]
-    assert goes_on(peer)
-
-
 def test_a_write_that_is_drained_at_last_is_of_its_own_use() -> None:
     """Its room went with the process that it wrote to, and the number is in use again."""
     peer = DecodePeer().bootstrapped(of_use(1))
@@ -140,19 +109,6 @@ def test_a_write_that_is_drained_at_last_is_of_its_own_use() -> None:
     assert not peer.control._rooms.jobs
     peer.say(peer.hello, newer(DECODE))
     assert of(peer.say(of_use(2), newer(DECODE)), Bootstrapped)
-
-
-def test_the_same_ticket_of_another_room_is_another_use() -> None:
-    peer = used_once()
-    peer.on(add_room())
-    assert peer.say(of_use(1, 8)) == [PromiseAck(8, 0, 0, 1)]
-
-
-def test_nothing_is_kept_of_what_decode_has_acknowledged_as_sent() -> None:
-    peer = used_once()
-    peer.say(ack(1))
-    assert peer.control._tombs.over((SENT, DECODE, 1)) is None
-    assert peer.control._tombs.awaited() == []
 
 
 _MALFORMED = msgspec.structs.replace(promise(), pages=b"")

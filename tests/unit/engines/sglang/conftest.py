@@ -47,7 +47,9 @@ class Servers:
     def __init__(self) -> None:
         self.tickets = itertools.count(1)
         self.source, self.target = Memory(filled=True), Memory(filled=False)
-        self.sends = RoomSends(PrefillTransfers(self.source.pool, PrefillConfig("prefill-0")), PAGE)
+        self.now_s = 100.0  # of the graces
+        prefill = PrefillTransfers(self.source.pool, PrefillConfig("prefill-0"))
+        self.sends = RoomSends(prefill, PAGE, clock=lambda: self.now_s)
         self.receives = Receives(DecodeTransfers(self.target.pool, DecodeConfig("decode-0")))
 
     @property

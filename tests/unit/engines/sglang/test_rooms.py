@@ -219,15 +219,13 @@ def test_a_number_is_free_when_its_request_has_ended_on_prefill(
 
 
 def test_what_ended_on_prefill_is_refused_after_a_grace(servers: Servers) -> None:
-    now_s = 100.0
-    servers.sends._clock = lambda: now_s
     servers.sends.decline(1, digest("prompt"), "enough")
     receive = servers.open(1, 3, [5, 6, 7])
     servers.announce(1)
-    now_s += sends_module.GRACE_S / 2
+    servers.now_s += sends_module.GRACE_S / 2
     servers.sends.pump()
     assert [*servers.sends._unclaimed] == [1]
-    now_s += sends_module.GRACE_S / 2
+    servers.now_s += sends_module.GRACE_S / 2
     servers.until(lambda: receive.outcome and not receive.held)
     assert "enough" in receive.error
     assert not servers.sends._unclaimed
@@ -346,8 +344,7 @@ def test_what_is_withdrawn_of_a_number_fails_no_other_request(servers: Servers) 
     assert not servers.sends._withdrawn
     assert not servers.sends._declined
     servers.sends.withdraw(3, "decode-0", b"", "no room")
-    now_s = servers.sends._clock() + sends_module.WITHDRAWN_S
-    servers.sends._clock = lambda: now_s
+    servers.now_s += sends_module.WITHDRAWN_S
     for room in (1, 2, 3):
         send, receive = servers.begin(room, 3), servers.open(room, 3, [5, 6, 7])
         servers.announce(room)
@@ -378,20 +375,18 @@ def test_a_withdrawal_that_may_be_of_a_former_use_ends_the_room_all_the_same(
     servers: Servers, how: str
 ) -> None:
     """If decode does not announce the room: soon; at once, where it cannot be of the former one."""
-    now_s = 100.0
-    servers.sends._clock = lambda: now_s
     servers.sends.abort(servers.begin(1, 3, "another" if how == "another prompt" else "prompt"), "")
-    now_s += sends_module.GRACE_S if how == "long ago" else sends_module.GRACE_S / 2
+    servers.now_s += sends_module.GRACE_S if how == "long ago" else sends_module.GRACE_S / 2
     again = servers.begin(1, 3)
     for _ in range(2 if how == "twice" else 1):
         servers.sends.withdraw(1, "decode-0", digest("prompt"), "no room")
     if how == "in time":
         servers.sends.pump()
         assert again.poll is KVPoll.BOOTSTRAPPING
-        now_s += sends_module.GRACE_S / 2
+        servers.now_s += sends_module.GRACE_S / 2
         servers.sends.pump()
     assert (again.poll, again.error) == (KVPoll.FAILED, "decode: no room")
-    now_s += sends_module.GRACE_S
+    servers.now_s += sends_module.GRACE_S
     servers.sends.pump()
     assert not servers.sends._doubted
     assert len(servers.sends) == 0

@@ -2,7 +2,7 @@
 order, with a block pool and a prefix cache of vLLM's laws. It has no model: the KV of a token
 follows from all tokens before it, so that every block can be looked at.
 
-What it imitates was recorded from vLLM 0.32.0 (`recorded.json`, see `test_recorded.py`).
+vLLM's own scheduler is in `tests/integration/vllm/liveness`.
 """
 
 from __future__ import annotations

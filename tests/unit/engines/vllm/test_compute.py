@@ -22,9 +22,9 @@ FAR = "tcp://127.0.0.1:1"  # nothing listens there
 class Steps:
     """vLLM's steps, and a clock."""
 
-    def __init__(self, below: int = 1000, step_tokens: int = 500) -> None:
+    def __init__(self) -> None:
         self.now_s = 100.0
-        self.compute = OwnCompute(below, step_tokens, lambda: self.now_s)
+        self.compute = OwnCompute(1000, 500, lambda: self.now_s)
 
     def is_here(self, num_tokens: int) -> bool:
         """Whether a request that lacks so many tokens, and is not heard of again, is computed. A

@@ -77,6 +77,38 @@ def test_the_block_that_is_partly_filled_flies_for_its_request_alone() -> None:
     made.check_invariants()
 
 
+def test_what_waits_for_a_load_goes_on_as_soon_as_its_client_leaves() -> None:
+    """Before prefill has heard of it, and proved that nothing is written any more."""
+    made = side()
+    first, second = load("1", 1), load("2", 2)
+    for request in (first, second):
+        made.on_new_request(request)
+    made.allocated(first, range(8), 30)
+    assert made.count_loadable(second, 0) == (None, False)
+    made.finished(first, range(8))
+    assert made.count_loadable(second, 0) == (30, True)
+    made.check_invariants()
+
+
+def test_a_choice_of_a_prompt_that_was_admitted_waits_for_no_load_any_more() -> None:
+    """It is preempted while another request loads the same blocks."""
+    made = SchedulerSide(
+        options("d", join_flights=False), BLOCK, is_producer=False, is_consumer=True
+    )
+    made.bind(BlockPool(64))
+    first, choice, other = load("1", 1), load("2", 1), load("3", 3)
+    for request in (first, choice, other):
+        made.on_new_request(request)
+    made.allocated(first, range(8), 30)
+    assert made.count_loadable(choice, 0) == (None, False)
+    made.take_reports(WorkerReport(settled=["1"]), ["1"])
+    assert made.count_loadable(choice, 28) == (0, False)
+    made.allocated(choice, range(8), 0)
+    made.allocated(other, range(8, 16), 30)
+    assert made.count_loadable(choice, 0) == (0, False)
+    made.check_invariants()
+
+
 def _nothing() -> object:
     empty = SimpleNamespace(req_ids=[], num_computed_tokens=[])
     return SimpleNamespace(
