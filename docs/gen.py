@@ -31,8 +31,11 @@ from prefixkv.engines.vllm import stats as vllm
 from prefixkv.memory import kv_layout, staging_area, state_layout
 from prefixkv.pages.requests import PagedRequest
 from prefixkv.prefill import request as prefill_request
-from prefixkv.protocol import machine
 from prefixkv.protocol import messages as wire
+from prefixkv.protocol.ids import KVPoll
+from prefixkv.protocol.machine import Table
+from prefixkv.protocol.receiver_machine import ReceiverMachine
+from prefixkv.protocol.sender_machine import SenderMachine
 from prefixkv.runtime import metrics as m
 from prefixkv.runtime.node import Node
 from prefixkv.serving import config as serving
@@ -218,9 +221,25 @@ def messages() -> str:
         "the events that the state ignores. An event that a state names in neither must not come: "
         "it raises an InternalError.\n"
     )
-    drawn = machine.diagrams().items()
-    parts += [f"`{name}`:\n\n```mermaid\n{diagram}\n```\n" for name, diagram in drawn]
+    for machine in (ReceiverMachine, SenderMachine):
+        parts.append(f"`{machine.__name__}`:\n\n```mermaid\n{diagram(machine.TABLE)}\n```\n")
     return "\n".join(parts)
+
+
+def diagram(table: Table) -> str:
+    """A table of a room machine in mermaid."""
+    lines = ["stateDiagram-v2", f"    [*] --> {min(table).name}"]
+    for state, row in table.items():
+        for after in KVPoll:
+            events = [event.__name__ for event, step in row.items() if after in step.next_states]
+            if events:
+                lines.append(f"    {state.name} --> {after.name} : {', '.join(events)}")
+        if state.ended:
+            lines.append(f"    {state.name} --> [*]")
+        ignored = [event.__name__ for event, step in row.items() if step.method is None]
+        if ignored:
+            lines.append(f"    note right of {state.name} : ignores {', '.join(ignored)}")
+    return "\n".join(lines)
 
 
 def commands() -> str:

@@ -95,14 +95,12 @@ MUTANTS = (
             if start is not None:
                 points = self.checkpoints
                 self.groups.open(row, start, None if points is None else points.make_room)
-                has_groups = True
             new = self._take(num_new_pages, now_s)
 """,
         """                pass
             if start is not None:
                 points = self.checkpoints
                 self.groups.open(row, start, None if points is None else points.make_room)
-                has_groups = True
             new = self._take(num_new_pages, now_s)
             if match is not None:
                 lock = self.cache.lock(match, now_s=now_s, visit=visit)
@@ -295,7 +293,7 @@ MUTANTS = (
         ("cache/test_checkpoints.py::test_it_goes_with_its_page",),
     ),
     Mutant(
-        "H10", "window pages that nothing has any more are kept", ("WindowGroup.count",),
+        "H10", "window pages that nothing has any more are kept", ("WindowGroup.add_counts",),
         "(gone := ids[self.refs[ids] == 0])", "(gone := ids[:0])",
         ("pages/test_windows.py::test_no_page_of_another_path_depth_or_request_is_ever_read",),
     ),
@@ -315,9 +313,10 @@ MUTANTS = (
         ("cache/test_checkpoints.py::test_a_locked_one_stays",),
     ),
     Mutant(
-        "H14", "prefill goes on behind pages without a state", ("StateCheckpoints.usable_tokens",),
-        "return 0 if self.found is None else self.found.depth * self._pages.page_size",
-        "return req.dense_pages * self._pages.page_size",
+        "H14", "prefill goes on behind pages without a state",
+        ("PrefillBootstrapQueue._usable_tokens",),
+        "return 0 if self._found is None else self._found.depth * self._pages.page_size",
+        "return self._dense_pages * self._pages.page_size",
         ("prefill/test_state_checkpoints.py::test_pages_without_a_state_are_not_gone_on_from",),
     ),
     Mutant(
@@ -389,7 +388,7 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "H9", "after a flush a state is entered at a page of before", ("DecodeCheckpoints.enter",),
+        "H9", "after a flush a state is entered at a page of before", ("RequestCheckpoints.enter",),
         " or held.epoch != self._pages.epoch", "",
         ("decode/test_points_machine.py::test_checkpoints_are_what_the_model_says",),
     ),

@@ -28,6 +28,7 @@ from prefixkv.settings import (
     Seconds,
     SecondsOrZero,
     Share,
+    check_callable,
     check_fields,
     check_kind,
     check_order,
@@ -303,6 +304,12 @@ def check_reserved(reserved_pages: int, num_pages: int) -> int:
     if reserved_pages >= num_pages:
         raise ConfigError(f"reserved_pages: {reserved_pages} leaves none of {num_pages} pages")
     return reserved_pages
+
+
+class UsablePrefix(Protocol):
+    """Return from how many of the tokens that hit prefill can go on."""
+
+    def __call__(self, req: Any, prefix_len: int, /) -> int: ...
 
 
 class Retarget(Protocol):
@@ -646,9 +653,15 @@ class PrefillConfig:
     checkpoint_tokens: Count = 1
     """A checkpoint lies at a multiple of this and of a page: where the model's kernels can give a
     state."""
+    usable_prefix: UsablePrefix | None = None
+    """Called for a hit in prefill's own cache, with the request and the tokens that hit. Returns
+    from how many of them the engine can go on, having the extra state behind them; rounded down to
+    whole pages. By default none where there is extra state without `checkpoints`, all where there
+    is none."""
 
     def __post_init__(self) -> None:
         _check_names(self.policy)
         check_fields(self)
+        check_callable("usable_prefix", self.usable_prefix)
         # Decode waits no longer for the first chunk.
         check_order(self, "follow_s", "control.longest_wait_s")

@@ -9,9 +9,8 @@ chunks, its promises, what arrives, its own queues. A fixed number of tokens com
 here that lacks at most that many. A ratio is the rule's by the best of five fixed numbers, which
 is another one from row to row.
 
-Rows with a host tier: a fixed number always loads what the host has, the rule may also have all
-sent. `rule, all known`: prefill's seconds are those that the model will give, which no node knows;
-so no estimate could do better.
+Rows with a host tier: what the host has is always loaded. `rule, all known`: prefill's seconds are
+those that the model will give, which no node knows; so no estimate could do better.
 
 Held out: rows that no constant of the rule was chosen by. `mix` is the conversation, with the
 agents' second half beside it. Deterministic: no time is looked at.
@@ -34,7 +33,7 @@ from benchmarks.report import tell, write
 from prefixkv.cli.replay import Trace, read_trace, replay_policy
 from prefixkv.cli.replay.trace import footprint, mix
 from prefixkv.config import ComputeConfig
-from prefixkv.decode.sources import Lack, Source, Sources, Way
+from prefixkv.decode.sources import Source, Sources
 from prefixkv.errors import ConfigError
 from prefixkv.protocol.ids import RoomKey
 
@@ -112,10 +111,10 @@ def hits(name: str, capacity: int) -> Hits:
 class Knowing(Sources):
     """The rule with prefill's seconds as the model will give them, instead of an estimate."""
 
-    takes_s: Callable[[Lack], float]
+    takes_s: float
 
-    def _by_prefill(self, lack: Lack, *_: Any) -> Way:
-        return Way(Source.PREFILL, self.takes_s(lack), lack.missing, loaded=lack.loaded)
+    def _sent_s(self, *_: Any) -> float:
+        return self.takes_s
 
 
 class Node:
@@ -141,25 +140,21 @@ class Node:
         while self._events and self._events[0][0] <= one.time_s:
             at_s, _, note = heapq.heappop(self._events)
             note(at_s)
-        queues, missing = self._queues, one.tokens - one.device_tokens
-        lacks = [Lack(missing)]
-        if host_tokens:
-            load_s = queues.load_s(host_tokens, one.time_s)
-            lacks.insert(0, Lack(missing - host_tokens, host_tokens, load_s))
+        missing = one.tokens - one.device_tokens - host_tokens
+        address = str(self._queues.next_worker)
         if isinstance(self._sources, Knowing):
-            self._sources.takes_s = lambda lack: (
-                queues.copy().serve(one, lack.loaded, False, cached).first_token_s - one.time_s
+            self._sources.takes_s = (
+                self._queues.copy().serve(one, host_tokens, False, cached).first_token_s
+                - one.time_s
             )
-        address = str(queues.next_worker)
-        way = self._sources.choose_way(lacks, self._due, 0, address, one.time_s)
-        served = queues.serve(one, way.loaded, way.source is Source.HERE, cached)
-        missing -= way.loaded
-        if way.source is Source.HERE:
+        source = self._sources.choose(missing, self._due, 0, address, one.time_s)
+        served = self._queues.serve(one, host_tokens, source is Source.HERE, cached)
+        if source is Source.HERE:
             self._compute(max(1, missing), served.first_token_s)
         else:
             key, arrived = RoomKey(self._number, 0), self._sources.arrived
-            self._sources.promised(address, key, one.time_s, missing, way.loaded)
-            self._later(served.arrived_s, lambda now_s: arrived(address, key, missing, now_s))
+            self._sources.promised(address, key, one.time_s, missing)
+            self._later(served.arrived_s, lambda now_s: arrived(address, key, now_s))
         return served
 
     def _compute(self, tokens: int, end_s: float) -> None:
@@ -172,7 +167,7 @@ class Node:
 
     def _chunk(self, num: int, now_s: float) -> None:
         """Tell the rule of a chunk that decode has computed."""
-        self._sources.chunk(num, num / self._queues.own_rate, 0, now_s)
+        self._sources.chunk(num, num / self._queues.own_rate, 0)
         self._due -= num
 
     def _later(self, at_s: float, note: Callable[[float], None]) -> None:

@@ -34,7 +34,7 @@ Windows = tuple[Pages, ...]
 class WindowKeeper(Protocol):
     """The counts of the window pages that checkpoints keep; `WindowGroups` implements it."""
 
-    def count(self, windows: Windows, refs: int, pins: int) -> None:
+    def add_counts(self, windows: Windows, refs: int, pins: int) -> None:
         """Add to the counts of these pages; without a count a page is free."""
         ...
 
@@ -81,6 +81,7 @@ class Checkpoints:
         self._kept: dict[int, Checkpoint] = {}  # gone, but locked: by slot
         self._tick = 0
         self.evicted = 0
+        self.cut_tokens = 0  # cached, and computed again: no checkpoint lay behind them
         cache.checkpoint_pages = lambda: list(self._at)
 
     def __len__(self) -> int:
@@ -128,7 +129,7 @@ class Checkpoints:
     def give_back(self, slot: int) -> None:
         windows = self._taken.pop(slot)
         self._free.append(slot)
-        self._keeper.count(windows, -1, -1)
+        self._keeper.add_counts(windows, -1, -1)
 
     def save(self, page: int, depth: int, slot: int, parent: Checkpoint | None = None) -> None:
         """Enter a checkpoint: `slot`, of `take`, has the state of `page`, the `depth`-th of a path.
@@ -142,7 +143,7 @@ class Checkpoints:
             self.use(found)
             return
         windows = self._taken.pop(slot)
-        self._keeper.count(windows, 0, -1)
+        self._keeper.add_counts(windows, 0, -1)
         made = Checkpoint(page, depth, slot, windows=windows)
         self._at[page] = made
         self._has[page] = True
@@ -162,14 +163,14 @@ class Checkpoints:
         """Keep a checkpoint, whose path the caller has locked, until `unlock`."""
         checkpoint.locks += 1
         if checkpoint.locks == 1:
-            self._keeper.count(checkpoint.windows, 0, 1)
+            self._keeper.add_counts(checkpoint.windows, 0, 1)
 
     def unlock(self, checkpoint: Checkpoint) -> None:
         """End a lock, before the caller's lock of the path ends."""
         checkpoint.locks -= 1
         if checkpoint.locks:
             return
-        self._keeper.count(checkpoint.windows, 0, -1)
+        self._keeper.add_counts(checkpoint.windows, 0, -1)
         if checkpoint.is_gone:
             del self._kept[checkpoint.slot]
             self._release(checkpoint)
@@ -215,7 +216,7 @@ class Checkpoints:
 
     def _release(self, checkpoint: Checkpoint) -> None:
         self._free.append(checkpoint.slot)
-        self._keeper.count(checkpoint.windows, -1, 0)
+        self._keeper.add_counts(checkpoint.windows, -1, 0)
 
     def _touch(self, checkpoint: Checkpoint) -> None:
         self._tick += 1

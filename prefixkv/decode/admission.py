@@ -160,7 +160,7 @@ class Admission(Waiting):
             has = f"{worker.num_pages} pages, its share of the pool"
             return f"{waited} pages: prefill worker {worker.address} has {has}"
         if windows and (short := windows.short_of(WindowStart(req.fill_len, req.max_pages))):
-            return f"{waited} pages of window group {short!r}"
+            return f"{waited} pages of window group {short.name!r}"
         return f"{waited} pages"
 
     # --- pages that can come back -----------------------------------------------------------------

@@ -74,9 +74,11 @@ class ComputeSource(FlightSource):
     def is_best(self, need: Need, segment: Segment) -> bool:
         if not need.can_ask or segment.start == segment.end:
             return True
+        again = 0 if need.match is None else self._rule.again_pages(need.match.pages)
         chosen = self._rule.choose(
             segment.end - segment.start, self._due_tokens, self._ledger.num_running,
             need.req.prefill, need.now_s, num_sent=need.end - need.start,
+            again=again * self._ledger.page_size, goes_on=need.start > 0,
         )  # fmt: skip
         if chosen is Source.PREFILL:
             self._ledger.journal.counters["compute_declined"] += 1
@@ -123,7 +125,7 @@ class ComputeSource(FlightSource):
         # A first token came with the KV: no step gave it.
         if any(len(req.output) > 1 for req in reqs):
             if not self._chunked and not self._done:
-                self._rule.step(max(0.0, now_s - self._pass_s), len(reqs))
+                self._rule.step(max(0.0, now_s - self._pass_s))
             self._chunked.clear()
         self._pass_s = now_s
 
@@ -176,6 +178,7 @@ class ComputeSource(FlightSource):
             flight = self._ledger.flights.of(req)
             assert flight is not None
             del self.open[flight]
+            self._rule.computed_pages(req.pages[req.prefix_len // self._ledger.page_size :])
             req.aux = aux
             self._ledger.flights.arrived(flight)
             if flight.rest is None:  # else most of it was sent
@@ -209,10 +212,7 @@ class ComputeSource(FlightSource):
         self._chunked.add(req)
         self._tokens += num_tokens
         self._seconds += max(0.0, now_s - self._pass_s)
-        self._rule.chunk(
-            self._tokens, self._seconds, self._ledger.num_running, now_s, len(self._chunked),
-            goes_on,
-        )  # fmt: skip
+        self._rule.chunk(self._tokens, self._seconds, self._ledger.num_running, goes_on)
         self._pass_s = now_s
         self._ledger.journal.counters["computed_tokens"] += num_tokens
 

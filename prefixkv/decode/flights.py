@@ -144,12 +144,12 @@ class Source:
         """Take the end of a copy. Return the flight that it fails."""
         return None
 
+    def feeds(self, worker: PeerId) -> list[EventFeed]:
+        return []
+
     def coming_pages(self, releases: Releases) -> int:
         """Count the pages that the source keeps, and gives back by itself."""
         return 0
-
-    def feeds(self, worker: PeerId) -> list[EventFeed]:
-        return []
 
     @property
     def held_pages(self) -> int:
@@ -351,11 +351,7 @@ class Flights:
             gone.append(above)
             needless = above
         # Links are cut only now: the walks above follow them.
-        for one in gone:
-            self._take_out(one)
-            one.waiters.clear()
-            one.joined = None
-        return sorted(gone[1:], key=attrgetter("number"))
+        return sorted(self._cut(gone, gone)[1:], key=attrgetter("number"))
 
     def waiting_for(self, flight: Flight) -> list[Flight]:
         """Return the flights that wait for this one, directly or not."""
@@ -368,46 +364,40 @@ class Flights:
         """Take out and return the flights that a flush ends, by number: none of their pages may go
         to the tree any more. Those without an owner, and those that wait, end. The others continue
         for their own request alone."""
-        flights = self._flights
-        gone = [one for one in flights if one.joined is not None or one.owner is None]
-        for flight in gone:
-            self._forget(flight)
-            flight.joined = None
-            flight.waiters.clear()
         # What arrives later is of the old weights: a request that came after the flush must not
         # join it.
-        for flight in flights:
-            flight.waiters.clear()
+        for flight in self._flights:
             flight.start_key = None
         self._by_start.clear()
-        return gone
+        gone = [one for one in self._flights if one.joined is not None or one.owner is None]
+        return self._cut(gone, [*self._flights])
 
     def remove_all(self) -> list[Flight]:
         """Take out every flight. Return them by number."""
         gone = list(self._flights)
+        return self._cut(gone, gone)
+
+    def _cut(self, gone: list[Flight], links: list[Flight]) -> list[Flight]:
+        """Take out flights that are not to be committed; these `links` know of no others."""
         for flight in gone:
-            flight.joined = flight.start_key = None
+            self._take_out(flight)
+        for flight in links:
+            flight.joined = None
             flight.waiters.clear()
-        self._flights.clear()
-        self._by_owner.clear()
-        self._by_start.clear()
-        self._complete.clear()
         return gone
 
-    def _forget(self, flight: Flight) -> None:
+    def _take_out(self, flight: Flight) -> None:
         del self._flights[flight]
         if flight.owner is not None:
             del self._by_owner[flight.owner]
         if not flight.is_open and flight in self._complete:
             self._complete.remove(flight)
-
-    def _take_out(self, flight: Flight) -> None:
-        self._forget(flight)
         if flight.start_key is not None:
             bucket = self._by_start[flight.start_key]
             bucket.remove(flight)
             if not bucket:
                 del self._by_start[flight.start_key]
+            flight.start_key = None
 
     # --- checks -----------------------------------------------------------------------------------
 

@@ -30,7 +30,6 @@ from prefixkv.cache.results import MatchResult, PrefixLock, Releases
 from prefixkv.decode.flights import Flight, Need, Release, Segment, Source
 from prefixkv.decode.ledger import HostPages, Ledger
 from prefixkv.decode.request import DecodeRequest
-from prefixkv.decode.services import FRESH_S
 from prefixkv.decode.sources import Lack, Sources
 from prefixkv.errors import UserErrors, check_laws
 from prefixkv.pages.allocator import PageAllocator
@@ -42,6 +41,9 @@ from prefixkv.request import DeviceEvent
 
 HOST: Final = "host memory"
 """In place of a decode worker's name in the key by which a load holds its pages; no room has it."""
+
+FRESH_S: Final = 60.0
+"""Seconds after which what loads took is no longer used: the load may be another by then."""
 
 _MOST_WRITES: Final = 32  # under way at once
 _MOST_DUE: Final = 1024  # paths that wait to be written
@@ -599,6 +601,9 @@ class HostSource(Source):
     def computed_pages(self, pages: Pages, after: DeviceEvent) -> None:
         self.tier.computed(pages, after)
 
+    def feeds(self, worker: PeerId) -> list[EventFeed]:
+        return [EventFeed(self.tier.cache, *worker, is_host=True)]
+
     def left(self, key: RadixKey, now_s: float, continues: bool | None) -> None:
         self.tier.leave(key, now_s, continues)
 
@@ -607,9 +612,6 @@ class HostSource(Source):
 
     def coming_pages(self, releases: Releases) -> int:
         return self.tier.held_pages + sum(map(releases.end, self.tier.pins))
-
-    def feeds(self, worker: PeerId) -> list[EventFeed]:
-        return [EventFeed(self.tier.cache, *worker, is_host=True)]
 
     @property
     def held_pages(self) -> int:

@@ -16,10 +16,12 @@ from typing import NamedTuple
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.cache.results import MatchResult
 from prefixkv.decode.flights import Flight, Need, Segment, Source
+from prefixkv.decode.journal import Admitted
 from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.pages.manager import RequestPages
 from prefixkv.pages.windows import WindowStart
+from prefixkv.paging import pages_for
 
 
 class Look(NamedTuple):
@@ -61,6 +63,16 @@ class Plan(NamedTuple):
     @property
     def is_whole(self) -> bool:
         return bool(self.segments)
+
+    def counts(self, page_size: int) -> Admitted:
+        first, last = self.segments[0], self.segments[-1]
+        num_joined = self.shared_pages - (0 if self.match is None else self.match.depth)
+        num_sent = pages_for(first.end, page_size) - first.start // page_size
+        num_computed = 0 if last.source.sends else last.end - last.start
+        return Admitted(
+            num_sent if first.source.sends else 0, num_joined * page_size,
+            self.loaded_pages * page_size, num_computed,
+        )  # fmt: skip
 
 
 class CachedSource(Source):

@@ -58,7 +58,7 @@ class DecodeRequest(PagedRequest[DecodeState]):
 
     __slots__ = (
         "_key", "admitted_s", "aux", "committed_s", "decode_computed_tokens",
-        "fill_len", "first_token_s", "hit_tokens", "host_tokens", "is_alone", "max_new_tokens",
+        "first_token_s", "hit_tokens", "host_tokens", "is_alone", "max_new_tokens",
         "may_load", "new_pages", "output", "output_limit", "prefill", "prompt_len",
         "retractions", "retries", "shared_tokens", "transferred_s", "unwritten",
     )  # fmt: skip

@@ -162,7 +162,11 @@ class PrefillSource(Source):
         self.open[key] = flight
         workers = self._ledger.workers
         workers.promise(key, workers.of(req.prefill), flight.pages.num_own)
-        self._rule.promised(req.prefill, key, now_s, segment.end - segment.start)
+        again = 0
+        if self._rule.unsent:
+            path = self._ledger.pages.table.pages(flight.pages.row)[: flight.start_pages]
+            again = self._rule.again_pages(path) * self._ledger.page_size
+        self._rule.promised(req.prefill, key, now_s, segment.end - segment.start, again)
         self._rooms.commands.append(self._promise(req, flight, segment.end))
 
     def _promise(self, req: DecodeRequest, flight: Flight, fill_len: int) -> OpenRoom:
@@ -197,8 +201,10 @@ class PrefillSource(Source):
         self._ledger.journal.transferred(flight, now_s)
         rest = flight.rest
         end = len(flight.key) if rest is None else rest.start
-        num_tokens = end - flight.start_pages * self._ledger.page_size
-        self._rule.arrived(flight.prefill, key, num_tokens, now_s)
+        self._rule.arrived(flight.prefill, key, now_s)
+        if self._rule.unsent:
+            path = self._ledger.pages.table.pages(flight.pages.row)
+            self._rule.sent_pages(path[: pages_for(end, self._ledger.page_size)])
         if flight.owner is not None:
             flight.owner.aux = aux
         if rest is None:

@@ -353,12 +353,6 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         without a `DecodeConfig.compute`. O(1)."""
         return self.sources.chunk_tokens(self.ledger.num_running)
 
-    @property
-    def further_prompt_tokens(self) -> int:
-        """Tokens of `chunk_tokens` that each prompt after the first in a step counts for, besides
-        its own; 0 where nothing runs, or none was measured. O(1)."""
-        return self.sources.further_prompt_tokens(self.ledger.num_running)
-
     def pop_failed(self, after: DeviceEvent | None = None) -> list[DecodeRequest]:
         """Return the requests that failed or were aborted; `req.error` says why. Leave their pages.
 
@@ -803,19 +797,13 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def _admit(self, plan: Plan, now_s: float) -> None:
         """Carry out a plan."""
-        req, first, page_size = plan.req, plan.segments[0], self.pages.page_size
+        req = plan.req
         flights = self._planner.take(plan, now_s)
         req.become(DecodeState.PREALLOCATED)
         self.waiting.remove(req)
-        num_joined = plan.shared_pages - (0 if plan.match is None else plan.match.depth)
-        num_sent = pages_for(first.end, page_size) - first.start // page_size
-        last = plan.segments[-1]
-        self.journal.admitted(
-            req, num_sent if first.source.sends else 0, num_joined * page_size, now_s,
-            plan.loaded_pages * page_size, 0 if last.source.sends else last.end - last.start,
-        )  # fmt: skip
+        self.journal.admitted(req, plan.counts(self.pages.page_size), now_s)
         # A worker may have the first attempt, where that is not asked late.
-        if not first.source.sends and not req.is_alone and self.prefill.may_have(req):
+        if not plan.segments[0].source.sends and not req.is_alone and self.prefill.may_have(req):
             self._refuse_waiting(req, AbortedError(f"request {req.rid!r} is computed by decode"))
         req.is_alone = not req.prefill  # the next admission is decided by what is known then
         for flight, segment in flights:

@@ -1,9 +1,8 @@
 """Checkpoints on decode, of extra state and of windows, where its engine begins to compute.
 
 A hit needs none, since prefill sends the state and the window of a prompt's end. A prompt that is
-computed here saves one at its end, and where its path leaves what is cached. A running request's
-slot takes its state at each page boundary, and is cached at its finish or retraction, with the
-window before that boundary.
+computed here saves them as prefill does. A running request's slot takes its state at each page
+boundary, and is cached at its finish or retraction, with the window before that boundary.
 
 Computing begins at a checkpoint, so cached pages behind it are computed again, on pages of the
 request. What is sent begins where the cache ends: the choice comes before pages are taken.
@@ -22,19 +21,11 @@ from prefixkv.pages.request_checkpoints import RequestCheckpoints
 
 
 class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
-    """Checkpoints as a decode worker's requests use them. Owned by the scheduler's thread.
-
-    `pages`: with `num_checkpoints`, and `num_slots` or window groups. The slots of the StatePool
-    are those of the requests, then those of the checkpoints. `tokens`: the depth of each is a
-    multiple of that number of tokens, and of a page.
-
-    `cut_tokens` counts tokens whose KV was cached, and that are computed again, since no checkpoint
-    lay behind them.
-    """
+    """Checkpoints as a decode worker's requests use them. The slots of the StatePool are those of
+    the requests, then those of the checkpoints."""
 
     def __init__(self, pages: PageManager, tokens: int) -> None:
         super().__init__(pages, 0 if pages.slots is None else pages.slots.num_pages, tokens)
-        self.cut_tokens = 0
 
     # --- where a request goes on ------------------------------------------------------------------
 
@@ -50,7 +41,7 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
 
     def tokens_behind(self, req: DecodeRequest, found: Checkpoint | None) -> int:
         """Return how many tokens have to be computed behind `found`, or from the beginning."""
-        return req.kv_len - (0 if found is None else found.depth * self._pages.page_size)
+        return req.kv_len - (0 if found is None else found.depth * self._page_size)
 
     def sent_len(self, req: DecodeRequest, shared_pages: int, most: int) -> int:
         """Return up to which token prefill is to send a request: to its end, or where that leaves a
@@ -58,25 +49,15 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
         that are here or on their way."""
         at = req.fill_len // self._step * self._step
         can_save = self._pages.caching and req.request.cacheable and req.request.may_compute
-        if can_save and req.fill_len - at <= most and at >= shared_pages * self._pages.page_size:
+        if can_save and req.fill_len - at <= most and at >= shared_pages * self._page_size:
             return at or req.fill_len
         return req.fill_len
-
-    def begin(self, req: DecodeRequest, dense_pages: int) -> None:
-        """Say where a request, just opened to be computed here, goes on from, and where it saves
-        checkpoints. `dense_pages`: of its path, that are cached."""
-        page_size = self._pages.page_size
-        self._go_on(req)
-        self.cut_tokens += max(0, dense_pages * page_size - req.prefix_len)
-        if self._may_save(req):
-            for tokens in (req.fill_len, dense_pages * page_size):
-                self._add_stop(req, tokens, req.prefix_len)
 
     def go_on_from_sent(self, req: DecodeRequest, at: int) -> None:
         """Go on from `at`, where what was sent becomes a checkpoint before it moves on."""
         req.prefix_len, req.checkpoint_slot = at, req.state_slot
         if self._may_save(req):
-            self._add_stop(req, req.prefix_len, 0)
+            self.add_stop(req, req.prefix_len, 0)
         self.take_if_stop(req, req.prefix_len)
 
     # --- what it saves ----------------------------------------------------------------------------
@@ -93,61 +74,30 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
             if not self._may_save(req):
                 continue
             self._enter_sent(req)
-            if req.saved:
-                # One slot a request: what it had before is a page behind.
-                _, slot = req.saved.pop()
-                req.saved.append((at // self._pages.page_size, slot))
-                slot += self._first_slot
-            else:
-                slot = self._take(req, at, with_windows=at == req.fill_len)
+            # One slot a request: what it had before is a page behind. Only where all was sent its
+            # window is kept now.
+            slot = req.saved.pop()[1] if req.saved else NO_SLOT
+            keeps_window = at == req.fill_len and slot == NO_SLOT
+            slot = self._save(req, at, req.max_pages if keeps_window else None, slot)
             if slot != NO_SLOT:
                 copies.append((req.state_slot, slot))
         return copies
 
-    def _may_save(self, req: DecodeRequest) -> bool:
-        """False after a flush, which its pages were computed before: they do not go to the tree."""
-        held = req.pages_held
-        assert held is not None
-        return self._pages.caching and req.request.cacheable and held.epoch == self._pages.epoch
-
     # --- ends -------------------------------------------------------------------------------------
-
-    def computed(self, req: DecodeRequest, end: int) -> None:
-        """Note progress to token `end`: the state it began from is copied, stops up to there are
-        over."""
-        self._unlock(req)
-        self.take_if_stop(req, end)
-        self._pass_stops(req, end)
-        if self._pages.windows:
-            assert req.pages_held is not None
-            self._pages.slide(req.pages_held, end)
 
     def committed(self, req: DecodeRequest, was_sent: bool) -> None:
         """Enter what a request has saved that was just committed. One that was sent to its end
         keeps its window there; its state the engine has still to copy."""
         is_end = req.fill_len % self._step == 0
         if was_sent and is_end and not self._has_state and self._may_save(req):
-            self._take(req, req.fill_len)
+            self._save(req, req.fill_len, req.max_pages)
         self.enter(req)
+        self._give_back(req)
 
     def _enter_sent(self, req: DecodeRequest) -> None:
-        if req.saved and req.saved[-1][0] * self._pages.page_size == req.fill_len:
+        if req.saved and req.saved[-1][0] * self._page_size == req.fill_len:
             self.enter(req)
-
-    def enter(self, req: DecodeRequest) -> None:
-        """Enter the saved states, as far as their pages are in the tree, under the request's lock;
-        give the other slots back."""
-        held, saved = req.pages_held, req.saved
-        req.saved = []
-        if not saved:
-            return
-        assert held is not None
-        for depth, slot in saved:
-            # After a flush the pages that it has locked are in no tree.
-            if depth > held.num_locked or held.epoch != self._pages.epoch:
-                self._points.give_back(slot)
-            else:
-                self._save(req, depth, slot)
+            self._give_back(req)
 
     def leave(self, req: DecodeRequest) -> None:
         """Enter the state and window that a request leaves, and give back the rest. Under its lock,
@@ -155,47 +105,27 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
         held = req.pages_held
         self._enter_sent(req)
         if self._pages.windows and held is not None and self._may_save(req):
-            if not self._has_state:
-                at = held.num_locked * self._pages.page_size // self._step * self._step
-                if at > req.goes_on_at and not req.saved:
-                    self._take_left(req, at // self._pages.page_size)
-            else:
-                saved, req.saved = req.saved, []
-                for depth, slot in saved:
-                    self._leave_windows(req, depth, slot)
+            left = []
+            if self._has_state:
+                left, req.saved = req.saved, []
+            elif not req.saved:
+                left = [(held.num_locked // self.step_pages * self.step_pages, NO_SLOT)]
+            for depth, slot in left:
+                # What it leaves, it needs no more: it gets no pages in place of these.
+                if slot != NO_SLOT or depth * self._page_size > req.goes_on_at:
+                    self._save(req, depth * self._page_size, depth, slot)
         self.enter(req)
         self.end(req)
-
-    def _take_left(self, req: DecodeRequest, depth: int) -> None:
-        if self._can_share(req, depth, depth) and (slot := self._points.take()) != NO_SLOT:
-            self._leave_windows(req, depth, slot)
-
-    def _leave_windows(self, req: DecodeRequest, depth: int, slot: int) -> None:
-        """Let a checkpoint have the window pages that a request leaves, if they are all there."""
-        if self._can_share(req, depth, depth):
-            self._share(req, slot, depth, depth)
-            req.saved.append((depth, slot))
-        else:
-            self._points.give_back(slot)
-
-    def end(self, req: DecodeRequest) -> None:
-        super().end(req)
-        req.checkpoint, req.checkpoint_slot, req.goes_on_at = None, NO_SLOT, 0
 
     def check_invariants(self, requests: Collection[DecodeRequest]) -> None:
         """Check the checkpoints against the requests that hold pages. Raises InternalError."""
         super().check_invariants(requests)
         laws = {
-            "only what holds pages has to do with checkpoints": all(
-                req.pages_held is not None
-                or not (req.stops or req.saved or req.holds_checkpoint or req.checkpoint)
-                for req in requests
-            ),
             "a request that runs has one slot": all(
                 len(req.saved) <= 1 for req in requests if req.state in CAN_RUN
             ),
             "what is saved lies in the request's own KV": all(
-                0 < depth * self._pages.page_size <= req.kv_len
+                0 < depth * self._page_size <= req.kv_len
                 for req in requests
                 for depth, _ in req.saved
             ),

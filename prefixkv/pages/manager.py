@@ -237,7 +237,10 @@ class PageManager:
                 raise OutOfPagesError(num_new_pages, self.allocator.free_pages, evictable)
         self.table.check_fits(num_locked + num_joined + num_new_pages)
         if start is not None:
-            self.groups.check_fit(start)
+            if (short := self.groups.short_of(start)) is not None:
+                needed = short.own_pages(start, self.groups.index(short))
+                free = short.allocator.free_pages
+                raise OutOfPagesError(needed, free, short.available_pages() - free)
         elif self.groups and not is_load:
             raise CallerError("a request needs pages in the groups: start is None")
         # From here on only `lock` and `_take` could fail, and both undo below.
@@ -246,7 +249,6 @@ class PageManager:
         # that is when it locks what it joined.
         visit = None if joined is None else False
         lock: PrefixLock | None = None
-        has_groups = False
         # Lock first, then take: else the eviction could take the match itself.
         try:
             if match is not None and is_used:
@@ -256,11 +258,9 @@ class PageManager:
             if start is not None:
                 points = self.checkpoints
                 self.groups.open(row, start, None if points is None else points.make_room)
-                has_groups = True
             new = self._take(num_new_pages, now_s)
         except BaseException:
-            if has_groups:
-                self.groups.free(row)
+            self.groups.free(row)
             self.table.free_row(row)
             self._unlock(lock)
             raise
@@ -446,16 +446,17 @@ class PageManager:
 
     def drop(self, pages: RequestPages) -> None:
         """End the request and free its own pages, which no peer can write."""
-        if self.groups and not self.table.is_spare(pages.row):
-            self.groups.free(pages.row)
+        self.groups.free(pages.row)
         self.allocator.free(self._close(pages))
 
     def hold(self, pages: RequestPages, owner: Hashable) -> None:
         """End the request while a peer may still write its pages: `owner` holds them until
         `release`."""
-        # First: it raises for an owner without a hash, which must change nothing.
+        # First: they raise for an owner without a hash, and a request that has ended, which must
+        # change nothing.
         self.allocator.holds(owner)
-        self.groups.hold(None if self.table.is_spare(pages.row) else pages.row, owner)
+        self.table.length(pages.row)
+        self.groups.hold(pages.row, owner)
         own = self._close(pages)
         if own or self.groups:
             # With groups also for no pages: `release` asks the allocator if it knows the owner.

@@ -1,17 +1,25 @@
 """Checkpoints as the requests of one worker use them: a request locks the one that it goes on from,
-fills slots where it saves others, and enters those in the cache."""
+fills slots where it saves others, and enters those in the cache.
+
+A prompt that is computed saves one at its end, where the next turn goes on, and where its path
+leaves what is cached, since what branched there may do so again. With windows a checkpoint has the
+pages of the window before it, which are read in place; new KV goes to own pages.
+"""
 
 from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Collection
 from math import lcm
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from prefixkv.cache.checkpoints import NO_SLOT, Checkpoint
 from prefixkv.errors import RequestError, check_laws, shown
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.requests import PagedRequest
+from prefixkv.pages.windows import WindowGroups
+
+_NO_WINDOWS: Final = WindowGroups()
 
 R = TypeVar("R", bound=PagedRequest[Any])
 
@@ -26,7 +34,12 @@ class RequestCheckpoints(Generic[R]):
         self._pages, self._points = pages, pages.checkpoints
         self._first_slot = first_slot
         self._has_state = first_slot > 0
+        self._page_size = pages.page_size
         self._step = lcm(pages.page_size, tokens)
+
+    @property
+    def step_pages(self) -> int:
+        return self._step // self._page_size
 
     # --- where a request goes on, and where it saves ----------------------------------------------
 
@@ -44,23 +57,40 @@ class RequestCheckpoints(Generic[R]):
             req.holds_checkpoint = False
             self._points.unlock(req.checkpoint)
 
-    def _go_on(self, req: R) -> None:
-        """Say where a request, just opened, goes on from: its `prefix_len` is there."""
+    def begin(self, req: R, dense_pages: int) -> None:
+        """Say where a request, just opened to be computed, goes on from, `prefix_len`, and where it
+        saves checkpoints. `dense_pages`: of its path, that are cached."""
         req.goes_on_at, req.checkpoint_slot = req.prefix_len, NO_SLOT
         if req.checkpoint is not None and self._has_state:
             req.checkpoint_slot = self._first_slot + req.checkpoint.slot
+        self._points.cut_tokens += max(0, dense_pages * self._page_size - req.prefix_len)
+        if self._may_save(req):
+            for tokens in (req.fill_len, dense_pages * self._page_size):
+                self.add_stop(req, tokens, req.prefix_len)
 
-    def _add_stop(self, req: R, tokens: int, done: int) -> None:
-        """At `tokens`, rounded down, if the request has computed less: `done`."""
+    def add_stop(self, req: R, tokens: int, done: int) -> None:
+        """Save a checkpoint at `tokens`, rounded down, if the request has computed less: `done`."""
         at = tokens // self._step * self._step
         if at > done and at not in req.stops:
             insort(req.stops, at)
 
-    def _pass_stops(self, req: R, end: int) -> None:
+    def computed(self, req: R, end: int) -> None:
+        """Note progress to token `end`: the state it began from is copied, stops up to there are
+        over."""
+        self._unlock(req)
+        self.take_if_stop(req, end)
         if req.stops:
             req.stops = [at for at in req.stops if at > end]
+        assert req.pages_held is not None
+        self._pages.slide(req.pages_held, end)
 
     # --- what it saves ----------------------------------------------------------------------------
+
+    def _may_save(self, req: R) -> bool:
+        """False after a flush, which its pages were computed before: they do not go to the tree."""
+        held = req.pages_held
+        assert held is not None
+        return self._pages.caching and req.request.cacheable and held.epoch == self._pages.epoch
 
     def take(self, req: R, end: int) -> int:
         """Return a slot for the state behind `end` tokens, one of the request's stops, with its
@@ -70,7 +100,7 @@ class RequestCheckpoints(Generic[R]):
             where = f"{shown(end)}, but at {req.stops}"
             raise RequestError(f"request {req.rid!r} saves no state at {where}")
         req.stops.remove(end)
-        return self._take(req, end)
+        return self._save(req, end, req.max_pages)
 
     def take_if_stop(self, req: R, end: int) -> None:
         """Keep what is behind `end` tokens, a stop, where it is: without extra state nothing has to
@@ -78,49 +108,53 @@ class RequestCheckpoints(Generic[R]):
         if not self._has_state and end in req.stops:
             self.take(req, end)
 
-    def _take(self, req: R, end: int, with_windows: bool = True) -> int:
-        """Return a slot of the StatePool for what is behind `end` tokens; -1 if none is free. With
-        the window pages, all or nothing: the request gets others in their place."""
-        end_pages = req.max_pages
-        depth = end // self._pages.page_size
-        windows = with_windows and self._pages.windows
-        if windows and not self._can_share(req, depth, end_pages):
+    def _save(self, req: R, end: int, end_pages: int | None, slot: int = NO_SLOT) -> int:
+        """Keep what is behind `end` tokens in `slot`, or in a new one: the state, and the window
+        pages before, for which the request gets others up to `end_pages`; None: the state alone.
+        Return the slot, of the StatePool; -1, and `slot` is free, if there is no room."""
+        windows = _NO_WINDOWS if end_pages is None else self._pages.windows
+        held, depth = req.pages_held, end // self._page_size
+        assert held is not None
+        needs = windows.num_replaced(held.row, depth, end_pages or 0)
+        if needs is None:
+            if slot != NO_SLOT:
+                self._points.give_back(slot)
             return NO_SLOT
-        slot = self._points.take()
-        if slot == NO_SLOT:
-            return slot
-        if windows:
-            self._share(req, slot, depth, end_pages)
+        if slot == NO_SLOT and (slot := self._points.take()) == NO_SLOT:
+            return NO_SLOT
+        self._points.make_room(needs)
+        self._points.attach(slot, windows.share(held.row, depth, end_pages or 0))
         req.saved.append((depth, slot))
         return self._first_slot + slot
 
-    def _can_share(self, req: R, depth: int, end_pages: int) -> bool:
-        windows, held = self._pages.windows, req.pages_held
-        assert held is not None
-        at = depth * self._pages.page_size
-        if any(one.row(held.row).first_page > one.first_page(at) for one in windows):
-            return False
-        return windows.has_room(windows.num_replaced(held.row, depth, end_pages))
-
-    def _share(self, req: R, slot: int, depth: int, end_pages: int) -> None:
-        windows, held = self._pages.windows, req.pages_held
-        assert held is not None
-        self._points.make_room(windows.num_replaced(held.row, depth, end_pages))
-        self._points.attach(slot, windows.share(held.row, depth, end_pages))
-
-    def _save(self, req: R, depth: int, slot: int) -> None:
-        assert req.pages_held is not None
-        page = int(self._pages.pages(req.pages_held)[depth - 1])
-        self._points.save(page, depth, slot, req.checkpoint)
-        req.goes_on_at = max(req.goes_on_at, depth * self._pages.page_size)
+    def enter(self, req: R) -> int:
+        """Enter the saved states whose pages are in the tree, under the request's lock. Return the
+        depth, in tokens, of the deepest entered, or gone on from."""
+        held, waiting = req.pages_held, []
+        for depth, slot in req.saved:
+            assert held is not None
+            # After a flush the pages that it has locked are in no tree.
+            if depth > held.num_locked or held.epoch != self._pages.epoch:
+                waiting.append((depth, slot))
+                continue
+            page = int(self._pages.pages(held)[depth - 1])
+            self._points.save(page, depth, slot, req.checkpoint)
+            req.goes_on_at = max(req.goes_on_at, depth * self._page_size)
+        req.saved = waiting
+        return req.goes_on_at
 
     # --- ends -------------------------------------------------------------------------------------
 
     def end(self, req: R) -> None:
         self._unlock(req)
+        self._give_back(req)
+        req.stops = []
+        req.checkpoint, req.checkpoint_slot, req.goes_on_at = None, NO_SLOT, 0
+
+    def _give_back(self, req: R) -> None:
         for _, slot in req.saved:
             self._points.give_back(slot)
-        req.saved, req.stops = [], []
+        req.saved = []
 
     def check_invariants(self, requests: Collection[R]) -> None:
         """Check the checkpoints against the requests. Raises InternalError."""
@@ -129,8 +163,10 @@ class RequestCheckpoints(Generic[R]):
             "every lock of a checkpoint is a request's": self._points.num_locks
             == sum(req.holds_checkpoint for req in requests),
             "every taken slot is a request's": self._points.taken == taken,
-            "only what holds pages has stops": all(
-                not req.stops or req.pages_held is not None for req in requests
+            "only what holds pages has to do with checkpoints": all(
+                req.pages_held is not None
+                or not (req.stops or req.saved or req.holds_checkpoint or req.checkpoint)
+                for req in requests
             ),
         }
         check_laws(laws, requests)

@@ -73,7 +73,7 @@ class PagedRequest(Generic[State]):
     """
 
     __slots__ = (
-        "arrived_s", "checkpoint", "checkpoint_slot", "ended_s", "error", "generation",
+        "arrived_s", "checkpoint", "checkpoint_slot", "ended_s", "error", "fill_len", "generation",
         "goes_on_at", "hashes", "holds_checkpoint", "max_pages", "page_manager", "pages_held",
         "prefix_len", "request", "rid", "saved", "state", "stops",
     )  # fmt: skip
@@ -96,6 +96,7 @@ class PagedRequest(Generic[State]):
         self.page_manager = pages  # of the node that took the request in
         self.hashes: list[KeptHash] = []  # of its prompt, to be kept once its pages are in the tree
         self.prefix_len = 0  # tokens found here by the latest admission
+        self.fill_len = len(request.key)  # whose KV is needed before the next token is sampled
         # Of checkpoints (request_checkpoints.py): the one that it goes on from, and whether it is
         # locked for that; the depth in tokens of the deepest that it knows of; where it saves
         # others, in tokens, ascending; and slots that were filled at these depths, in pages, and

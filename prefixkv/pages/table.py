@@ -73,9 +73,6 @@ class PageTable:
     def free_spare_rows(self) -> int:
         return len(self._spare_rows)
 
-    def is_spare(self, row: int) -> bool:
-        return row >= self.max_requests
-
     def alloc_row(self, spare: bool = False) -> int:
         """Return a row without pages, with `spare` a spare one. CapacityError if there is none."""
         rows = self._spare_rows if spare else self._free_rows

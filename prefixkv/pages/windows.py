@@ -14,14 +14,16 @@ counts them. A row counts passed ones until its request ends, since its device m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 
-from prefixkv.errors import CallerError, InternalError, OutOfPagesError, check_laws, shown
+from prefixkv.errors import CallerError, InternalError, check_laws, shown
 from prefixkv.pages.allocator import PageAllocator, PageState
 from prefixkv.paging import Pages, pages_for
+
+T = TypeVar("T")
 
 UNUSED: Final = -1
 _NO_ROW: Final = -1
@@ -125,7 +127,7 @@ class WindowGroup:
     def _loose(self, ids: Pages) -> int:
         return int(np.count_nonzero((self.refs[ids] > 0) & (self.pins[ids] == 0)))
 
-    def count(self, ids: Pages, refs: int, pins: int) -> None:
+    def add_counts(self, ids: Pages, refs: int, pins: int) -> None:
         """Add to the counts of these pages; those without a count are free."""
         before = self._loose(ids)
         self.refs[ids] += refs
@@ -142,7 +144,7 @@ class WindowGroup:
         OutOfPagesError, with nothing changed."""
         ids = self.allocator.alloc(num_own)
         if len(shared):
-            self.count(shared, 1, 1)
+            self.add_counts(shared, 1, 1)
             ids = np.concatenate([shared, ids])
         self.array[row, : len(ids)] = ids
         self.first_pages[row] = self.first_page(num_tokens)
@@ -156,8 +158,11 @@ class WindowGroup:
         view.flags.writeable = False
         return WindowPages(int(self.first_pages[row]), view)
 
+    def has_row(self, row: int) -> bool:
+        return 0 <= row < len(self._length_of) and self._length_of[row] != _NO_ROW
+
     def _length(self, row: int) -> int:
-        if not 0 <= row < len(self._length_of) or self._length_of[row] == _NO_ROW:
+        if not self.has_row(row):
             raise CallerError(f"row {row} of window group {self.name!r} is not in use")
         return self._length_of[row]
 
@@ -196,7 +201,7 @@ class WindowGroup:
         if self.is_shared:
             is_shared = self.refs[ids] > 0
             for shared in [*self._passed.pop(row, []), ids[is_shared]]:
-                self.count(shared, -1, -1)
+                self.add_counts(shared, -1, -1)
             ids = ids[~is_shared]
         self.array[row, :length] = UNUSED
         self._lengths[row], self.first_pages[row] = _NO_ROW, 0
@@ -225,8 +230,8 @@ class WindowGroup:
         mine = kept[self.refs[kept] == 0]
         self.allocator.cache(mine)
         # One count for the row, which still reads them, and one for the checkpoint.
-        self.count(mine, 1, 1)
-        self.count(kept, 1, 1)
+        self.add_counts(mine, 1, 1)
+        self.add_counts(kept, 1, 1)
         length = len(ids)
         self.array[row, length : length + len(new)] = new
         self._lengths[row] = length + len(new)
@@ -282,6 +287,13 @@ class WindowGroup:
         check_laws(laws, f"window group {self.name!r}", f"{owned} owned", f"{cached} cached")
 
 
+def of_window(windows: Mapping[str, T], name: str) -> T:
+    """Return what is of the window group of this name. Raises CallerError if there is none."""
+    if not isinstance(name, str) or name not in windows:
+        raise CallerError(f"there is no window group {shown(name)}")
+    return windows[name]
+
+
 def state_group(num_slots: int, num_requests: int) -> WindowGroup:
     """Return the group of extra state: a request has one page, its slot, for any tokens."""
     return WindowGroup(WindowSpec("state", 1, num_slots, 1), _ALL_TOKENS, num_requests)
@@ -294,50 +306,30 @@ class WindowGroups(tuple[WindowGroup, ...]):
 
     def named(self, name: str) -> WindowGroup:
         """Return the group of this name. Raises CallerError if there is none."""
-        found = next(
-            (group for group in self if isinstance(name, str) and group.name == name), None
-        )
-        if found is None:
-            raise CallerError(f"there is no window group {shown(name)}")
-        return found
+        return of_window({group.name: group for group in self}, name)
 
     def fit(self, start: WindowStart) -> bool:
         """Return whether all groups have room; what the request shares could not be given up."""
-        return not self.short_of(start)
+        return self.short_of(start) is None
 
-    def short_of(self, start: WindowStart) -> str:
-        """Return the name of the first group without room; "" if all have it."""
+    def short_of(self, start: WindowStart) -> WindowGroup | None:
+        """Return the first group without room; None if all have room."""
         for number, group in enumerate(self):
             available = group.available_pages(start.shared_in(number))
             if group.own_pages(start, number) > available:
-                return group.name
-        return ""
+                return group
+        return None
 
     def open(
         self, row: int, start: WindowStart, make_room: Callable[[Sequence[int]], object] | None
     ) -> None:
         """Give a request that fits its row in each group; `make_room` has checkpoints give up what
-        is needed."""
+        is needed. Where it raises, `free` takes back what there is."""
         needs = [group.own_pages(start, number) for number, group in enumerate(self)]
         if make_room is not None:
             make_room(needs)
-        opened: list[WindowGroup] = []
-        try:
-            for number, group in enumerate(self):
-                group.open(row, start.num_tokens, needs[number], start.shared_in(number))
-                opened.append(group)
-        except BaseException:
-            for group in opened:
-                group.allocator.free(group.close(row))
-            raise
-
-    def check_fit(self, start: WindowStart) -> None:
-        """Raise OutOfPagesError for a request that has no room in a group."""
         for number, group in enumerate(self):
-            needed, free = group.own_pages(start, number), group.allocator.free_pages
-            available = group.available_pages(start.shared_in(number))
-            if needed > available:
-                raise OutOfPagesError(needed, free, available - free)
+            group.open(row, start.num_tokens, needs[number], start.shared_in(number))
 
     def counts(self) -> dict[str, int]:
         """Return how many pages of all window groups are in each state, 0 without any."""
@@ -347,17 +339,20 @@ class WindowGroups(tuple[WindowGroup, ...]):
         total["window_pages_held"] += total.pop("window_pages_quarantined")
         return total
 
-    def num_replaced(self, row: int, depth: int, end_pages: int) -> list[int]:
-        return [group.num_replaced(row, depth, end_pages) for group in self]
-
-    def has_room(self, needs: Sequence[int]) -> bool:
-        return all(need <= group.available_pages() for group, need in zip(self, needs, strict=True))
+    def num_replaced(self, row: int, depth: int, end_pages: int) -> list[int] | None:
+        """By group `WindowGroup.num_replaced`; None where the row has moved on, or too few pages
+        are available."""
+        if any(one.row(row).first_page > one.first_page(depth * one.page_size) for one in self):
+            return None
+        needs = [group.num_replaced(row, depth, end_pages) for group in self]
+        has_room = all(n <= one.available_pages() for one, n in zip(self, needs, strict=True))
+        return needs if has_room else None
 
     # The pages that a checkpoint keeps, by group; () if its model has no windows.
 
-    def count(self, windows: Sequence[Pages], refs: int, pins: int) -> None:
+    def add_counts(self, windows: Sequence[Pages], refs: int, pins: int) -> None:
         for group, ids in zip(self, windows, strict=bool(windows)):
-            group.count(ids, refs, pins)
+            group.add_counts(ids, refs, pins)
 
     def lacks(self, needs: Sequence[int]) -> bool:
         return any(g.allocator.free_pages < need for g, need in zip(self, needs, strict=False))
@@ -379,12 +374,15 @@ class WindowGroups(tuple[WindowGroup, ...]):
         for group in self:
             group.slide(row, num_tokens)
 
+    # A load has no row in any group.
+
     def free(self, row: int) -> None:
         for group in self:
-            group.allocator.free(group.close(row))
+            if group.has_row(row):
+                group.allocator.free(group.close(row))
 
-    def hold(self, row: int | None, owner: Hashable) -> None:
-        """End a request's row; `owner` holds its pages until `release`. None: of a load, which has
-        none there; `owner` is known all the same."""
+    def hold(self, row: int, owner: Hashable) -> None:
+        """End a request's row; `owner` holds its pages until `release`, and is known in any
+        case."""
         for group in self:
-            group.allocator.hold(_NONE if row is None else group.close(row), owner)
+            group.allocator.hold(group.close(row) if group.has_row(row) else _NONE, owner)

@@ -12,13 +12,14 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Final
 
+from prefixkv.cache.checkpoints import Checkpoint
 from prefixkv.cache.results import MatchResult
 from prefixkv.pages.manager import PageManager
+from prefixkv.pages.request_checkpoints import RequestCheckpoints
 from prefixkv.pages.windows import WindowStart
 from prefixkv.paging import MAX_INDEX, page_floor, whole_pages
 from prefixkv.prefill.request import PrefillRequest, PrefillState, SendPlan, WindowPlan
 from prefixkv.prefill.shared_prefixes import SharedPrefixes
-from prefixkv.prefill.state_checkpoints import StateCheckpoints
 
 UsablePrefix = Callable[[PrefillRequest, int], int]
 """Function of a request and the number of its cached tokens that returns how many the engine
@@ -40,10 +41,13 @@ class PrefillBootstrapQueue:
         pages: PageManager,
         shared_prefixes: SharedPrefixes,
         usable_prefix: UsablePrefix | None = None,
-        checkpoints: StateCheckpoints | None = None,
+        checkpoints: RequestCheckpoints[PrefillRequest] | None = None,
     ) -> None:
         self._pages = pages
         self._checkpoints = checkpoints
+        # Of the request that was looked at last: its checkpoint, and pages that are cached.
+        self._found: Checkpoint | None = None
+        self._dense_pages = 0
         self._shared_prefixes = shared_prefixes
         self._usable_prefix = usable_prefix
         # All, with a number in the order of their promises. Those to be looked at are in `_due`, a
@@ -167,15 +171,14 @@ class PrefillBootstrapQueue:
             return False
         start = None
         points = self._checkpoints
-        found = None if points is None else points.found
         if pages.windows:
-            shared = () if found is None else found.windows
+            shared = () if self._found is None else self._found.windows
             start = WindowStart(prefix_len, req.max_pages, shared)
             if not pages.windows.fit(start):
                 return False
         # The checkpoint first: an eviction for what is taken must not take it.
         if points is not None:
-            points.hold(req, found)
+            points.hold(req, self._found)
         try:
             req.pages_held = pages.open(match, num_new, now_s, start=start)
         except BaseException:
@@ -187,7 +190,7 @@ class PrefillBootstrapQueue:
             req.pages_held.hashes, req.hashes = req.hashes, []
             pages.keep_hashes(req.pages_held)
         if points is not None:
-            points.begin(req)
+            points.begin(req, self._dense_pages)
         req.plan = SendPlan(req.num_tokens, req.decode_prefix_len, page_size)
         if pages.windows:
             req.window_plans = tuple(
@@ -209,8 +212,10 @@ class PrefillBootstrapQueue:
         return self._pages.match(key.prefix(usable))
 
     def _usable_tokens(self, req: PrefillRequest, match: MatchResult | None) -> int:
-        if self._checkpoints is not None:
-            return self._checkpoints.usable_tokens(req, match)
+        if (points := self._pages.checkpoints) is not None:
+            self._found = None if match is None else points.find(match)
+            self._dense_pages = 0 if match is None else match.depth
+            return 0 if self._found is None else self._found.depth * self._pages.page_size
         if match is None or self._usable_prefix is None or not match.prefix_len:
             return MAX_INDEX
         # The engine's code: what it raises is reported by the scheduler, and the request is

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from prefixkv.errors import AbortedError, RequestError, shown
+from prefixkv.errors import AbortedError, AuxTooLargeError, RequestError, shown
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.requests import PagedRequest
-from prefixkv.paging import MAX_INDEX, pages_for, whole_pages
+from prefixkv.paging import MAX_INDEX, Pages, pages_for, whole_pages
+from prefixkv.protocol.commands import GroupChunk
 from prefixkv.protocol.ids import RoomKey
 from prefixkv.request import DeviceEvent, Request, check_event, whole_number
 from prefixkv.stats import Journal
@@ -26,56 +27,6 @@ class Span(NamedTuple):
 
     first_page: int
     end_page: int
-
-
-class SendPlan:
-    """The cursor of one request over the pages that its chunks send.
-
-    A chunk inside what decode has sends nothing. A page partly computed waits for its rest. The
-    last send is always made, even without pages, since the outcome and aux travel with it. Where
-    decode's pages are smaller, it may have the first part of one of ours: that page is in the span,
-    and `SenderMachine` sends its rest.
-
-    >>> plan = SendPlan(num_tokens=100, decode_prefix_len=32, page_size=16)
-    >>> plan.send(20), plan.send(70), plan.send(100, last=True)
-    (Span(first_page=2, end_page=2), Span(first_page=2, end_page=4), Span(first_page=4, end_page=7))
-    """
-
-    __slots__ = ("computed", "cursor_page", "ended", "num_tokens", "page_size")
-
-    def __init__(self, num_tokens: int, decode_prefix_len: int, page_size: int) -> None:
-        if not 0 <= decode_prefix_len <= num_tokens:
-            raise RequestError(
-                f"decode_prefix_len is {decode_prefix_len}, the request has {num_tokens} tokens"
-            )
-        self.num_tokens = num_tokens
-        self.page_size = page_size
-        self.cursor_page = whole_pages(decode_prefix_len, page_size)
-        self.computed = 0
-        self.ended = False
-
-    def send(self, end: int, last: bool = False) -> Span:
-        """Return the pages to send, now that KV is computed up to token `end`. Raises RequestError,
-        with nothing changed: after the last send; an `end` below the one before or beyond the
-        request; a last send before its end."""
-        if self.ended:
-            raise RequestError("a chunk after the last one")
-        if not self.computed <= end <= self.num_tokens:
-            raise RequestError(
-                f"a chunk ends at token {end}, it has to lie in [{self.computed}, "
-                f"{self.num_tokens}]"
-            )
-        if last and end != self.num_tokens:
-            raise RequestError(
-                f"the last chunk ends at token {end}, the request has {self.num_tokens}"
-            )
-        # A partly computed page waits for its rest, but for the last page of the request.
-        end_page = pages_for(end, self.page_size) if last else whole_pages(end, self.page_size)
-        span = Span(self.cursor_page, max(self.cursor_page, end_page))
-        self.cursor_page = span.end_page
-        self.computed = end
-        self.ended = last
-        return span
 
 
 class WindowPlan:
@@ -103,15 +54,73 @@ class WindowPlan:
 
     def next(self, end: int, last: bool) -> Span:
         """Return what `send` would return, without a move of the cursor."""
+        # A partly computed page waits for its rest, but for the last page of the request.
         end_page = pages_for(end, self.page_size) if last else whole_pages(end, self.page_size)
         return Span(self.cursor_page, max(self.cursor_page, end_page))
 
+    def chunk(self, span: Span, first_page: int, ids: Pages) -> GroupChunk:
+        """Return a copy of this span of `ids`, those from page `first_page` on."""
+        sent = ids[span.first_page - first_page : span.end_page - first_page].copy()
+        return GroupChunk(span.first_page - self.first_page, sent)
+
+
+class SendPlan(WindowPlan):
+    """The cursor of one request over the pages that its chunks send.
+
+    A chunk inside what decode has sends nothing. A page partly computed waits for its rest. The
+    last send is always made, even without pages, since the outcome and aux travel with it. Where
+    decode's pages are smaller, it may have the first part of one of ours: that page is in the span,
+    and `SenderMachine` sends its rest.
+
+    >>> plan = SendPlan(num_tokens=100, decode_prefix_len=32, page_size=16)
+    >>> plan.send(20), plan.send(70), plan.send(100, last=True)
+    (Span(first_page=2, end_page=2), Span(first_page=2, end_page=4), Span(first_page=4, end_page=7))
+    """
+
+    __slots__ = ("computed", "ended", "num_tokens")
+
+    def __init__(self, num_tokens: int, decode_prefix_len: int, page_size: int) -> None:
+        if not 0 <= decode_prefix_len <= num_tokens:
+            raise RequestError(
+                f"decode_prefix_len is {decode_prefix_len}, the request has {num_tokens} tokens"
+            )
+        super().__init__(whole_pages(decode_prefix_len, page_size), page_size)
+        self.num_tokens = num_tokens
+        self.computed = 0
+        self.ended = False
+
+    def send(self, end: int, last: bool = False) -> Span:
+        """Return the pages to send, now that KV is computed up to token `end`. Raises RequestError,
+        with nothing changed: after the last send; an `end` below the one before or beyond the
+        request; a last send before its end."""
+        if self.ended:
+            raise RequestError("a chunk after the last one")
+        if not self.computed <= end <= self.num_tokens:
+            raise RequestError(
+                f"a chunk ends at token {end}, it has to lie in [{self.computed}, "
+                f"{self.num_tokens}]"
+            )
+        if last and end != self.num_tokens:
+            raise RequestError(
+                f"the last chunk ends at token {end}, the request has {self.num_tokens}"
+            )
+        self.computed = end
+        self.ended = last
+        return super().send(end, last)
+
+
+def state_of(state_slot: int) -> tuple[GroupChunk, ...]:
+    """Return the extra state in this slot as what goes with a chunk; -1: none."""
+    return (GroupChunk(0, np.array([state_slot], np.int32)),) if state_slot >= 0 else ()
+
 
 def checked_chunk(
-    end: int, state_slot: int, aux: bytes, last: bool, ready: DeviceEvent | None
-) -> tuple[int, int, bytes]:
+    end: int, state_slot: int, aux: bytes, last: bool, ready: DeviceEvent | None,
+    num_slots: int, max_aux_bytes: int,
+) -> tuple[int, int, bytes]:  # fmt: skip
     """Return `end`, `state_slot` and `aux` as the types that travel. Raises RequestError for
-    another type, an `aux` without `last`, and a `ready` without `query()`."""
+    another type, an `aux` without `last`, a slot that is none of `num_slots`, or not with `last`
+    and only then, and a `ready` without `query()`. AuxTooLargeError."""
     end = whole_number("end", end, 0, MAX_INDEX + 1)
     state_slot = whole_number("state_slot", state_slot, -1, MAX_INDEX + 1)
     if not isinstance(aux, bytes | bytearray | memoryview):
@@ -125,6 +134,11 @@ def checked_chunk(
         raise RequestError(f"aux cannot be read: {error}") from None
     if aux and not last:
         raise RequestError("aux travels with the last chunk")
+    if len(aux) > max_aux_bytes:
+        raise AuxTooLargeError(len(aux), max_aux_bytes)
+    if not (0 <= state_slot < num_slots if last and num_slots else state_slot == -1):
+        wanted = f"one of {num_slots} with the last chunk, and only then" if num_slots else "none"
+        raise RequestError(f"state slot {state_slot} was handed over where {wanted} is needed")
     return end, state_slot, aux
 
 
@@ -155,7 +169,7 @@ class PrefillRequest(PagedRequest[PrefillState]):
     """
 
     __slots__ = (
-        "computed_s", "decode_prefix_len", "dense_pages", "given_up", "key", "num_chunks",
+        "computed_s", "decode_prefix_len", "given_up", "key", "num_chunks",
         "num_tokens", "peer", "plan", "popped", "promised_s", "sent_pages", "source_free",
         "started_s", "state_slot", "window_plans",
     )  # fmt: skip
@@ -184,7 +198,6 @@ class PrefillRequest(PagedRequest[PrefillState]):
         self.popped = False  # the engine has seen its end
         # The error with which the engine has failed or aborted it: nothing more of it is cached.
         self.given_up: Exception | None = None
-        self.dense_pages = 0  # of its path, that were cached when it was looked at
         # Its journal (journal.py): when each of these happened, and what was sent.
         self.promised_s: float | None = None
         self.started_s: float | None = None
@@ -223,10 +236,8 @@ class PrefillJournal(Journal):
         req.promised_s = now_s
         self.waited("decode", req.arrived_s, now_s)
 
-    def started(self, req: PrefillRequest, cut_tokens: int, now_s: float) -> None:
-        """The engine may compute a request; KV of `cut_tokens` is cached behind its checkpoint."""
-        if cut_tokens:
-            self.counters["cut_tokens"] += cut_tokens
+    def started(self, req: PrefillRequest, now_s: float) -> None:
+        """The engine may compute a request."""
         self.counters["prompt_tokens"] += req.num_tokens
         self.counters["hit_tokens"] += req.prefix_len
         self.counters["decode_hit_tokens"] += req.decode_prefix_len

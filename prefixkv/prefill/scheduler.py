@@ -14,20 +14,18 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import assert_never
 
-import numpy as np
-
 from prefixkv.cache.events import EventFeed
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.config import PrefillConfig
 from prefixkv.errors import (
     AbortedError,
-    AuxTooLargeError,
     InternalError,
     RequestError,
     TransferTimeoutError,
     check_laws,
 )
 from prefixkv.pages.manager import PageManager
+from prefixkv.pages.request_checkpoints import RequestCheckpoints
 from prefixkv.pages.requests import (
     PagedScheduler,
     check_failure,
@@ -44,14 +42,13 @@ from prefixkv.prefill.request import (
     PrefillRequest,
     PrefillState,
     checked_chunk,
+    state_of,
 )
 from prefixkv.prefill.shared_prefixes import SharedPrefixes
-from prefixkv.prefill.state_checkpoints import StateCheckpoints
 from prefixkv.protocol.commands import (
     AbortRoom,
     AddRoom,
     DeclineRoom,
-    GroupChunk,
     MoveWeights,
     PrefillCommand,
     SendChunk,
@@ -82,9 +79,9 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         """
         super().__init__(pages, PrefillJournal(), config.model.weights_version)
         self.num_slots = num_slots
-        self.checkpoints: StateCheckpoints | None = None
+        self.checkpoints: RequestCheckpoints[PrefillRequest] | None = None
         if pages.checkpoints is not None:
-            self.checkpoints = StateCheckpoints(pages, num_slots, config.checkpoint_tokens)
+            self.checkpoints = RequestCheckpoints(pages, num_slots, config.checkpoint_tokens)
         elif pages.windows:
             usable_prefix = _no_prefix  # no pages of the window are kept behind a prefix
         elif num_slots:
@@ -95,7 +92,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         self.shared_prefixes = SharedPrefixes(
             pages.page_size, self.counters, config.follow_s,
             step_pages=1 if points is None else points.step_pages,
-            on_wait=None if points is None else points.add_stop,
+            on_wait=None if points is None else self._save_at,
         )  # fmt: skip
         self.bootstrapped = PrefillBootstrapQueue(
             pages, self.shared_prefixes, usable_prefix, points
@@ -207,8 +204,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         # 3. Hand out.
         popped = self.bootstrapped.pop_bootstrapped(now_s, limit)
         for req in popped:
-            dense = req.dense_pages * self.pages.page_size
-            self.journal.started(req, max(0, dense - req.prefix_len), now_s)
+            self.journal.started(req, now_s)
         self._tell()
         return popped
 
@@ -228,7 +224,9 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         # 1. Check everything before anything moves: an error that is found later would leave the
         # room stuck.
         check_own(req, PrefillRequest, self.pages)
-        end, state_slot, aux = checked_chunk(end, state_slot, aux, last, ready)
+        end, state_slot, aux = checked_chunk(
+            end, state_slot, aux, last, ready, self.num_slots, self._max_aux_bytes
+        )
         # 2. Failed while the engine computed: no error of the engine's. What it computed is good
         # prefix, unless it has said otherwise; but not once it has popped the failure, since its
         # pages may be released then.
@@ -241,12 +239,6 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             return 0
         if self.requests.get(req.rid) is not req or req.state is not PrefillState.COMPUTING:
             raise RequestError(f"request {req.rid!r} is {req.state.value}, it takes no chunk")
-        if len(aux) > self._max_aux_bytes:
-            raise AuxTooLargeError(len(aux), self._max_aux_bytes)
-        if not (0 <= state_slot < self.num_slots if last and self.num_slots else state_slot == -1):
-            with_last = f"one of {self.num_slots} with the last chunk, and only then"
-            wanted = with_last if self.num_slots else "none"
-            raise RequestError(f"state slot {state_slot} was handed over where {wanted} is needed")
         assert req.plan is not None
         assert req.pages_held is not None
         # 3. Send. The plan checks `end`, so it moves first; the ids are copied, since caching may
@@ -259,16 +251,19 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
                 raise RequestError(f"request {req.rid!r} has {what}")
         span = req.plan.send(end, last)
         src_pages = req.pages[span.first_page : span.end_page].copy()
-        groups = self._send_windows(req, end, last)
-        if state_slot >= 0:
-            groups += (GroupChunk(0, np.array([state_slot], np.int32)),)
+        rows = (group.row(req.pages_held.row) for group in self.pages.windows)
+        groups = tuple(
+            plan.chunk(plan.send(end, last), *row)
+            for plan, row in zip(req.window_plans, rows, strict=True)
+        )
+        groups += state_of(state_slot)
         self.journal.chunk(req, len(src_pages), last, now_s)
         if last:
             req.state_slot = state_slot
             req.become(PrefillState.SENDING)
         if self.checkpoints is not None:
-            self.checkpoints.computed(req)
-        if req.window_plans:
+            self.checkpoints.computed(req, end)
+        elif req.window_plans:
             self.pages.slide(req.pages_held, end)
         # 4. Progress, for the tree and for those that follow this request.
         self._computed[req] = None
@@ -290,17 +285,11 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         self._tell()
         return len(src_pages)
 
-    def _send_windows(self, req: PrefillRequest, end: int, last: bool) -> tuple[GroupChunk, ...]:
-        chunks: list[GroupChunk] = []
-        assert req.pages_held is not None
-        for plan, group in zip(req.window_plans, self.pages.windows, strict=True):
-            span = plan.send(end, last)
-            first, ids = group.row(req.pages_held.row)
-            sent = ids[span.first_page - first : span.end_page - first].copy()
-            chunks.append(GroupChunk(span.first_page - plan.first_page, sent))
-        if chunks and self.checkpoints is not None:
-            self.checkpoints.take_if_stop(req, end)
-        return tuple(chunks)
+    def _save_at(self, leader: PrefillRequest, tokens: int) -> None:
+        """Have a checkpoint saved where a request that waits for the leader's prefix parts."""
+        assert self.checkpoints is not None
+        assert leader.plan is not None
+        self.checkpoints.add_stop(leader, tokens, max(leader.prefix_len, leader.plan.computed))
 
     def save_state(self, req: PrefillRequest, end: int) -> int:
         """Return the slot of the StatePool into which the engine copies the extra state behind

@@ -1,17 +1,16 @@
-"""Parts that the room machines share: two events, a table of steps, and the table as a diagram.
+"""Parts that the room machines share: two events, and a table of steps.
 
 A row of the table names every event that may come in its state: with the method that takes it and
 the states that may follow, or IGNORED with the reason. Another event, or another next state, is a
 fault of this process, never of a peer: `run` raises InternalError.
 
-`python -m prefixkv.protocol.machine` prints the diagrams of both machines, in mermaid.
+`docs/gen.py` draws the tables.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Set
-from importlib import import_module
 from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
@@ -86,35 +85,3 @@ def fault(machine: _Machine, event: object, why: str = "") -> InternalError:
         f"{type(machine).__name__} of {machine.key}: {type(event).__name__} must not come in "
         f"{machine.poll.name}" + (f": {why}" if why else "")
     )
-
-
-def mermaid(table: Table) -> str:
-    """Return a table as a mermaid state diagram. An arrow names the events that may lead along it,
-    a note those that its state ignores. Others must not come."""
-    lines = ["stateDiagram-v2", f"    [*] --> {min(table).name}"]
-    for state, row in table.items():
-        for after in KVPoll:
-            events = [event.__name__ for event, step in row.items() if after in step.next_states]
-            if events:
-                lines.append(f"    {state.name} --> {after.name} : {', '.join(events)}")
-        if state.ended:
-            lines.append(f"    {state.name} --> [*]")
-        ignored = [event.__name__ for event, step in row.items() if step.method is None]
-        if ignored:
-            lines.append(f"    note right of {state.name} : ignores {', '.join(ignored)}")
-    return "\n".join(lines)
-
-
-def diagrams() -> dict[str, str]:
-    """Return the mermaid diagrams of both room machines, by the name of the class."""
-    found = {}
-    for side in ("Receiver", "Sender"):  # by name: those modules import this one
-        module = import_module(f"prefixkv.protocol.{side.lower()}_machine")
-        machine = getattr(module, f"{side}Machine")
-        found[machine.__name__] = mermaid(machine.TABLE)
-    return found
-
-
-if __name__ == "__main__":
-    for name, diagram in diagrams().items():
-        print(f"`{name}`:\n\n```mermaid\n{diagram}\n```\n")

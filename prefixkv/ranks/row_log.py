@@ -12,7 +12,7 @@ that have changed or ended. Prefill works alike. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -23,7 +23,7 @@ import numpy.typing as npt
 from prefixkv.errors import CallerError, ConfigError, InternalError, RequestError, shown
 from prefixkv.pages.manager import PageManager, RequestPages
 from prefixkv.pages.table import UNUSED
-from prefixkv.pages.windows import WindowPages, WindowSpec
+from prefixkv.pages.windows import WindowPages, WindowSpec, of_window
 from prefixkv.paging import Pages
 from prefixkv.protocol.commands import (
     AbortRoom,
@@ -171,10 +171,11 @@ class RankLog:
     The engine broadcasts the bytes once a pass, before the step whose attention reads the rows.
     Ranks may apply late and at different times. Rank 0's `after=` events stand for all ranks: a
     step that has ended there has passed its last all-reduce, so every rank has read all of its
-    pages.
+    pages. `endpoints`: of prefill's other ranks, in order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, endpoints: Sequence[str] = ()) -> None:
+        self.endpoints = endpoints
         self.num_batches = 0
         self.sizes: RankSizes | None = None  # set by rank 0's node
         self._commands: list[Any] = []
@@ -288,7 +289,7 @@ class RankRequest:
 
     def window_pages(self, name: str) -> WindowPages:
         """See `PrefillRequest.window_pages`. Raises CallerError for a group that there is not."""
-        return _of_group(self.windows, name)
+        return of_window(self.windows, name)
 
 
 class RowFollower:
@@ -318,7 +319,7 @@ class RowFollower:
 
     def window_pages(self, row: int, name: str) -> WindowPages:
         """See `PagedRequest.window_pages`."""
-        return _of_group(self._windows(row), name)
+        return of_window(self._windows(row), name)
 
     def state_slot(self, row: int) -> int:
         """Return the slot of extra state of a row's request, -1 if there is none."""
@@ -457,12 +458,6 @@ class RowFollower:
         if not 0 < len(host) == len(device):
             raise CallerError(f"rank 0 sent a copy of {len(host)} to {len(device)} pages")
         return HostCopy(logged.number, logged.is_load, host, device)
-
-
-def _of_group(windows: Mapping[str, WindowPages], name: str) -> WindowPages:
-    if not isinstance(name, str) or name not in windows:
-        raise CallerError(f"there is no window group {shown(name)}")
-    return windows[name]
 
 
 def _views(requests: Iterable[LoggedRequest]) -> dict[str, _View]:

@@ -175,9 +175,8 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
           number. A few after aborts are usual.
         """
         stats = super().stats()
-        host, points = self.host, self.points
+        host = self.host
         stats |= {
-            "cut_tokens": 0 if points is None else points.cut_tokens,
             "host_pages": 0 if host is None else host.num_ready,
             "host_pages_cached": 0 if host is None else host.allocator.cached_pages,
             "host_copies": 0 if host is None else len(host),

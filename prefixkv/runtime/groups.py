@@ -23,7 +23,6 @@ from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.pages.requests import Command, Req
 from prefixkv.paging import Pages
-from prefixkv.prefill.bootstrap_queue import UsablePrefix
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.protocol.commands import DecodeCommand, PrefillCommand
 from prefixkv.protocol.events import DecodeEvent, PrefillEvent
@@ -171,7 +170,6 @@ class PrefillGroup(_Group[PrefillRequest, PrefillCommand, bytes, PrefillEvent], 
     Args:
         pools: by rank; each holds its rank's share, all have as many pages.
         states: by rank, where requests have extra state; all have as many slots.
-        usable_prefix: as for PrefillNode.
 
     Raises ConfigError: the ranks differ in pages, page size or slots, or number.
     """
@@ -182,7 +180,6 @@ class PrefillGroup(_Group[PrefillRequest, PrefillCommand, bytes, PrefillEvent], 
         config: PrefillConfig,
         mesh: Mesh,
         states: Sequence[StatePool | None] = (),
-        usable_prefix: UsablePrefix | None = None,
     ) -> None:
         check_kind("config", config, PrefillConfig)
         check_kind("mesh", mesh, Mesh)
@@ -196,9 +193,8 @@ class PrefillGroup(_Group[PrefillRequest, PrefillCommand, bytes, PrefillEvent], 
             for rank in range(1, mesh.num_ranks):
                 others.append(PrefillRank(pools[rank], config, mesh, rank, states[rank]))
                 undo.callback(others[-1].close)
-            log = RankLog() if others else None
-            endpoints = [other.endpoint for other in others]
-            super().__init__(pools[0], config, mesh, endpoints, states[0], usable_prefix, ranks=log)
+            log = RankLog([other.endpoint for other in others]) if others else None
+            super().__init__(pools[0], config, mesh, states[0], ranks=log)
             undo.callback(super().close)
             self._join(others)
             undo.pop_all()

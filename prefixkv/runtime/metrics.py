@@ -79,8 +79,8 @@ def _window_pages(node: Node) -> Samples:
             yield (group.name, state), number
 
 
-def _decode_cut_tokens(node: DecodeNode) -> Samples:
-    points = node.points
+def _cut_tokens(node: Node) -> Samples:
+    points = node.pages.checkpoints
     return [((), 0 if points is None else points.cut_tokens)]
 
 
@@ -263,7 +263,7 @@ DECODE = (
     _counted("computed_tokens", "Tokens of prompts computed here."),
     _counted("compute_declined", _DECLINED),
     _counted("failovers", "Requests that went on without their prefill worker."),
-    _counter("cut_tokens", _CUT, _decode_cut_tokens),
+    _counter("cut_tokens", _CUT, _cut_tokens),
     _counted("host_hit_tokens", "Tokens of admitted prompts that were loaded from host memory."),
     _counted("host_loads", "Loads from host memory."),
     _counted("host_loaded_pages", "Pages loaded from host memory."),
@@ -276,7 +276,7 @@ DECODE = (
 PREFILL = (
     _counter("sent_bytes", "KV written to decode workers.", _value(lambda node: node.bytes_sent)),
     _counter("skipped_bytes", "KV that decode had already.", _prefill_skipped_bytes),
-    _counted("cut_tokens", _CUT),
+    _counter("cut_tokens", _CUT, _cut_tokens),
     _gauge("queue_requests", "Requests by what they wait for.", _prefill_queues, "queue"),
     _counter("requests", "Requests that ended.", _ended("sent", "failed"), "outcome"),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 
@@ -46,6 +46,8 @@ COUNTERS = (
 
 class Ranks(Protocol):
     """`ranks=` of a node: what it says to the other ranks of its worker, a RankLog."""
+
+    endpoints: Sequence[str]  # of the other ranks of a prefill worker, in order
 
     def take(self, pages: PageManager, requests: Iterable[Any]) -> bytes: ...
 
@@ -342,6 +344,7 @@ class Node(OneThread, PagedScheduler[Req, Command], Generic[Req, Command, To, E]
             "slots_free": slots.free_pages if slots is not None else 0,
             "slots_held": slots.held_pages + slots.quarantined_pages if slots is not None else 0,
             **page_manager.windows.counts(),
+            "cut_tokens": 0 if points is None else points.cut_tokens,
             "checkpoints": 0 if points is None else len(points),
             "checkpoint_slots": 0 if points is None else points.num_slots,
             "checkpoints_evicted": 0 if points is None else points.evicted,

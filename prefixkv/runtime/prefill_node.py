@@ -6,7 +6,6 @@ own threads (control, transport) are started here and joined by `close`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 
 from prefixkv.config import PageSettings, PrefillConfig, check_reserved
@@ -15,7 +14,6 @@ from prefixkv.errors import ConfigError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
-from prefixkv.prefill.bootstrap_queue import UsablePrefix
 from prefixkv.prefill.request import PrefillRequest, timeline
 from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.protocol.commands import PrefillCommand
@@ -28,10 +26,9 @@ from prefixkv.runtime.rank_spec import (
     checked_config,
 )
 from prefixkv.runtime.transfers import MakeTransport
-from prefixkv.settings import check_callable
 
 _COUNTERS = (
-    *COUNTERS, "bytes_sent", "cut_tokens", "decode_hit_tokens", "followed", "hit_tokens",
+    *COUNTERS, "bytes_sent", "decode_hit_tokens", "followed", "hit_tokens",
     "never_promised", "overtaken", "refused_by_peers", "sent", "staging_bytes_staged",
     "staging_pieces_written", "writes_done", "writes_drained_by_renewal", "writes_failed",
 )  # fmt: skip
@@ -47,17 +44,12 @@ class PrefillNode(Node[PrefillRequest, PrefillCommand, bytes, PrefillEvent], Pre
         config: see PrefillConfig.
         mesh: how the model is shared out over the ranks of this worker, of which this is rank 0.
             None: the only rank.
-        endpoints: the `endpoint` of each other rank, in order: `Request.prefill` names rank 0's.
         state: this rank's share of the extra state of requests. Its slots are the engine's: one
             that it names in `send_chunk(last=True, state_slot=)` must be left alone until the
             request is popped as sent or failed.
-        usable_prefix: called for a hit in this worker's own cache, with the request and the tokens
-            that hit. Returns from how many of them the engine can go on, having the extra state
-            behind them; rounded down to whole pages. By default none where there is extra state
-            without `PrefillConfig.checkpoints`, all where there is none.
         transport: makes another transport than NIXL's, for tests.
-        ranks: with several: the others are `PrefillRank`s, which follow this node's cache
-            (`take_log`).
+        ranks: with several, a RankLog with the endpoints of the others, which are `PrefillRank`s
+            and follow this node's cache (`take_log`). `Request.prefill` names this one's.
 
     Raises ConfigError: an address that cannot be bound, an unknown policy, a pool that is not this
     rank's share or cannot be registered, `checkpoints` without as many slots of extra state and one
@@ -74,17 +66,14 @@ class PrefillNode(Node[PrefillRequest, PrefillCommand, bytes, PrefillEvent], Pre
         pool: KVPool,
         config: PrefillConfig | None = None,
         mesh: Mesh | None = None,
-        endpoints: Sequence[str] = (),
         state: StatePool | None = None,
-        usable_prefix: UsablePrefix | None = None,
         transport: MakeTransport | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         # The same order as in `DecodeNode`: refuse, build, start threads, observe.
         config = checked_config(config, PrefillConfig)
         spec = self._spec(pool, config, mesh, state, ranks)
-        check_callable("usable_prefix", usable_prefix)
-        _check_checkpoints(config.checkpoints, spec, usable_prefix)
+        _check_checkpoints(config, spec)
         settings: PageSettings = {
             "caching": config.cache,
             "policy": config.policy,
@@ -95,8 +84,9 @@ class PrefillNode(Node[PrefillRequest, PrefillCommand, bytes, PrefillEvent], Pre
         num_slots = max(0, spec.num_slots - config.checkpoints)
         with ExitStack() as undo:
             undo.callback(pages.cache.policy.release)  # the next node may have it
-            PrefillScheduler.__init__(self, pages, config, num_slots, usable_prefix)
+            PrefillScheduler.__init__(self, pages, config, num_slots, config.usable_prefix)
             self._logged = self.requests.values()
+            endpoints = () if ranks is None else ranks.endpoints
             self.transfers = PrefillTransfers(spec, config, endpoints, transport)
             undo.callback(self.close)
             self._lead(spec)
@@ -165,10 +155,9 @@ class PrefillNode(Node[PrefillRequest, PrefillCommand, bytes, PrefillEvent], Pre
         return stats
 
 
-def _check_checkpoints(
-    num_checkpoints: int, spec: RankSpec, usable_prefix: UsablePrefix | None
-) -> None:
-    if usable_prefix is not None and spec.layout.windows:
+def _check_checkpoints(config: PrefillConfig, spec: RankSpec) -> None:
+    num_checkpoints, is_said = config.checkpoints, config.usable_prefix is not None
+    if is_said and spec.layout.windows:
         raise ConfigError("usable_prefix: a pool with window groups goes on at checkpoints alone")
     if not num_checkpoints:
         return
@@ -177,7 +166,7 @@ def _check_checkpoints(
     only_windows = spec.state is None and bool(spec.layout.windows)
     if not only_windows and spec.num_slots <= num_checkpoints:
         why = f"the extra state has {spec.num_slots} slots, and the engine needs some"
-    elif usable_prefix is not None:
+    elif is_said:
         why = "usable_prefix says where the engine goes on"
     if why:
         raise ConfigError(f"checkpoints: {num_checkpoints}: {why}")

@@ -7,18 +7,16 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import NamedTuple, cast
 
-import numpy as np
-
 from prefixkv.config import PrefillConfig, Way
 from prefixkv.control.effects import StagingSlots
 from prefixkv.control.handshake import OurSide
 from prefixkv.control.prefill.control import PrefillControl
 from prefixkv.digest import check_digest
-from prefixkv.errors import AbortedError, AuxTooLargeError, ConfigError, RequestError, shown
+from prefixkv.errors import AbortedError, ConfigError, RequestError, shown
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.pages.requests import check_reason
 from prefixkv.paging import PageIds, as_pages, checked_pages, pages_for
-from prefixkv.prefill.request import SendPlan, WindowPlan, checked_chunk
+from prefixkv.prefill.request import SendPlan, WindowPlan, checked_chunk, state_of
 from prefixkv.protocol.commands import (
     AbortRoom,
     AddRoom,
@@ -216,12 +214,8 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         if key is None or key not in self._rooms:
             raise RequestError(f"room {room} of {decode!r} was not added, or is over")
         # 2. Every argument, before the plan moves.
-        end, state_slot, aux = checked_chunk(end, state_slot, aux, last, ready)
-        if len(aux) > self._control.max_aux_bytes:
-            raise AuxTooLargeError(len(aux), self._control.max_aux_bytes)
-        num_slots = self._num_slots if last else 0
-        if not (0 <= state_slot < num_slots if num_slots else state_slot == -1):
-            raise RequestError(f"state slot {state_slot} of {num_slots}, with the last chunk only")
+        bounds = self._num_slots, self._control.max_aux_bytes
+        end, state_slot, aux = checked_chunk(end, state_slot, aux, last, ready, *bounds)
         ids = as_pages(pages)
         if len(ids) < pages_for(end, self._page_size):
             need = pages_for(end, self._page_size)
@@ -239,8 +233,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         if windows is None and last and plan.windows:
             raise RequestError("the last chunk has no pages of window groups, and none follows")
         sent = () if windows is None else self._window_chunks(plan, end, last, windows)
-        if state_slot >= 0:
-            sent += (GroupChunk(0, np.array([state_slot], np.int32)),)
+        sent += state_of(state_slot)
         span = plan.pages.send(end, last)
         src = ids[span.first_page : span.end_page].copy()
         for one in plan.windows if windows is not None else ():
@@ -285,10 +278,9 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
                     f"group {group.name!r}: pages {first} to {first + len(ids)}, this chunk sends "
                     f"{span.first_page} to {span.end_page}"
                 )
-            src = ids[span.first_page - first : span.end_page - first].copy()
-            if len(src):
+            found.append(plan.chunk(span, first, ids))
+            if len(src := found[-1].src_pages):
                 checked_pages(src, group.layout.num_pages, "source")
-            found.append(GroupChunk(span.first_page - plan.first_page, src))
         return tuple(found)
 
     def abort(self, room: int, generation: int, reason: str = "aborted", *, decode: str) -> None:

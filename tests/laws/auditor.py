@@ -66,7 +66,9 @@ def audit_decode(scheduler: DecodeScheduler, control: DecodeControl) -> None:
                 PageState.QUARANTINED,
             ), "law 4"
             writable[page] = machine.key
-    assert written == control.num_expected, "the control counts the rooms that may be written"
+    assert written == control._rooms.num_expected, (
+        "the control counts the rooms that may be written"
+    )
     for flight in scheduler.compute.local:
         mine = set(pages.pages(flight.pages)[flight.pages.num_shared :].tolist())
         assert not mine & writable.keys(), f"law 9: a peer may write what {flight} computes"

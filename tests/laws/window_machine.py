@@ -228,12 +228,13 @@ class Machine:
         """A checkpoint at the end of what is computed."""
         depth, end_pages = live.done // P, pages_for(len(live.tokens), P)
         windows = self.pages.windows
-        needs = windows.num_replaced(live.pages.row, depth, end_pages)
+        needs = [one.num_replaced(live.pages.row, depth, end_pages) for one in windows]
         fits = all(
             need <= self.free(number) + len(self.used(number)[0] - self.used(number)[1])
             for number, need in enumerate(needs)
         )
-        assert windows.has_room(needs) == fits
+        said = windows.num_replaced(live.pages.row, depth, end_pages)
+        assert said == (needs if fits else None)
         if not fits:
             return
         before = [self.row(live, number) for number in range(len(self.groups))]

@@ -154,6 +154,7 @@ def check_alive(copy: Path) -> None:
     run(copy, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", MACHINE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("organ", ORGANS)
 def test_without_one_organ_the_example_and_a_machine_run(organ: str, tmp_path: Path) -> None:
     without([organ], tmp_path)

@@ -7,10 +7,12 @@ without a snapshot of the state behind it computes a wrong one, as a real engine
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from prefixkv import PrefillConfig
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateTensor
@@ -49,8 +51,11 @@ class StatePair(MeshPair):
         self.starts: dict[str, int] = {}
         super().__init__(
             prefill, decode,
-            prefill_more={"states": [memory.pool() for memory in self.sources]}
-            | ({"usable_prefix": self._usable} if usable else {}),
+            prefill_more={"states": [memory.pool() for memory in self.sources]},
+            prefill_config=replace(
+                options.pop("prefill_config", PrefillConfig()),
+                usable_prefix=self._usable if usable else None,
+            ),
             decode_more={"states": [memory.pool() for memory in self.targets]},
             device="cpu",  # where the state is
             **options,

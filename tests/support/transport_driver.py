@@ -84,7 +84,9 @@ class Node:
             if isinstance(e, WriteDone | WriteFailed) and (not job_ids or e.job_id in job_ids)
         ]  # fmt: skip
 
-    def drained(self, *job_ids: int, error: type[Exception] = Exception) -> WriteFailed:
+    def drained(
+        self, *job_ids: int, error: type[Exception] | tuple[type[Exception], ...] = Exception
+    ) -> WriteFailed:
         """The one end of these jobs: a failure by this error, after which nothing can land."""
         [end] = self.ends(*job_ids)
         assert isinstance(end, WriteFailed), end

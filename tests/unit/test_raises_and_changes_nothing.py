@@ -175,7 +175,7 @@ _PUBLIC = {RadixCache}
 _NOT_THE_ENGINES = {
     "stats", "check_invariants", "nodes", "oldest_lock", "cache_owned", "check_growth",
     "append_checked", "holders", "pin", "unpin", "digest", "keep_hash", "keep_hashes", "hashed",
-    "pin_key", "find", "holds_all", "note_checkpoint", "end_all", "is_spare", "state_slot",
+    "pin_key", "find", "holds_all", "note_checkpoint", "end_all", "state_slot",
 }  # fmt: skip
 
 

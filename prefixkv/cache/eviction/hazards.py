@@ -249,6 +249,7 @@ class Hazards:
         # A use may have two starts: with two parts done ahead after each, these do none.
         for _ in range(2):
             next(self._work, None)
+        self._num_ahead = 2
 
     def _go_on(self) -> None:
         if self._due == 0:
@@ -260,15 +261,17 @@ class Hazards:
         if self._due == _PUBLISH_DUE or at_once:
             self._finish()
             self._due += self._period
-        elif self._due < 0:
+        elif self._num_ahead:
+            self._num_ahead -= 1
+        else:
             next(self._work, None)
 
     def _begin(self) -> None:
         """Set apart what is noted by now."""
         self._counting, self._noted = self._noted, _Noted([], [], [])
         self._frozen_s = None
-        self._is_counted = False
-        self._work = self._work_out(self.now_s)
+        self._is_counted, self._num_ahead = False, 1
+        self._work: Iterator[None] = self._work_out(self.now_s)
 
     def _finish(self) -> None:
         """Publish the worths. `worth[kind][bin]` rises up to `peak[kind]` and falls from there, so
@@ -276,7 +279,7 @@ class Hazards:
         (see `LeastWorth.choose`)."""
         self._finish_work()
         self.peak, self.worth = self._found
-        self._frozen_s = None
+        self._frozen_s, self._work = None, iter(())  # a generator could not be copied
 
     def _finish_work(self) -> None:
         for _ in self._work:

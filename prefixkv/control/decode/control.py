@@ -146,11 +146,6 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
         return min(self.timers.next_s, self._links.deaths.due_s)
 
     @property
-    def num_expected(self) -> int:
-        """Number of rooms that peers may be writing now."""
-        return self._rooms.num_expected
-
-    @property
     def num_rooms(self) -> int:
         """Number of rooms that are open or not drained yet. Any thread may ask."""
         return len(self._rooms)
@@ -492,7 +487,7 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
 
     def _promote(self, link: Link, now_s: float) -> None:
         for leader in self._links.leaders(link):
-            if leader.has_waiting and leader.ready:
+            if leader.waiting and leader.ready:
                 self._promote_rooms(leader, now_s)
             # The scheduler waits to hear that this worker is ready.
             if self._asked_workers.get(leader.address) is False:
@@ -531,10 +526,11 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
         links = self._ranks_ready(leader, now_s)
         if links is None:
             return
-        for room in self._rooms.waiting(leader):
-            # From here on the room belongs to these processes, whatever answers on the links later,
-            # and waits no more: if what follows raises, it must not be done a second time. `peers`
-            # is set before the promise is sent, so that an answer finds its room.
+        while leader.waiting:
+            # Out of the queue first: if what follows raises, it must not be done a second time.
+            room = leader.waiting.popleft()
+            # From here on the room belongs to these processes, whatever answers on the links later.
+            # `peers` is set before the promise is sent, so that an answer finds its room.
             room.links = links
             for rank, link in links.items():
                 assert link.peer is not None
@@ -544,7 +540,6 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
                 assert self.staging is not None
                 self.say_all(self.staging.open(room.promise, self._page_size, leader.plan))
             self._rooms.on(room, receiver.PeerReady(tuple(links)), now_s)
-        leader.has_waiting = False
 
     def _refuse_peer(
         self,
@@ -569,7 +564,7 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
         self.news.say(kind, link.peer or link.address, str(error))
         # `close` below removes the link, so its leaders are collected first, each once.
         for leader in dict.fromkeys((link, *self._links.leaders(link))):
-            for room in self._rooms.waiting(leader):
+            for room in list(leader.waiting):  # a room that fails leaves the queue
                 self._rooms.on(room, Fail(error, tell=False), now_s)
             self._lose_worker(leader.address, error)
         if any(link.peer in room.peers.values() for room in self._rooms.at(link)):

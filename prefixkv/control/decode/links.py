@@ -8,6 +8,7 @@ pages have been greeted and answer.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -50,7 +51,7 @@ class Link:
     of this leader is promised to; `leaders` are the addresses of the links that have this one among
     theirs. `nonce` is that of the last HelloWanted. `is_local`: the address is on this machine.
     `plan` says how the ranks of this leader stage what they write to us, once `planned`.
-    `has_waiting`: rooms of this leader may still be to be promised.
+    `waiting`: the rooms of this leader that are to be promised, in the order of admission.
     """
 
     address: str
@@ -68,7 +69,7 @@ class Link:
     leaders: set[str] = field(default_factory=set)
     nonce: int = 0
     is_local: bool = False
-    has_waiting: bool = False
+    waiting: deque[Any] = field(default_factory=deque)
 
     @property
     def known(self) -> int:

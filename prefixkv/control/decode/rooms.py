@@ -3,7 +3,7 @@ room, and what frees it:
 
      waits               promised            FAILED              FAILED, drained     no room
     +-------------------+-------------------+-------------------+-------------------+-----------+
-    | no links: its     | peers: the pro-   | undrained: ranks  | owed: no rank has | a frame   |
+    | Link.waiting: its | peers: the pro-   | undrained: ranks  | owed: no rank has | a frame   |
     | leader or a rank  | cesses told. They | that may still    | learned of pages, | is told   |
     | is not ready. No  | stay so if others | write its pages,  | but prefill may   | by its    |
     | peer knows its    | answer; leases in | and its leases    | wait for them. A  | ticket    |
@@ -136,10 +136,6 @@ class ReceiverRooms:
         """Return a copy of the list."""
         return list(self._rooms.values())  # in one step: any thread may call this
 
-    def waiting(self, leader: Link) -> list[Room]:
-        """Return the rooms of a leader to be promised, in the order of admission. O(rooms)."""
-        return [room for room in self.all() if room.link is leader and not room.links]
-
     def at(self, link: Link) -> list[Room]:
         """Return the rooms that hold on to a link. O(rooms)."""
         return [room for room in self.all() if room.link is link or link in room.links.values()]
@@ -147,7 +143,7 @@ class ReceiverRooms:
     def add(self, room: Room) -> None:
         """Let a room wait at its leader's link until it can be promised."""
         self._rooms[room.key] = room
-        room.link.has_waiting = True
+        room.link.waiting.append(room)
         self._timers.wake(room.key, room.wake_s)
 
     def on(self, room: Room, event: receiver.ReceiverEvent, now_s: float) -> None:
@@ -231,4 +227,6 @@ class ReceiverRooms:
 
     def drop(self, room: Room) -> None:
         del self._rooms[room.key]
+        if room in room.link.waiting:
+            room.link.waiting.remove(room)
         self._timers.forget(room.key)

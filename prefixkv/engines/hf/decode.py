@@ -356,14 +356,14 @@ class DecodeEngine(NodeEngine):
         chunks: list[_Chunk] = []
         if not self._local:
             return chunks
-        left, further = self.node.chunk_tokens, self.node.further_prompt_tokens
+        left = self.node.chunk_tokens
         for req, start in self._local.items():
             if left > 0 and not req.state.ended:
                 end = min(start + min(left, self._step_tokens), req.fill_len)
                 if self.model.window:  # a window is kept at a chunk's end
                     end = next((at for at in req.stops if start < at <= end), end)
                 chunks.append(_Chunk(req, start, end))
-                left -= end - start + further
+                left -= end - start
         return chunks
 
     def _begin_local(self, req: DecodeRequest) -> None:
@@ -373,10 +373,10 @@ class DecodeEngine(NodeEngine):
             if not req.resumed:
                 answer.prefill_hit_tokens = 0  # an attempt before this one may have had some
             # Prefill has sent all but the end, and knew the token behind that.
-            if req.sent_len < req.fill_len and not req.resumed:
+            if req.aux and not req.resumed:
                 try:
                     _, answer.prefill_hit_tokens, _ = unpack_first(
-                        req.aux, self.model.vocab_size, req.sent_len
+                        req.aux, self.model.vocab_size, req.prefix_len
                     )
                 except ValueError as error:
                     self._abort_for(answer, error)

@@ -109,14 +109,13 @@ class OwnCompute:
 
     # --- transfers --------------------------------------------------------------------------------
 
-    def promised(self, address: str, room: int, num_tokens: int, loaded: int = 0) -> None:
-        """Prefill is to send the KV of `num_tokens` to a room that a router has drawn, while decode
-        loads that of `loaded` tokens."""
+    def promised(self, address: str, room: int, num_tokens: int) -> None:
+        """Prefill is to send the KV of `num_tokens` to a room that a router has drawn."""
         if self.measures_prefill:
-            self.sources.promised(address, RoomKey(room, 0), self.now_s(), num_tokens, loaded)
+            self.sources.promised(address, RoomKey(room, 0), self.now_s(), num_tokens)
 
-    def arrived(self, address: str, room: int, num_tokens: int) -> None:
-        self.sources.arrived(address, RoomKey(room, 0), num_tokens, self.now_s())
+    def arrived(self, address: str, room: int) -> None:
+        self.sources.arrived(address, RoomKey(room, 0), self.now_s())
 
     def gave_up(self, address: str, room: int) -> None:
         """A room has failed: its time says nothing."""
@@ -156,9 +155,9 @@ class OwnCompute:
         seconds = now_s - max(step.begun_s, self._ended_s)
         self._ended_s = now_s
         if step.prompt_tokens:
-            self.sources.chunk(step.prompt_tokens, seconds, step.running, now_s, step.prompts)
+            self.sources.chunk(step.prompt_tokens, seconds, step.running)
         elif step.running:
-            self.sources.step(seconds, step.running)
+            self.sources.step(seconds)
 
     # --- laws -------------------------------------------------------------------------------------
 

@@ -363,7 +363,7 @@ class SchedulerSide:
         prefix_len = total - num_sent
         self.loads.open(request, wanted, num_sent, pages, windows, self._orders)
         if not ask.nonce:
-            self.compute.promised(ask.prefill, ask.room, num_sent, hosted)
+            self.compute.promised(ask.prefill, ask.room, num_sent)
             if self.compute.is_on and num_sent <= self._options.compute_below:
                 self.counters.add("compute_declined")
         self._loaded_of[rid] = ask.room, num_sent, prefix_len, hosted
@@ -562,7 +562,7 @@ class SchedulerSide:
             self._turns.received(rid, is_failed=bool(load.error))
         if not load.error:
             self.counters.add("loads_done")
-            self.compute.arrived(load.prefill, load.room, load.num_tokens)
+            self.compute.arrived(load.prefill, load.room)
             return
         self.compute.gave_up(load.prefill, load.room)
         self.counters.add("loads_failed")

@@ -40,8 +40,9 @@ def test_conversations_are_answered_as_by_the_model_alone(
         check_answers(world, reference)
         stats = world.decode.stats()
         jobs = world.prefill.stats()["sent"]
-        # Whole first prompts are above 64 tokens, later turns lack less.
-        expected = {0: 16, 64: 4, 2048: 0, ALL: 0}[below]
+        # Whole first prompts are above 64 tokens, later turns lack less. While nothing is measured,
+        # one of those is computed at a time.
+        expected = {0: 16, 64: 4, 2048: 3, ALL: 3}[below]
         assert jobs == expected
         assert stats["computed_requests"] == 16 - expected
 

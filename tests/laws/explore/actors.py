@@ -215,7 +215,10 @@ def leftovers(control: Any) -> dict[str, Any]:
             "rooms of peers": [peer.id for peer in peers if control._rooms.of(peer.id)],
         }  # fmt: skip
     else:
-        left |= {"expected": control.num_expected, "settling": set(control._rooms.settling)}
+        left |= {
+            "expected": control._rooms.num_expected, "settling": set(control._rooms.settling),
+            "rooms of links": [link.address for link in control._links.all() if link.waiting],
+        }  # fmt: skip
     return {name: what for name, what in left.items() if what}
 
 

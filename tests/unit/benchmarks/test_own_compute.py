@@ -20,13 +20,13 @@ class Told(Sources):
         super().__init__(ComputeConfig())
         self.calls: list[tuple[Any, ...]] = []
 
-    def chunk(self, num_tokens: int, seconds: float, running: int, now_s: float, *_: Any) -> None:
-        self.calls.append(("chunk", num_tokens, round(seconds, 6), round(now_s, 6)))
-        super().chunk(num_tokens, seconds, running, now_s)
+    def chunk(self, num_tokens: int, seconds: float, running: int, goes_on: bool = False) -> None:
+        self.calls.append(("chunk", num_tokens, round(seconds, 6)))
+        super().chunk(num_tokens, seconds, running, goes_on)
 
-    def arrived(self, address: str, key: Any, num_tokens: int, now_s: float) -> None:
-        self.calls.append(("arrived", num_tokens, round(now_s, 6)))
-        super().arrived(address, key, num_tokens, now_s)
+    def arrived(self, address: str, key: Any, now_s: float) -> None:
+        self.calls.append(("arrived", round(now_s, 6)))
+        super().arrived(address, key, now_s)
 
 
 def test_the_rule_is_told_what_has_happened_and_nothing_else() -> None:
@@ -44,9 +44,9 @@ def test_the_rule_is_told_what_has_happened_and_nothing_else() -> None:
     assert told.calls == []
     # Half of it is done by now: of the chunks of 256 only one.
     assert serve(0.3, 700) == 0
-    assert told.calls == [("chunk", 256, 0.256, 0.256)]
+    assert told.calls == [("chunk", 256, 0.256)]
     # Of prefill nothing, before .65 s: 350 ms, and the last block's 5 us on the link.
     serve(0.6499, 64)
-    assert told.calls[1:] == [("chunk", 256, 0.256, 0.512), ("chunk", 88, 0.088, 0.6)]
+    assert told.calls[1:] == [("chunk", 256, 0.256), ("chunk", 88, 0.088)]
     serve(0.6501, 64)
-    assert told.calls[3:] == [("arrived", 700, 0.650005)]
+    assert told.calls[3:] == [("arrived", 0.650005)]

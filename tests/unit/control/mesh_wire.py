@@ -117,7 +117,7 @@ class Writers(_Opposite):
         """As above. Expect is set aside in `expected`."""
         effects = super().on(what)
         self.expected = take_expect(effects, self.expected)
-        assert self.expected == self.control.num_expected
+        assert self.expected == self.control._rooms.num_expected
         for address, hello in bodies(effects, Hello):
             if address in ADDRESSES[: self.prefill_tp]:
                 self.known[ADDRESSES.index(address)] = hello.known

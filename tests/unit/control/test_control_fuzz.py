@@ -329,7 +329,7 @@ class DecodeWorld:
             assert machine.poll >= self.polls.get(machine, KVPoll.BOOTSTRAPPING)
             assert machine.wake_s < float("inf"), "a room waits without a deadline"
         self.polls = {machine: machine.poll for machine in machines}
-        assert sum(machine.is_written for machine in machines) == self.control.num_expected
+        assert sum(machine.is_written for machine in machines) == self.control._rooms.num_expected
         held = 0
         if self.control.staging is not None:
             self.control.staging.check_invariants()

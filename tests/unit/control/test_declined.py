@@ -89,7 +89,8 @@ def test_what_decode_has_given_up_already_is_kept_no_longer() -> None:
     assert peer.say(abort) == [Drained(*KEY.numbers, 0, 9)]
     assert peer.on(NO) == []
     assert list(peer.control.rooms()) == []
-    assert peer.on(add_room()) == [], "and the abort is forgotten with it"
+    assert kinds(peer.say(promise())) == ["PromiseAck"], "of the number's next use"
+    assert kinds(peer.on(add_room())) == ["Bootstrapped"], "and the abort is forgotten with it"
 
 
 def test_only_the_worker_that_it_was_for_hears_of_it() -> None:

@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from prefixkv.control.decode.links import _MOST_ANSWERED
-from prefixkv.control.effects import ConnectFailed, Unreached
+from prefixkv.control.effects import ConnectFailed, Reached, Unreached
 from prefixkv.errors import ConfigError, HandshakeError, PeerLostError
 from prefixkv.protocol.commands import Fence, MeetPrefill
 from prefixkv.protocol.events import PrefillAway, PrefillLost, PrefillReady
-from prefixkv.protocol.messages import Topology
+from prefixkv.protocol.messages import Heartbeat, Topology
 from tests.unit.control.wire import ADDRESS, PREFILL, TIMING, PrefillPeer
 
 SAID = PrefillReady | PrefillAway | PrefillLost
@@ -42,12 +42,15 @@ def test_one_that_is_silent_is_away_until_it_is_heard() -> None:
         heard += said(peer.after(TIMING.suspect_after_s / 4))
     assert heard[:1] == [PrefillAway(ADDRESS)]
     assert len(heard) == 1
-    assert said(peer.greet()) == [PrefillReady(ADDRESS)]
+    assert said(peer.say(Heartbeat())) == [PrefillReady(ADDRESS)], "at its first word"
 
 
 def test_where_nothing_listens_it_is_lost_and_may_be_there_when_asked_again() -> None:
     peer = PrefillPeer()
     peer.on(MeetPrefill(ADDRESS))
+    peer.on(Unreached(ADDRESS, "connection refused"))
+    peer.on(Reached(ADDRESS))
+    assert said(peer.pass_time(TIMING.connect_timeout_s)) == [], "it is there again"
     lost: list[Any] = []
     for _ in range(8):  # the first failure counts
         peer.on(Unreached(ADDRESS, "connection refused"))
@@ -82,7 +85,7 @@ def test_what_answered_before_is_lost_with_what_is_known(proved: bool, how: str)
     peer.on(MeetPrefill(ADDRESS))
     peer.greet()
     peer.after(2.0)
-    peer.on(Fence(PREFILL, proved))
+    assert said(peer.on(Fence(PREFILL, proved))) == [PrefillAway(ADDRESS)]
     why = lost_why(peer)
     seconds = re.fullmatch(
         rf"prefill worker {ADDRESS}: no answer; {re.escape(str(PREFILL))} answered there until "

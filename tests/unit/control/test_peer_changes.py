@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from prefixkv.control import lives as module
-from prefixkv.control.effects import ConnectFailed, RemovePeer, Unreached
+from prefixkv.control.effects import ConnectFailed, FrameReceived, RemovePeer, Unreached
 from prefixkv.control.lives import PeerChange, PeerChanges, merged_lost_peers
 from prefixkv.errors import ConfigError, PeerLostError
 from prefixkv.protocol.commands import AbortRoom, Fence
@@ -32,6 +32,7 @@ from tests.unit.control.wire import (
     HELLO,
     KEY,
     PREFILL,
+    ROUTE,
     SENT,
     TIMING,
     DecodePeer,
@@ -279,7 +280,10 @@ def test_a_prefill_worker_that_is_refused_forgets_decode_if_nothing_was_promised
 
 def test_a_refusal_ends_no_room_that_was_promised() -> None:
     peer = DecodePeer().bootstrapped()
-    assert peer.say(NO) == []
+    raw = peer.raw(NO)
+    for _ in range(2):  # repeated by the network: it counts once
+        assert peer.on(FrameReceived(ROUTE, raw)) == []
+    assert peer.control.counters["refused_by_peers"] == 1
     assert peer.control.peers(peer.now_s) == {DECODE: "ready"}
     assert kinds(peer.chunk(1, [30])) == ["WriteJob"]
 

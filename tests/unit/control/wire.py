@@ -124,7 +124,7 @@ class PrefillPeer(_Opposite):
         """As above. Expect is set aside in `expected`: it comes last, and only where it changed."""
         effects = super().on(what)
         self.expected = take_expect(effects, self.expected)
-        assert self.expected == self.control.num_expected
+        assert self.expected == self.control._rooms.num_expected
         for at, body in enumerate(effects):
             if isinstance(body, Hello):
                 self.known = body.known

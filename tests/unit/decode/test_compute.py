@@ -91,6 +91,35 @@ def test_a_request_that_lacks_little_is_computed_and_committed_like_any_other() 
     desk.at_rest()
 
 
+def test_what_decode_has_computed_prefill_has_to_compute_too_until_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A conversation: its first prompt is computed here, the next ones are asked of prefill."""
+    desk, told = Alone(below=10), []
+    sources = desk.scheduler.sources
+    promised = sources.promised
+
+    def noted(*args: Any) -> None:
+        told.append(args[4])
+        promised(*args)
+
+    monkeypatch.setattr(sources, "promised", noted)
+    tokens = list(range(40))
+    for number, num_tokens in enumerate((10, 28, 40)):
+        req = desk.add(f"{number}", tokens[:num_tokens])
+        desk.admit()
+        if not number:
+            assert desk.local() == ["0"]
+            desk.computed(req, num_tokens)
+        else:
+            desk.succeed(req.room_key)
+        desk.transferred()
+        desk.token(req)
+        desk.finish(req)
+    assert told == [8, 0], "two whole pages"
+    desk.at_rest()
+
+
 def test_one_that_lacks_more_is_asked_of_prefill_and_late_when_it_is_admitted() -> None:
     desk = Alone(below=8)
     req = desk.add("a", 9)
@@ -107,7 +136,7 @@ def test_prefill_is_asked_for_one_request_where_only_decodes_own_rate_is_known()
     """Or decode would never know that prefill is sooner. What is on its way says how long it takes,
     also to the request after it."""
     desk = Alone(below=1000, num_pages=512, rows=16)
-    for number in range(2):  # 128 tokens are a rate
+    for number in range(3):  # measures that are a rate
         first = desk.compute(f"own {number}", list(range(1000 * number, 1000 * number + 80)))
         desk.computed(first, 80)
     desk.transferred()
@@ -630,7 +659,7 @@ def test_what_an_engine_waits_for_before_a_chunk_is_not_the_chunk(at: str, stall
         steps += 1
     assert steps < 40
     if at == "before each pass":
-        assert desk.scheduler.sources.chunk_s(32) < 0.01
+        assert steps == 3, "chunks of 8, 16 and 16 tokens, as without a stall"
 
 
 @pytest.mark.parametrize("ask", ["both", "late"])

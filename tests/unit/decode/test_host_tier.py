@@ -14,9 +14,8 @@ from prefixkv.cache.node import Mark
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.config import ComputeConfig
 from prefixkv.decode import host_tier
-from prefixkv.decode.host_tier import HOST
+from prefixkv.decode.host_tier import FRESH_S, HOST
 from prefixkv.decode.request import DecodeRequest
-from prefixkv.decode.services import FRESH_S
 from prefixkv.decode.sources import Sources
 from prefixkv.decode.workers import Workers
 from prefixkv.errors import OutOfPagesError

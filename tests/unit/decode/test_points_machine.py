@@ -14,6 +14,7 @@ from prefixkv.decode.compute_source import CheckpointedCompute
 from prefixkv.decode.ending import Ending
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.state_checkpoints import DecodeCheckpoints
+from prefixkv.pages.windows import WindowGroups
 from tests.laws.decode_points_machine import (
     BOTH,
     FEW_PAGES,
@@ -32,14 +33,18 @@ def test_checkpoints_are_what_the_model_says() -> None:
 
 
 RUNNING, LEAVE_FLIGHT = DecodeCheckpoints.running, Ending.leave
-TAKE = DecodeCheckpoints._take
+SAVE, EVICT = DecodeCheckpoints._save, Checkpoints._evict_one
 
 
-def _enter_all(self: DecodeCheckpoints, req: DecodeRequest) -> None:
+def _enter_all(self: DecodeCheckpoints, req: DecodeRequest) -> int:
     """Those of before a flush too, and of pages that are not kept."""
     saved, req.saved = req.saved, []
     for depth, slot in saved:
-        self._save(req, depth, slot)
+        assert req.pages_held is not None
+        page = int(self._pages.pages(req.pages_held)[depth - 1])
+        self._points.save(page, depth, slot, req.checkpoint)
+        req.goes_on_at = max(req.goes_on_at, depth * self._pages.page_size)
+    return req.goes_on_at
 
 
 def _depth_stays(self: DecodeCheckpoints, reqs: Iterable[DecodeRequest]) -> list[tuple[int, int]]:
@@ -83,15 +88,27 @@ def _use(self: Checkpoints, checkpoint: Checkpoint) -> None:
     checkpoint.is_superseded = False
 
 
+def _evict_by_use(self: Checkpoints) -> bool:
+    superseded, self._superseded = self._superseded, set()
+    try:
+        return EVICT(self)
+    finally:
+        self._superseded = superseded & {*self._at.values()}
+
+
 def _sent_further(self: DecodeCheckpoints, req: DecodeRequest, at: int) -> None:
     """What was sent is taken for the state of the page before."""
     req.prefix_len, req.checkpoint_slot = at, req.state_slot
-    self._add_stop(req, req.prefix_len - self._pages.page_size, 0)
+    self.add_stop(req, req.prefix_len - self._pages.page_size, 0)
     self.take_if_stop(req, req.prefix_len)
 
 
-def _without_windows(self: DecodeCheckpoints, req: Any, end: int, pages: int, *_: Any) -> int:
-    return TAKE(self, req, end, pages, False)
+def _without_windows(self: DecodeCheckpoints, req: Any, end: int, _: Any, *slot: int) -> int:
+    return SAVE(self, req, end, None, *slot)
+
+
+def _moved_on(self: WindowGroups, row: int, depth: int, end_pages: int) -> list[int]:
+    return [group.num_replaced(row, depth, end_pages) for group in self]
 
 
 BROKEN: dict[str, tuple[type, str, Any, dict[str, Any]]] = {
@@ -109,7 +126,7 @@ BROKEN: dict[str, tuple[type, str, Any, dict[str, Any]]] = {
     ),
     "a use is not noted": (Checkpoints, "use", _use, STATES),
     "superseded ones are like others": (
-        Checkpoint, "rank", property(lambda self: (True, self.tick)), STATES,
+        Checkpoints, "_evict_one", _evict_by_use, STATES,
     ),
     "all is sent": (
         CheckpointedCompute, "takes_over", lambda self, need: need.end, STATES,
@@ -117,9 +134,9 @@ BROKEN: dict[str, tuple[type, str, Any, dict[str, Any]]] = {
     "what was sent is of another depth": (
         DecodeCheckpoints, "go_on_from_sent", _sent_further, STATES,
     ),
-    "a checkpoint has no window": (DecodeCheckpoints, "_take", _without_windows, BOTH),
+    "a checkpoint has no window": (DecodeCheckpoints, "_save", _without_windows, BOTH),
     "a window that has moved on is kept": (
-        DecodeCheckpoints, "_can_share", lambda self, req, depth, end_pages: True, FEW_PAGES,
+        WindowGroups, "num_replaced", _moved_on, FEW_PAGES,
     ),
     "it is saved though it is not to be cached": (
         DecodeCheckpoints, "_may_save", lambda self, req: self._pages.caching, STATES,

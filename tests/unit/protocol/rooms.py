@@ -6,6 +6,7 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import numpy as np
@@ -15,7 +16,7 @@ from prefixkv.config import ControlConfig
 from prefixkv.digest import prompt_digest
 from prefixkv.errors import AbortedError, InternalError, TransferTimeoutError
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
-from prefixkv.protocol.machine import Table, diagrams
+from prefixkv.protocol.machine import Table
 from prefixkv.protocol.messages import Promise
 from prefixkv.protocol.receiver_machine import ReceiverMachine
 
@@ -120,18 +121,13 @@ def check_all_steps_are_taken(table: Table, taken: set[tuple[KVPoll, type, KVPol
 # --- diagrams -------------------------------------------------------------------------------------
 
 
-def assert_diagrams(text: str) -> None:
-    """Every machine's diagram stands in the document `text` as its table has it."""
-    found = re.findall(r"^```mermaid\n(.*?)\n```$", text, re.DOTALL | re.MULTILINE)
-    for name, diagram in diagrams().items():
-        assert diagram in found, (
-            f"the diagram of {name} is not that of its table; "
-            "`python -m prefixkv.protocol.machine` prints it"
-        )
-
-
-def read_diagram(diagram: str) -> dict[KVPoll, dict[str, set[KVPoll]]]:
-    """The next states by state and event that a diagram shows; none: the event is ignored."""
+def drawn(machine: str) -> dict[KVPoll, dict[str, set[KVPoll]]]:
+    """The next states by state and event that the page of messages shows of a machine; none: the
+    event is ignored."""
+    page = (Path(__file__).parents[3] / "docs/reference/messages.md").read_text()
+    (diagram,) = re.findall(
+        rf"^`{machine}`:\n\n```mermaid\n(.*?)\n```$", page, re.DOTALL | re.MULTILINE
+    )
     read: dict[KVPoll, dict[str, set[KVPoll]]] = {state: {} for state in KVPoll}
     for state, after, events in re.findall(r"^ +(\w+) --> (\w+) : (.*)$", diagram, re.MULTILINE):
         for event in events.split(", "):

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from prefixkv.errors import InternalError
 from prefixkv.protocol.ids import KVPoll
-from prefixkv.protocol.machine import IGNORED, Step, Table, diagrams, mermaid, run
+from prefixkv.protocol.machine import IGNORED, Step, Table, run
 from prefixkv.protocol.receiver_machine import ReceiverMachine
 from prefixkv.protocol.sender_machine import SenderMachine
-from tests.support.patience import PATIENCE_S
-from tests.unit.protocol.rooms import KEY, assert_diagrams, read_diagram
+from tests.unit.protocol.rooms import KEY, drawn
 
 
 class Switch:
@@ -57,21 +53,10 @@ def test_a_step_into_a_state_that_is_not_listed_is_our_fault() -> None:
 
 
 @pytest.mark.parametrize("machine", [ReceiverMachine, SenderMachine])
-def test_a_diagram_says_all_of_its_table_but_the_methods(
+def test_the_page_of_messages_draws_all_of_a_table_but_the_methods(
     machine: type[ReceiverMachine] | type[SenderMachine],
 ) -> None:
-    assert read_diagram(mermaid(machine.TABLE)) == {
+    assert drawn(machine.__name__) == {
         state: {event.__name__: set(step.next_states) for event, step in row.items()}
         for state, row in machine.TABLE.items()
     }
-
-
-def test_the_command_prints_both_diagrams_as_they_stand_in_a_document() -> None:
-    printed = subprocess.run(
-        [sys.executable, "-m", "prefixkv.protocol.machine"], check=True, capture_output=True,
-        text=True, timeout=PATIENCE_S,
-    ).stdout  # fmt: skip
-    assert_diagrams(printed)
-    assert list(diagrams()) == ["ReceiverMachine", "SenderMachine"]
-    with pytest.raises(AssertionError, match="the diagram of SenderMachine"):
-        assert_diagrams(printed.replace("Added, ", "", 1))

@@ -114,8 +114,7 @@ WORKERS: dict[type, Callable[[], Arguments]] = {
     ),
     PrefillNode: lambda: (
         [make_pool(), prefill_config()],
-        {"mesh": None, "endpoints": (), "state": None, "usable_prefix": None,
-         "transport": None, "ranks": None},
+        {"mesh": None, "state": None, "transport": None, "ranks": None},
     ),
     DecodeTransfers: lambda: (
         [make_pool(), decode_config()],
@@ -132,7 +131,7 @@ WORKERS: dict[type, Callable[[], Arguments]] = {
     ),
     PrefillGroup: lambda: (
         [[rank_pool(), rank_pool()], prefill_config(), MESH],
-        {"states": (), "usable_prefix": None},
+        {"states": ()},
     ),
 }  # fmt: skip
 

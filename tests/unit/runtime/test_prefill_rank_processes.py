@@ -197,7 +197,7 @@ def test_two_processes_with_one_cache_go_on_from_the_same_checkpoints() -> None:
         other = start(config)
         name, endpoint = other.hello
         side = Side(MESHES[0], 0)
-        with PrefillNode(side.pool, config, MESHES[0], [endpoint], ranks=RankLog()) as prefill:
+        with PrefillNode(side.pool, config, MESHES[0], ranks=RankLog([endpoint])) as prefill:
             there = Workers(other, prefill, side)
             with there.decode:
                 # Chats that come back and evict each other, in pools of 32 pages.

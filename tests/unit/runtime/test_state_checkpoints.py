@@ -201,20 +201,18 @@ def test_what_few_checkpoints_cost_is_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "why"),
+    ("slots", "usable", "why"),
     [
-        ({}, "the extra state has 0 slots"),
-        ({"state": StatePool.create(TENSORS, 4)}, "the extra state has 4 slots"),
-        (
-            {"state": StatePool.create(TENSORS, 6), "usable_prefix": lambda req, num: num},
-            "usable_prefix says",
-        ),
+        (0, None, "the extra state has 0 slots"),
+        (4, None, "the extra state has 4 slots"),
+        (6, lambda req, num: num, "usable_prefix says"),
     ],
 )
-def test_checkpoints_that_cannot_be_are_refused_by_name(more: dict[str, Any], why: str) -> None:
+def test_checkpoints_that_cannot_be_are_refused_by_name(slots: int, usable: Any, why: str) -> None:
     pool = make_pool(8, device="cpu")
+    state = StatePool.create(TENSORS, slots) if slots else None
     with pytest.raises(ConfigError, match=f"checkpoints: 4: .*{why}"):
-        PrefillNode(pool, PrefillConfig(checkpoints=4), **more)
+        PrefillNode(pool, PrefillConfig(checkpoints=4, usable_prefix=usable), state=state)
 
 
 @pytest.mark.parametrize(

@@ -253,7 +253,10 @@ STATE = StateTensor("s", 0, 1, (1,))
             lambda: PrefillNode(grouped(), PrefillConfig(checkpoints=2), mesh=Mesh(1, 2, 2)),
             "a mesh of 2 ranks needs a RankLog",
         ),
-        (lambda: PrefillNode(grouped(), usable_prefix=lambda req, num: num), "usable_prefix: "),
+        (
+            lambda: PrefillNode(grouped(), PrefillConfig(usable_prefix=lambda _, num: num)),
+            "usable_prefix: ",
+        ),
         (lambda: DecodeNode(grouped(60)), "'sliding' has 12 pages; one request may need 17"),
         (
             lambda: PrefillNode(grouped(30), PrefillConfig(checkpoints=2)),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from prefixkv.config import TransportConfig
-from prefixkv.errors import AbortedError, ClosedError, HandshakeError, PageStateError, PeerLostError
+from prefixkv.errors import AbortedError, ClosedError, HandshakeError, PeerLostError
 from prefixkv.protocol.ids import PeerId
 from prefixkv.transport.base import (
     PeerMemory,
@@ -151,30 +151,6 @@ def test_an_error_in_ready_fails_its_job_only(driver: Driver) -> None:
     writer.drained(1, error=ZeroDivisionError)
     assert isinstance(writer.ends(2)[0], WriteDone)
     assert gate.queries == 1
-
-
-@pytest.mark.parametrize(
-    ("src", "dst"),
-    [
-        ([NUM_PAGES], [0]),
-        ([0], [NUM_PAGES]),
-        ([-1], [0]),
-        ([0], [-1]),
-        ([0, 1], [0]),
-        ([], []),
-        (np.array([2**33], np.int64), [0]),
-        (np.array([0.0]), [0]),
-    ],
-)
-def test_bad_page_ids_are_refused(driver: Driver, src: object, dst: object) -> None:
-    writer, target = driver.pair()
-    before = target.pool.pages()
-    writer.transport.write(writer.job(1, target, src, dst))
-    writer.transport.write(writer.job(2, target, [0], [0]))
-    driver.until(lambda: len(writer.ends()) == 2)
-    writer.drained(1, error=PageStateError)
-    assert target.pool.pages()[1:] == before[1:]
-    assert isinstance(writer.ends(2)[0], WriteDone)
 
 
 def test_a_write_to_an_unknown_peer_fails_drained(driver: Driver) -> None:

@@ -100,23 +100,6 @@ def test_heads_of_each_group_are_cut_as_those_of_the_first_layers(
     assert all(torch.equal(found[name], want[name]) for name in want)
 
 
-@pytest.mark.parametrize(("src", "dst"), [([5], [0]), ([0], [5]), ([-1], [0]), ([0, 1], [0])])
-def test_a_page_outside_the_group_is_refused(
-    driver: Driver, pair: tuple[Node, Node], src: list[int], dst: list[int]
-) -> None:
-    writer, target = pair
-    # Both are pages of the first group, which is larger.
-    driver.end(writer, writer.job(1, target, src, dst, route=window_route(0)))
-    writer.drained()
-
-
-def test_a_group_that_is_not_there_is_refused(driver: Driver, pair: tuple[Node, Node]) -> None:
-    writer, target = pair
-    driver.end(writer, writer.job(1, target, [0], [0], route=window_route(2)))
-    failed = writer.drained()
-    assert "by way of window 2" in str(failed.error)
-
-
 def test_peers_of_other_groups_are_no_peers(driver: Driver) -> None:
     writer = driver.node_of("p", grouped(driver, 1), CONFIG)
     target = driver.node_of("d", grouped(driver, 2, window=13), CONFIG)

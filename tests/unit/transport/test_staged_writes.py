@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from prefixkv.config import TransportConfig
-from prefixkv.errors import AbortedError, ConfigError, PageStateError, PeerLostError
+from prefixkv.errors import AbortedError, ConfigError, PeerLostError
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
 from prefixkv.transport.base import PeerMemory, PeerUnreachable, WriteDone, WriteFailed, WriteJob
 from tests.support.transport_driver import Driver, Gate, Node, Staging
@@ -88,48 +88,6 @@ def test_a_room_s_pages_and_blocks_go_in_order_and_other_rooms_go_on(driver: Dri
     assert all(isinstance(end, WriteDone) for end in writer.ends())
     assert np.array_equal(memory_of(target), after)
     assert target.pool.page(1) == writer.pool.page(0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("src", "dst"),
-    [
-        ([NUM_BLOCKS], [0]),
-        ([0], [NUM_BLOCKS]),  # a page there is of this number, but no block
-        ([-1], [0]),
-        ([0], [-1]),
-        ([0, 1], [0]),
-        ([0], [0, 1]),
-        ([], []),
-        (np.array([2**33], np.int64), [0]),
-        ([0], np.array([0.0])),
-    ],
-)
-def test_bad_blocks_are_refused(driver: Driver, src: Any, dst: Any) -> None:
-    writer, target = staged_pair(driver)
-    after = expected_memory(writer, target, [2], [3])
-    writer.transport.write(staged_job(writer, 1, target, src, dst))
-    writer.transport.write(staged_job(writer, 2, target, [2], [3]))
-    driver.until(lambda: len(writer.ends()) == 2)
-    failed = writer.drained(1, error=PageStateError)
-    assert "block" in str(failed.error)
-    assert isinstance(writer.ends(2)[0], WriteDone)
-    assert np.array_equal(memory_of(target), after)
-
-
-@pytest.mark.parametrize("lacking", ["writer", "target"])
-def test_without_staging_on_both_sides_a_staged_write_fails_drained(
-    driver: Driver, lacking: str
-) -> None:
-    writer = driver.node("prefill", num_blocks=0 if lacking == "writer" else 8)
-    target = driver.node("decode", num_blocks=0 if lacking == "target" else 8)
-    writer.add(target)
-    target.transport.expect(1)
-    writer.transport.write(staged_job(writer, 1, target, [0], [0]))
-    writer.transport.write(writer.job(2, target, [0], [0]))
-    driver.until(lambda: len(writer.ends()) == 2)
-    writer.drained(1, error=ConfigError)
-    assert isinstance(writer.ends(2)[0], WriteDone)
 
 
 def test_a_peer_may_come_to_have_staging(driver: Driver) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from prefixkv.config import TransportConfig
-from prefixkv.errors import ConfigError, PageStateError
+from prefixkv.errors import ConfigError
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import (
     StateBlock,
@@ -84,33 +84,6 @@ def pair(driver: Driver) -> tuple[Node, Node]:
     )
     writer.add(target, state=link(one, 0, one, 0, target))
     return writer, target
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("src", "dst"), [([4], [0]), ([0], [4]), ([-1], [0]), ([0], [-1]), ([0, 1], [0]), ([], [])]
-)
-def test_bad_slots_are_refused(
-    driver: Driver, pair: tuple[Node, Node], src: list[int], dst: list[int]
-) -> None:
-    writer, target = pair
-    before = memory_of(target)
-    driver.end(writer, writer.job(1, target, src, dst, route="state"))
-    failed = writer.drained(error=PageStateError)
-    assert "slot" in str(failed.error)
-    assert all(
-        np.array_equal(now, then) for now, then in zip(memory_of(target), before, strict=True)
-    )
-
-
-def test_without_state_on_both_sides_the_write_fails_drained(
-    driver: Driver, pair: tuple[Node, Node]
-) -> None:
-    writer, _ = pair
-    without = driver.node("without")
-    writer.add(without)
-    driver.end(writer, writer.job(1, without, [0], [0], route="state"))
-    writer.drained(error=ConfigError)
 
 
 def test_what_a_peer_says_of_its_state_is_not_taken_for_granted(

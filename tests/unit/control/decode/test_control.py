@@ -396,6 +396,7 @@ def test_a_worker_that_says_farewell_has_fenced_itself() -> None:
         RoomDrained(KEY), RoomDrained(RoomKey(8, 0)),
     ]  # fmt: skip
     assert peer.control.num_rooms == 0
+    assert peer.open(promise(9)) == [], "nothing is promised to it any more"
 
 
 # --- workers that come and go ---------------------------------------------------------------------
@@ -476,6 +477,7 @@ def test_a_refusal_later_on_fails_what_waits_and_still_drains_what_was_promised(
     peer.open(promise(8))
     actions = peer.greet(refused="too many")
     assert [ended.key for ended in ends(actions)] == [RoomKey(8, 0)]
+    assert peer.control.peers(peer.now_s) == {ADDRESS: (PREFILL, "connecting")}
     peer.take_said()
     peer.on(ENOUGH)
     assert peer.take_said() == [Abort(*KEY.numbers, "enough")]

@@ -965,9 +965,10 @@ def test_heartbeats_come_when_nothing_else_was_said() -> None:
     assert beats[0] == 100.0 + TIMING.heartbeat_s
 
 
-def test_answers_go_where_the_peer_spoke_from_last() -> None:
+@pytest.mark.parametrize("word", [Heartbeat(), HELLO])
+def test_answers_go_where_the_peer_spoke_from_last(word: Any) -> None:
     peer = DecodePeer().bootstrapped()
-    peer.say(Heartbeat(), route=b"elsewhere")
+    peer.say(word, route=b"elsewhere")
     effects = peer.control.on(ENOUGH, peer.now_s)
     frames = [effect for effect in effects if isinstance(effect, SendFrame)]
     assert [frame.to for frame in frames] == [b"elsewhere"]

@@ -27,7 +27,9 @@ class Steps:
         self.compute = OwnCompute(below, step_tokens, lambda: self.now_s)
 
     def is_here(self, num_tokens: int) -> bool:
-        """Whether a request that lacks so many tokens, and is not heard of again, is computed."""
+        """Whether a request that lacks so many tokens, and is not heard of again, is computed. A
+        minute later none waits for it."""
+        self.now_s += 60.0
         found = self.compute.is_here("new", num_tokens, FAR)
         self.compute.ended("new")
         return found
@@ -58,7 +60,13 @@ class Steps:
         """A load of a room takes so long."""
         self.compute.promised(FAR, room, num_tokens)
         self.now_s += seconds
-        self.compute.arrived(FAR, room, num_tokens)
+        self.compute.arrived(FAR, room)
+
+
+def chunk_s(compute: OwnCompute, num_tokens: int) -> float:
+    """What a chunk of so many tokens is thought to take, alone or beside a batch."""
+    sources = compute.sources
+    return num_tokens * max(sources._alone.unit_s, sources._beside.unit_s)
 
 
 def test_a_step_begins_where_the_one_before_ended() -> None:
@@ -69,7 +77,7 @@ def test_a_step_begins_where_the_one_before_ended() -> None:
     steps.begin(a=(500, 500))
     steps.end(1.0)
     steps.end(1.0)  # not two seconds
-    assert steps.compute.sources.chunk_s(500) == pytest.approx(1.0, rel=0.05)
+    assert chunk_s(steps.compute, 500) == pytest.approx(1.0, rel=0.05)
 
 
 def test_beside_a_batch_a_chunk_costs_what_the_step_is_longer() -> None:
@@ -80,7 +88,7 @@ def test_beside_a_batch_a_chunk_costs_what_the_step_is_longer() -> None:
     for i in range(5):
         steps.step(0.2, a=(500 + i, 1))
     steps.step(1.2, a=(505, 1), b=(0, 500))
-    assert steps.compute.sources.chunk_s(500) == pytest.approx(1.0, rel=0.05)
+    assert chunk_s(steps.compute, 500) == pytest.approx(1.0, rel=0.05)
 
 
 def test_the_last_token_of_a_loaded_prompt_is_no_chunk() -> None:
@@ -91,32 +99,36 @@ def test_the_last_token_of_a_loaded_prompt_is_no_chunk() -> None:
     steps.compute.admitted("b", 500, 0)
     for _ in range(10):
         steps.step(0.1, b=(499, 1))
-    assert steps.compute.sources.chunk_s(500) == pytest.approx(1.0, rel=0.05)
+    assert chunk_s(steps.compute, 500) == pytest.approx(1.0, rel=0.05)
 
 
 def test_what_is_due_counts_from_the_admission_until_it_is_computed() -> None:
+    """500 tokens of decode take a second, of prefill five."""
     steps = Steps()
-    steps.compute.admitted("a", 900, 800)  # 100 are cached
-    assert not steps.is_here(201)
+    steps.compute_prompts()
+    for room in range(5):
+        steps.load(room, 500, 5.0)
     assert steps.is_here(200)
+    steps.compute.admitted("a", 1100, 1000)  # 100 are cached
+    assert not steps.is_here(200)
     steps.begin(a=(100, 500))
-    assert steps.is_here(700)
-    assert not steps.is_here(701)
+    assert steps.is_here(200)
     steps.compute.ended("a")
-    assert steps.is_here(1000)
     assert not steps.compute.rids
     steps.compute.check_invariants()
 
 
 def test_a_preempted_prompt_is_due_again() -> None:
     steps = Steps()
+    steps.compute_prompts()
+    for room in range(5):
+        steps.load(room, 500, 3.0)
     steps.compute.admitted("a", 900, 900)
     steps.begin(a=(0, 900))
-    assert steps.is_here(1000)
+    assert steps.is_here(200)
     steps.compute.admitted("a", 900, 0)  # as it comes back
     steps.begin(a=(0, 200))
-    assert steps.is_here(300)
-    assert not steps.is_here(301)
+    assert not steps.is_here(200)
 
 
 @pytest.mark.parametrize(("seconds", "is_here"), [(0.2, False), (8.0, True)])
@@ -150,7 +162,7 @@ def test_an_engine_that_does_not_say_when_steps_end_is_not_measured() -> None:
         steps.compute.admitted(str(rid), 100, 100)
         steps.begin(**{str(rid): (0, 100)})
         steps.compute.ended(str(rid))
-    assert steps.compute.sources.chunk_s(500) == 0.0
+    assert chunk_s(steps.compute, 500) == 0.0
     assert steps.is_here(1000)
     assert len(steps.compute._steps) < 100
 
@@ -190,10 +202,10 @@ def slow(servers: Servers) -> None:
     """Decode has computed a token a second of late, and prefill sends at once."""
     compute = servers.decode.scheduler.compute
     for _ in range(10):
-        compute.sources.chunk(1000, 1000.0, 0, compute.now_s())
+        compute.sources.chunk(1000, 1000.0, 0)
     for room in range(1000, 1010):
         compute.promised(servers.address, room, 100)
-        compute.arrived(servers.address, room, 100)
+        compute.arrived(servers.address, room)
 
 
 def test_where_decode_is_slow_prefill_is_asked(make_servers: MakeServers) -> None:
@@ -238,7 +250,7 @@ def test_steps_and_loads_are_measured(make_servers: MakeServers) -> None:
         return asked.loaded_from is None
 
     assert is_computed(200)
-    assert compute.sources.chunk_s(50) == pytest.approx(1.0, rel=0.05)
+    assert chunk_s(compute, 50) == pytest.approx(1.0, rel=0.05)
     assert not any(is_computed(300) for _ in range(3))
     assert not is_computed(200)  # 4 s here
     assert [asked.args[2] for asked in promised.mock_calls] == [300, 300, 300, 200]
