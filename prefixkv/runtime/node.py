@@ -410,7 +410,7 @@ class Node(OneThread, PagedScheduler[Req, Command], Generic[Req, Command, To, E]
         self.leader = OneRank(self.transfers.submit, self.hear)
         if self._ranks is not None and self.lead is not None:
             self.lead[1](self, spec, self._ranks, host_pages)
-        self._command = self.leader.command  # type: ignore[assignment]
+        self._command = self.leader.command
 
     def _take(self, event: E, now_s: float) -> None:
         self.leader.on(0, event, now_s)
