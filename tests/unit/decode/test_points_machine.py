@@ -78,9 +78,18 @@ def _leave_flight(self: FlightEnds, flight: Any, error: Exception) -> None:
         self._points = points
 
 
+_save = Checkpoints.save
+
+
+def _save_without_parent(
+    points: Checkpoints, page: int, depth: int, slot: int, parent: object = None
+) -> None:
+    _save(points, page, depth, slot)
+
+
 def _use(self: Checkpoints, checkpoint: Checkpoint) -> None:
     checkpoint.uses += 1
-    checkpoint.is_superseded = False
+    self._superseded.discard(checkpoint)
 
 
 def _sent_further(self: DecodeCheckpoints, req: DecodeRequest) -> None:
@@ -109,7 +118,7 @@ BROKEN: dict[str, tuple[type, str, Any, dict[str, Any]]] = {
     ),
     "a use is not noted": (Checkpoints, "use", _use, STATES),
     "superseded ones are like others": (
-        Checkpoint, "rank", property(lambda self: (True, self.tick)), STATES,
+        Checkpoints, "save", _save_without_parent, STATES,
     ),
     "all is sent": (
         DecodePreallocQueue, "_sent_len", lambda self, req, shared: req.fill_len, STATES,
