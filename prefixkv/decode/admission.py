@@ -99,7 +99,7 @@ class Admission(Waiting):
         """Return the last match of a request; matched now if there is none."""
         waiter = self._waiters[req]
         if waiter.match is None:
-            waiter.match = self._planner.match(req)
+            waiter.match = self._planner.look(req, None, req.arrived_s).match
         return waiter.match
 
     def remove(self, req: DecodeRequest) -> None:
@@ -250,16 +250,12 @@ class Admission(Waiting):
             # for each of the others: then these go on by a step first.
             space = min(space, pages.available_pages - self._ledger.budget.active)
         plan = None
-        if (
-            look.needed_pages <= space
-            and look.most_pages <= most
-            and not self._workers.refuses(waiter.worker, look.new_pages)
-        ):
+        if look.fits((space, most)) and not self._workers.refuses(waiter.worker, look.new_pages):
             plan = self._planner.plan(waiter.req, look, (space, most), now_s)
         if plan is None:
             waiter.seen_at = self._version
         # Before an eviction the tree has to know what the others wait for, or it evicts just that.
-        elif self._unwanted and plan.new_pages + plan.loaded_pages > pages.allocator.free_pages:
+        elif self._unwanted and plan.num_taken > pages.allocator.free_pages:
             # Its own match is about to be locked, so it needs no protection.
             if waiter.want == NOT_ENTERED:
                 waiter.want = LEFT

@@ -4,7 +4,7 @@ Two trees of one class over two pools, with copies in both directions:
 
     write   behind a request's end. Both prefixes are pinned while it runs. An eviction waits for
             it only where it would take the pages that are read.
-    load    at admission, beside the transfer of the rest. It is a flight (`inflight.py`), so others
+    load    at admission, beside the transfer of the rest. It is a flight (`flights.py`), so others
             join it. Its device pages are HELD if the flight ends before the copy.
 
 Only decisions are made here: `take_orders` gives the copies, `ended` takes what became of them.

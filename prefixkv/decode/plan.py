@@ -39,40 +39,38 @@ class Look(NamedTuple):
     most_pages: int
     loaded_pages: int
 
+    def fits(self, limits: tuple[int, int]) -> bool:
+        return self.needed_pages <= limits[0] and self.most_pages <= limits[1]
+
 
 class Plan(NamedTuple):
-    """What admitting a request takes. True until the tree or a flight changes.
+    """What admitting a request takes: all that `look` names, and what lacks then. True until the
+    tree or a flight changes.
 
     `segments` share one row: what is sent, or computed, or sent and then computed. None: no source
-    has all that is lacking. Each of `loads` has a row of its own.
+    has all that is lacking.
     """
 
     req: DecodeRequest
-    match: MatchResult | None
-    joined: Flight | None
-    shared_pages: int
-    loads: tuple[Segment, ...]
-    segments: tuple[Segment, ...]
-    new_pages: int
-    needed_pages: int
-    most_pages: int
-    loaded_pages: int = 0
+    look: Look
+    segments: tuple[Segment, ...] = ()
     group_start: WindowStart | None = None
     shareable: bool = False
 
     @property
-    def is_whole(self) -> bool:
-        return bool(self.segments)
+    def num_taken(self) -> int:
+        return self.look.new_pages + self.look.loaded_pages
 
     def counts(self, page_size: int) -> Admitted:
-        first, last = self.segments[0], self.segments[-1]
-        num_joined = self.shared_pages - (0 if self.match is None else self.match.depth)
+        look, first, last = self.look, self.segments[0], self.segments[-1]
+        num_joined = look.shared_pages - (0 if look.match is None else look.match.depth)
         num_sent = pages_for(first.end, page_size) - first.start // page_size
-        num_computed = 0 if last.source.sends else last.end - last.start
         return Admitted(
-            num_sent if first.source.sends else 0, num_joined * page_size,
-            self.loaded_pages * page_size, num_computed,
-        )  # fmt: skip
+            num_sent if first.source.sends else 0,
+            num_joined * page_size,
+            look.loaded_pages * page_size,
+            0 if last.source.sends else last.end - last.start,
+        )
 
 
 class CachedSource(Source):
@@ -105,15 +103,6 @@ class Planner:
         self._loads = [source for source in organs if source.brings_pages_only]
         self._makers = [source for source in organs if not source.brings_pages_only]
 
-    def shared_key(self, req: DecodeRequest) -> RadixKey:
-        key = req.key
-        for source in self._makers:
-            key = source.shared_key(req, key)
-        return key
-
-    def match(self, req: DecodeRequest) -> MatchResult | None:
-        return self._ledger.pages.match(self.shared_key(req), req.request.cacheable)
-
     def look(
         self, req: DecodeRequest, known: MatchResult | None, now_s: float, *,
         can_ask: bool = True, joins: bool = True,
@@ -121,7 +110,9 @@ class Planner:
         """Look at what is there. `known`: an earlier `match` of the request, right as long as the
         tree has not changed."""
         ledger, page_size = self._ledger, self._ledger.page_size
-        key, match = self.shared_key(req), known
+        key, match = req.key, known
+        for source in self._makers:
+            key = source.shared_key(req, key)
         # 1. What is cached, and behind that what is on its way.
         if match is None or not match.is_current:
             match = ledger.pages.match(key, req.request.cacheable)
@@ -149,7 +140,8 @@ class Planner:
     ) -> Plan | None:
         """Plan where a request gets what it lacks: the best way that fits, within the most pages
         needed and the most ever needed. None if none does; not whole if there is no way."""
-        need, ways = self._need(req, look, not req.is_alone, now_s), []
+        need = self._need(req, look, not req.is_alone, now_s)
+        ways: list[tuple[Segment, ...]]
         if req.resumed and (segment := self._cached.reach(need)) is not None:
             ways = [(segment,)]
         else:
@@ -161,13 +153,9 @@ class Planner:
         for way in ways:
             plan = self._plan(req, look, need, way)
             start = plan.group_start
-            if (
-                plan.needed_pages <= limits[0]
-                and plan.most_pages <= limits[1]
-                and (start is None or self._ledger.pages.groups.fit(start))
-            ):
+            if plan.look.fits(limits) and (start is None or self._ledger.pages.groups.fit(start)):
                 return plan
-        return None if ways else Plan(req, None, None, look.shared_pages, look.loads, (), 0, 0, 0)
+        return None if ways else Plan(req, look)
 
     def needs_no_prefill(self, req: DecodeRequest, now_s: float, *, joins: bool = True) -> bool:
         """Tell whether the plan of a request would be whole with prefill closed. `joins`: whether
@@ -191,29 +179,24 @@ class Planner:
 
     def _plan(self, req: DecodeRequest, look: Look, need: Need, way: tuple[Segment, ...]) -> Plan:
         ledger, first = self._ledger, way[0]
-        match, joined, shared_pages, loads = look.match, look.joined, look.shared_pages, look.loads
-        counts = look[-4:]
-        if first.start < need.start:
-            # It begins before the end of what is there, so it joins and loads nothing. What is
-            # cached behind its start, or on its way, is found there.
-            joined, loads, shared_pages = None, (), first.start // ledger.page_size
-            if match is not None and match.depth > shared_pages:
-                match = ledger.pages.match(look.key.prefix(first.start))
-            unprotected = 0 if match is None else match.unprotected_pages
-            counts = (*ledger.count(req, shared_pages, unprotected), 0)
         is_found = first.start < look.shared_pages * ledger.page_size or (
             # A last page that is not taken, since a token is sampled from it, may be on its way.
             len(look.key) < len(req.key)
             and ledger.flights.find(req.key, need.start // ledger.page_size)[0] is not None
         )
+        if first.start < need.start:
+            # It begins before the end of what is there, so it joins and loads nothing. What is
+            # cached behind its start, or on its way, is found there.
+            match, depth = look.match, first.start // ledger.page_size
+            if match is not None and match.depth > depth:
+                match = ledger.pages.match(look.key.prefix(first.start))
+            counts = ledger.count(req, depth, 0 if match is None else match.unprotected_pages)
+            look = Look(look.key, match, None, depth, (), *counts, 0)
         start = None
         if ledger.has_more:
             at = first.end if first.source.sends else first.start
             start = WindowStart(at, req.max_pages, *(first.found.windows if first.found else ()))
-        return Plan(
-            req, match, joined, shared_pages, loads, way, *counts, start,
-            match is not None and not is_found,
-        )  # fmt: skip
+        return Plan(req, look, way, start, look.match is not None and not is_found)
 
     def take(self, plan: Plan, now_s: float) -> list[tuple[Flight, Segment]]:
         """Lock what a plan has found, take its pages, and enter a flight for each of its segments;
@@ -221,15 +204,15 @@ class Planner:
 
         The plan has counted what this takes, and nothing ran since, so it cannot fail.
         """
-        req, ledger = plan.req, self._ledger
+        req, look, ledger = plan.req, plan.look, self._ledger
         pages, page_size = ledger.pages, ledger.page_size
-        joined, shared_pages = plan.joined, plan.shared_pages
+        joined, shared_pages = look.joined, look.shared_pages
         flights: list[tuple[Flight, Segment]] = []
-        for load in plan.loads:
+        for load in look.loads:
             key = req.key.prefix(load.end)
             start, shared_pages = shared_pages, load.end // page_size
             row = pages.open(
-                plan.match, shared_pages - start, now_s, _row(joined), start, is_load=True
+                look.match, shared_pages - start, now_s, _row(joined), start, is_load=True
             )
             joined = Flight(
                 load.source, None, req.request, "", req.room_key, key, row, start, shared_pages,
@@ -240,7 +223,7 @@ class Planner:
         first, *rest = plan.segments
         first.source.opening(req, first)
         req.pages_held = row = pages.open(
-            plan.match, plan.new_pages, now_s, _row(joined), shared_pages,
+            look.match, look.new_pages, now_s, _row(joined), shared_pages,
             is_used=bool(flights), start=plan.group_start,
         )  # fmt: skip
         req.prefix_len = shared_pages * page_size

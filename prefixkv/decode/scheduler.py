@@ -219,7 +219,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # 2. Admit, and only then end what has waited too long: a request that fits just when its
         # wait is over is admitted. It has left the queue, so the next two loops do not see it.
         for plan in self.waiting.plans(now_s):
-            if plan.is_whole:
+            if plan.segments:
                 self._admit(plan, now_s)
             else:
                 self._end(plan.req, DecodeState.FAILED, self._lacks_source(plan), now_s)
@@ -811,8 +811,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._admitted.append(req)
 
     def _lacks_source(self, plan: Plan) -> Exception:
-        req = plan.req
-        missing = req.fill_len - (plan.shared_pages + plan.loaded_pages) * self.pages.page_size
+        req, look = plan.req, plan.look
+        missing = req.fill_len - (look.shared_pages + look.loaded_pages) * self.pages.page_size
         worker = f"prefill worker {req.prefill} does not answer" if req.prefill else "it names none"
         most = self.sources.most_tokens(is_down=True)
         why = f"lacks {missing} tokens, decode computes {most} of one alone, and {worker}"

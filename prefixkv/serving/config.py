@@ -207,11 +207,13 @@ class ServeConfig:
             "prefill worker goes on, about one per session; 0: 16 to 256, by the pool's bytes."),
     ] = 0  # fmt: skip
     compute_below: Annotated[
-        CountOrZero, doc("Most missing tokens of a prompt that decode computes itself; 0: none.")
-    ] = 0
+        CountOrZero,
+        doc("Most missing tokens of a prompt that decode computes itself, where that is sooner; 0: "
+            "none."),
+    ] = 16384  # fmt: skip
     carry_on: Annotated[
         bool, doc("Decode workers compute whole prompts while no prefill worker answers.")
-    ] = False
+    ] = True
     host_memory: Annotated[
         str,
         doc("Host memory of a decode worker for KV that its pool cannot keep: 8GiB, or 4x (times "

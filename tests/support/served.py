@@ -35,12 +35,16 @@ class Served(Command):
 
 
 class Serve(Served):
-    """`prefixkv serve` on free ports; `url` and `status` are there once it is ready."""
+    """`prefixkv serve` on free ports; `url` and `status` are there once it is ready. Prefill
+    computes all, unless `arguments` say other things."""
+
+    own_compute: tuple[str, ...] = ("--compute-below", "0", "--no-carry-on")
 
     def __init__(self, *arguments: str, **environ: str) -> None:
         super().__init__(
-            "serve", "--port", "0", "--status-port", "0", "--threads", "1", *arguments, **environ
-        )
+            "serve", "--port", "0", "--status-port", "0", "--threads", "1", *self.own_compute,
+            *arguments, **environ,
+        )  # fmt: skip
         words = self.line("small: ").split()
         self.url, self.status = words[1], words[-1].rstrip(")")
 
