@@ -15,6 +15,7 @@ from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.config import ComputeConfig
 from prefixkv.decode import host_tier
 from prefixkv.decode.host_tier import FRESH_S, HOST
+from prefixkv.decode.ledger import HostPages
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.sources import Sources
 from prefixkv.decode.workers import Workers
