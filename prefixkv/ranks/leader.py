@@ -32,8 +32,7 @@ from prefixkv.protocol.events import (
 )
 from prefixkv.protocol.host_copy import HostCopyDone
 from prefixkv.protocol.ids import KVPoll, RoomKey
-from prefixkv.ranks.messages import check_bytes, check_next, decoded
-from prefixkv.ranks.row_log import RankLog
+from prefixkv.ranks.row_log import RankLog, check_next, decoded
 from prefixkv.settings import check_whole
 
 E = TypeVar("E")  # events for the scheduler
@@ -114,8 +113,7 @@ class RankLeader(Generic[C]):
         Raises CallerError, with nothing changed, unless each rank's messages come in order, and
         none is left out.
         """
-        check_bytes(raw)
-        if not raw:
+        if raw == b"":
             return
         message: RankEvents[Any] = decoded(raw, _DECODERS[self._side].decode, "a rank")
         rank = message.rank
