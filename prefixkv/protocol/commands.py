@@ -1,4 +1,4 @@
-"""Commands of a scheduler to its control object. Decode's travel to the other ranks as they are."""
+"""Commands of a scheduler to its control object. Those for other ranks travel as they are."""
 
 from __future__ import annotations
 

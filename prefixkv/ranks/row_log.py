@@ -87,7 +87,7 @@ _OfPrefill: TypeAlias = AddRoom | DeclineRoom | SendChunk | _OfBoth
 C = TypeVar("C")
 
 
-class _Pass(msgspec.Struct, Generic[C], frozen=True, array_like=True):
+class Pass(msgspec.Struct, Generic[C], frozen=True, array_like=True):
     """One message of rank 0: rows and requests that have changed or ended, and what is to be
     carried out. `sizes` come with the first message."""
 
@@ -113,9 +113,9 @@ def _unpacked(_: type[Any], raw: bytes) -> Pages:
 
 
 _encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder(enc_hook=_packed).encode
-_DECODERS: Mapping[str, Callable[[bytes], _Pass[Any]]] = {
-    "decode": msgspec.msgpack.Decoder(_Pass[_OfDecode], dec_hook=_unpacked).decode,
-    "prefill": msgspec.msgpack.Decoder(_Pass[_OfPrefill], dec_hook=_unpacked).decode,
+_DECODERS: Mapping[str, Callable[[bytes], Pass[Any]]] = {
+    "decode": msgspec.msgpack.Decoder(Pass[_OfDecode], dec_hook=_unpacked).decode,
+    "prefill": msgspec.msgpack.Decoder(Pass[_OfPrefill], dec_hook=_unpacked).decode,
 }
 
 
@@ -207,7 +207,7 @@ class RankLog:
             for row in np.flatnonzero(changed).tolist()
         ]
         views = _views(requests)
-        message = _Pass(
+        message = Pass(
             self.num_batches,
             rows,
             np.flatnonzero(was_in_use & ~in_use).tolist(),
@@ -232,13 +232,6 @@ class _Held(NamedTuple):
 
     num_pages: int
     groups: tuple[WindowPages, ...]  # those of windows, then the state's
-
-
-class Orders(NamedTuple):
-    """What a rank above 0 has to carry out: commands for its control object, and copies."""
-
-    commands: list[Any]
-    copies: list[HostCopy]
 
 
 class RankRequest(_View, frozen=True, eq=False):
@@ -308,24 +301,20 @@ class RowFollower:
     def is_like(self, pages: PageManager, requests: Iterable[Any] = ()) -> bool:
         """Return True if the rows are rank 0's, and the requests those of `requests` that have
         pages; for audits. O(rows)."""
-        table, ours = pages.table, self.page_table
+        table, held = pages.table, self._rows
         lengths, array = table.lengths[: table.max_requests], table.array[: table.max_requests]
-        columns = array.shape[1]
-        held = {row: (one.num_pages, _shown(one.groups)) for row, one in self._rows.items()}
-        return (
-            held
-            == {
-                row: (int(lengths[row]), _shown(group.row(row) for group in pages.groups))
-                for row in np.flatnonzero(lengths >= 0).tolist()
-            }
-            and np.array_equal(ours[:, :columns], array)
-            and bool((ours[:, columns:] == UNUSED).all())
-            and self._views == _views(requests)
-        )
+        rows = {
+            row: (int(lengths[row]), _shown(group.row(row) for group in pages.groups))
+            for row in np.flatnonzero(lengths >= 0).tolist()
+        }
+        ids = np.full_like(self.page_table, UNUSED)
+        ids[:, : array.shape[1]] = array
+        is_same = np.array_equal(self.page_table, ids) and self._views == _views(requests)
+        return is_same and rows == {row: (n, _shown(of_it)) for row, (n, of_it) in held.items()}
 
-    def apply(self, raw: bytes, ready: DeviceEvent | None = None) -> Orders:
-        """Take rank 0's message of one pass. Return what to carry out; chunks in it are sent once
-        `ready` is.
+    def apply(self, raw: bytes, ready: DeviceEvent | None = None) -> Pass[Any]:
+        """Take rank 0's message of one pass. Return it: its commands, for this rank's control
+        object, and its copies are to be carried out; chunks are sent once `ready` is.
 
         Raises, with nothing changed, CallerError: a message that is none, names pages, rows or
         slots that there are not, was left out, or comes twice; ConfigError: this rank was built
@@ -361,7 +350,7 @@ class RowFollower:
         for rid in message.gone:
             self._views.pop(rid, None)
         self._views |= {view.rid: view for view in message.views}
-        return Orders(commands, message.copies)
+        return msgspec.structs.replace(message, commands=commands)
 
     def _check_sizes(self, theirs: RankSizes | None) -> None:
         for name, value in self._sizes._asdict().items():
