@@ -3,16 +3,17 @@ and the moves that need more than one of these."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import heapq
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from prefixkv.cache.eviction.policy import Policy
 from prefixkv.cache.results import MatchResult
-from prefixkv.decode.budget import PreallocBudget
 from prefixkv.decode.flights import Flight, Flights
 from prefixkv.decode.journal import DecodeJournal
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.workers import Workers
+from prefixkv.errors import InternalError
 from prefixkv.pages.manager import PageManager
 from prefixkv.paging import pages_for
 
@@ -24,6 +25,111 @@ class HostPages(NamedTuple):
     num_pages: int
     policy: str | Policy
     ready: Callable[[], int] | None = None
+
+
+class PreallocBudget:
+    """Number of pages that admission may promise away. Owned by the scheduler's thread.
+
+    Admitting a request takes its pages now; running requests take more as they grow. The budget
+    keeps enough back for that, by sums over the admitted requests, in pages, that are updated as
+    they come, grow and go: the cost of a decision does not depend on how many run.
+
+        space = free + evictable - what locking the match takes out of the evictable
+        admit if and only if  need <= space - max(reserved, single)
+                         and  remaining <= space + private_pages
+
+    `reserved` sums each request's `remaining`, at most `reserve_pages` of it. `single` is the most
+    that any request may still need, less what retracting the others would free: max(remaining_i +
+    private_i) - private_pages. A request with its KV on its way cannot be retracted, so its private
+    pages count as 0; else several such requests could run with no page left.
+
+    A page that is taken moves from `remaining` to `private`. So their sum is constant while a
+    request runs, and a heap with lazy deletion gives the maximum.
+    """
+
+    def __init__(self, reserve_pages: int) -> None:
+        self.reserve_pages = reserve_pages
+        self.version = 0  # grows whenever less may be kept back than before
+        self.private_pages = 0  # pages that retracting the running requests would free
+        self.reserved_pages = 0  # sum of what remains to each, at most reserve_pages each
+        self._private: dict[str, int] = {}  # private pages of each admitted request
+        # Remaining + private of each admitted request: constant while it runs.
+        self._reach: dict[str, int] = {}
+        # A heap of (-reach, rid), which also has entries of requests that have ended.
+        self._largest: list[tuple[int, str]] = []
+
+    def start(self, rid: str, remaining_pages: int, private_pages: int) -> None:
+        """Count a request that may grow by `remaining_pages`; retracting it frees `private_pages`.
+        O(log active).
+
+        Called when it is admitted (with `private_pages` 0: it cannot be retracted yet), and again
+        when its KV is complete.
+        """
+        # The second call replaces the first. The sum of both numbers may change here, and only
+        # here.
+        self.stop(rid)
+        self.version += 1
+        self._private[rid] = private_pages
+        self._reach[rid] = remaining_pages + private_pages
+        self.private_pages += private_pages
+        self.reserved_pages += min(self.reserve_pages, remaining_pages)
+        heapq.heappush(self._largest, (-self._reach[rid], rid))
+        if len(self._largest) > 2 * len(self._reach) + 16:
+            # Entries of ended requests are dropped at the top of the heap; below a request that
+            # never ends they would stay. Rebuilt at twice the size, this costs O(1) per call on
+            # average.
+            self._largest = [(-reach, rid) for rid, reach in self._reach.items()]
+            heapq.heapify(self._largest)
+
+    def grow_many(self, rids: Sequence[str]) -> None:
+        """Count one page more for each of these running requests."""
+        private, reach, reserve = self._private, self._reach, self.reserve_pages
+        for rid in rids:
+            private[rid] = taken = private[rid] + 1
+            if reach[rid] - taken < reserve:  # it took a page that was kept for it
+                self.reserved_pages -= 1
+        self.private_pages += len(rids)
+
+    def stop(self, rid: str) -> None:
+        """Take a request out of the sums. Unknown: no-op."""
+        reach = self._reach.pop(rid, None)
+        if reach is not None:
+            # Its entry stays in the heap, and is found to be out of date when it gets to the top.
+            self.version += 1
+            private = self._private.pop(rid)
+            self.private_pages -= private
+            self.reserved_pages -= min(self.reserve_pages, reach - private)
+
+    @property
+    def active(self) -> int:
+        """Number of requests that count: in transfer, waiting to run, or running."""
+        return len(self._private)
+
+    @property
+    def single(self) -> int:
+        """Pages kept for the neediest request. O(1), but for entries of ended requests, each of
+        which is dropped once."""
+        heap = self._largest
+        while heap and self._reach.get(heap[0][1]) != -heap[0][0]:
+            heapq.heappop(heap)
+        return max(0, -heap[0][0] - self.private_pages) if heap else 0
+
+    @property
+    def kept_back(self) -> int:
+        """Pages kept back from new admissions, for admitted requests to grow into."""
+        return max(self.reserved_pages, self.single)
+
+    def check_invariants(self) -> None:
+        """Check the sums against the requests that they count. Raises InternalError."""
+        if self.private_pages != sum(self._private.values()):
+            raise InternalError(f"private_pages is {self.private_pages}, admitted: {self._private}")
+        if self._private.keys() != self._reach.keys():
+            raise InternalError(f"{self.active} active, admitted: {self._private}, {self._reach}")
+        remaining = [reach - self._private[rid] for rid, reach in self._reach.items()]
+        if self.reserved_pages != sum(min(self.reserve_pages, pages) for pages in remaining):
+            raise InternalError(f"reserved_pages is {self.reserved_pages}, remaining: {remaining}")
+        if max(self._reach.values(), default=0) - self.private_pages > self.single:
+            raise InternalError(f"single is {self.single}, reach: {self._reach}")
 
 
 class Ledger:

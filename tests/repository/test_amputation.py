@@ -102,7 +102,7 @@ def imported(path: Path, root: Path) -> Iterator[str]:
 
 def without(organs: Iterable[str], copy: Path) -> list[str]:
     """Copy the package and its tests without these organs; return the modules that are gone."""
-    for name in ("prefixkv", "tests", "benchmarks"):
+    for name in ("prefixkv", "tests", "benchmarks", "docs"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", copy)
     paths = [path for organ in organs for path in ORGANS[organ]]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixkv.decode.budget import PreallocBudget
+from prefixkv.decode.ledger import PreallocBudget
 from prefixkv.errors import InternalError
 
 _STEPS = st.lists(

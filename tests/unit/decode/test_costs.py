@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prefixkv.decode.costs import TRY_SHARE, AwaitedRoom, PrefillLoad, Rate
+from prefixkv.decode.sources import TRY_SHARE, AwaitedRoom, PrefillLoad, Rate
 from prefixkv.protocol.ids import RoomKey
 
 
