@@ -120,6 +120,14 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "5", "a page of a group that was posted is posted again", ("SenderMachine._on_chunk",),
+        "if first != begin or end > most:", "if end > most:",
+        (
+            "control/prefill/test_window_groups.py::"
+            "test_a_chunk_that_is_not_the_next_one_fails_the_room",
+        ),
+    ),
+    Mutant(
         "6", "prefill begins before what decode has", ("SendPlan.__init__",),
         "whole_pages(decode_prefix_len, page_size)", "0",
         (

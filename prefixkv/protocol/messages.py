@@ -434,7 +434,7 @@ class Outcome(RoomBody, frozen=True, tag="outcome"):
     num_chunks: Count
     """Chunks that this rank wrote to the receiver of the message."""
     num_pages: Count
-    """Number of decode's pages that were written, those of window groups included; must be the
+    """Number of decode's pages that were written, those of groups included; must be the
     number promised."""
     aux: bytes
     """The engine's payload of the last chunk, empty on FAILED; at most

@@ -53,14 +53,13 @@ class Timers(Generic[K]):
         keys = []
         while self._heap:
             when_s, _, key = self._heap[0]
-            # Stale: forgotten, or moved to an earlier time that has its own entry.
-            is_stale = self._wake_s.get(key) != when_s
-            if when_s > now_s and not is_stale:
-                break
-            heapq.heappop(self._heap)
-            if not is_stale:
+            # Else stale: forgotten, or moved to an earlier time that has its own entry.
+            if self._wake_s.get(key) == when_s:
+                if when_s > now_s:
+                    break
                 del self._wake_s[key]
                 keys.append(key)
+            heapq.heappop(self._heap)
         return keys
 
     def visit(self, now_s: float, look: Callable[[K], None]) -> None:

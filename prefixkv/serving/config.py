@@ -207,10 +207,8 @@ class ServeConfig:
             "prefill worker goes on, about one per session; 0: 16 to 256, by the pool's bytes."),
     ] = 0  # fmt: skip
     compute_below: Annotated[
-        CountOrZero,
-        doc("Most missing tokens of a prompt that decode computes itself, where that is sooner; 0: "
-            "none."),
-    ] = 16384  # fmt: skip
+        CountOrZero, doc("Most missing tokens of a prompt that decode computes itself; 0: none.")
+    ] = 16384
     carry_on: Annotated[
         bool, doc("Decode workers compute whole prompts while no prefill worker answers.")
     ] = True

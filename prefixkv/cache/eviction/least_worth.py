@@ -67,9 +67,11 @@ class Line:
         in_order, heap = self.in_order, self.oldest
         # The usual case: all are in order, and the first stands.
         if in_order and not heap:
-            node = in_order[0][1]
-            if node.entry is in_order[0] and not node.lock_ref and not node.children:
-                return in_order[0]
+            first = in_order[0]
+            node = first[1]
+            stands = node.entry is first and not node.lock_ref and not node.children
+            if stands:
+                return first
         # Both sources, each cleared of what is dead.
         while in_order and not _stands(in_order[0]):
             in_order.popleft()

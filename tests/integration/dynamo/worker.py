@@ -75,7 +75,7 @@ class Worker:
         self.scheduler.add(request)
         [req] = self.scheduler.pop_preallocated()
         assert any(isinstance(command, OpenRoom) for command in self.scheduler.take_commands())
-        self.scheduler.room_ended(req.room_key, KVPoll.SUCCESS, None, b"")
+        self.scheduler.room_ended(req.room_key, KVPoll.SUCCESS, None, b"", self.scheduler.now_s)
         [req] = self.scheduler.pop_transferred()
         # What the chat goes on with is in its tokens already, so that its next turn hits.
         for token in chat["tokens"][len(tokens) : len(tokens) + chance.randrange(1, 40)]:

@@ -182,7 +182,7 @@ class Prefill(PrefillEngine):
             self.ranks[0].inbox.extend(self.kept.pop(key))
             if key in self.aborted:
                 self.ranks[0].inbox.append(self.aborted.pop(key))
-        self.told(events.popleft())
+        self.scheduler.hear(events.popleft(), self.sim.now_s)
         return True
 
     def schedule(self) -> None:

@@ -285,3 +285,22 @@ def test_a_process_that_lives_is_not_told() -> None:
     prover.close()
     held.close()
     assert told == [dead]
+
+
+@pytest.mark.parametrize("is_written_to", [True, False])
+def test_what_the_dead_may_still_write_is_waited_for_where_they_write(
+    monkeypatch: pytest.MonkeyPatch, is_written_to: bool
+) -> None:
+    looks: list[bool] = []
+    monkeypatch.setattr(death, "has_read_the_dead", lambda: looks.append(False) or bool(looks[2:]))
+    told: list[PeerId] = []
+    prover = ProverThread("p", ControlConfig(), is_written_to, told.append)
+    peer, life = PeerId("d", 1), a_dead_life()
+    for times in (1, 2):
+        prover.submit(peer, life)
+        until(lambda: not prover._asked)
+        assert (len(looks), len(told)) == ((times, 0) if is_written_to else (0, times))
+    prover.submit(peer, life)
+    until(lambda: not prover._asked)
+    assert told == [peer] * (1 if is_written_to else 3)
+    prover.close()

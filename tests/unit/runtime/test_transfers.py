@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from prefixkv.config import DecodeConfig, PrefillConfig
-from prefixkv.control import lives
+from prefixkv.control import inbox
 from prefixkv.errors import (
     AbortedError,
     AuxTooLargeError,
@@ -405,7 +405,7 @@ def test_a_prefill_worker_of_another_wire_version_fails_the_room_by_number(
             return messages._encoder.encode([version, *sender, seq, {"a": "message of later"}])
         return encode(sender, seq, body)
 
-    monkeypatch.setattr(lives, "encode", later)
+    monkeypatch.setattr(inbox, "encode", later)
     pair.open()
     pair.until(lambda: bool(pair.heard(RoomDrained)))
     (end,) = pair.ends()

@@ -413,6 +413,19 @@ def test_a_hello_says_the_nonce_that_was_wanted_last() -> None:
     for nonce in (77, 78):
         effects = peer.control.on(FrameReceived(ADDRESS, peer.raw(HelloWanted(nonce))), peer.now_s)
         assert messages.decode(effects[0].raw).body.nonce == nonce
+    assert peer.say(HelloWanted()) == [], "from who could not read a frame: that one is on its way"
+
+
+def test_a_room_whose_promise_may_be_out_is_listened_for_though_saying_it_raised() -> None:
+    peer = PrefillPeer()
+    peer.open()
+
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError("on purpose")
+
+    peer.control._links.send = broken  # type: ignore[method-assign]
+    effects = peer.control.on(FrameReceived(ADDRESS, peer.raw(peer.reply)), peer.now_s)
+    assert effects[-1] == Expect(1)
 
 
 def test_a_silent_worker_is_suspect_gets_no_new_rooms_and_is_not_dead() -> None:
@@ -442,7 +455,6 @@ def test_a_refusal_later_on_fails_what_waits_and_still_drains_what_was_promised(
     peer.open(promise(8))
     actions = peer.greet(refused="too many")
     assert [ended.key for ended in ends(actions)] == [RoomKey(8, 0)]
-    assert peer.control.peers(peer.now_s) == {ADDRESS: (PREFILL, "connecting")}
     peer.take_said()
     peer.on(ENOUGH)
     assert peer.take_said() == [Abort(*KEY.numbers, "enough")]
@@ -460,6 +472,7 @@ def test_a_worker_that_holds_us_for_dead_has_ended_our_rooms_and_still_drains_th
     assert (ended.key, ended.poll) == (KEY, KVPoll.FAILED)
     assert not any(isinstance(one, RoomDrained) for one in said), "its writes may still land"
     assert peer.expected == 1
+    assert peer.control.peers(peer.now_s) == {ADDRESS: (PREFILL, "connecting")}
     assert peer.say(Drained(*KEY.numbers, 0)) == [RoomDrained(KEY)]
 
 

@@ -134,6 +134,22 @@ def test_an_error_met_by_the_thread_does_not_keep_the_agent(nixl_driver: NixlDri
     writer.transport.close()
 
 
+@pytest.mark.parametrize(
+    ("error", "drained"), [("nixlInvalidParamError", True), ("nixlBackendError", False)]
+)
+def test_only_what_nixl_refuses_before_it_begins_is_drained(
+    nixl_driver: NixlDriver, monkeypatch: pytest.MonkeyPatch, error: str, drained: bool
+) -> None:
+    def refuse(*args: Any) -> Any:
+        raise getattr(nixl_agent.nixl_errors, error)("by the test")
+
+    writer, target = nixl_driver.pair()
+    monkeypatch.setattr(nixl_agent.nixl_api.nixl_agent, "transfer", refuse)
+    end = nixl_driver.end(writer, writer.job(1, target, [0], [0]))
+    assert isinstance(end, WriteFailed)
+    assert end.drained == drained
+
+
 def test_the_versions_of_the_libraries_are_known_once_an_agent_is_there(
     nixl_driver: NixlDriver,
 ) -> None:
