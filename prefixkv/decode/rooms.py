@@ -192,7 +192,8 @@ class PrefillSource(Source):
         if self._rule.unsent:
             path = self._ledger.pages.table.pages(flight.pages.row)[: flight.start_pages]
             again = self._rule.again_pages(path) * self._ledger.page_size
-        self._rule.promised(req.prefill, key, now_s, segment.end - segment.start, again)
+        tokens = segment.end - segment.start
+        flight.awaited = self._rule.promised(req.prefill, now_s, tokens, again)
         self._rooms.commands.append(self._promise(req, flight, segment.end))
 
     def _promise(self, req: DecodeRequest, flight: Flight, fill_len: int) -> OpenRoom:
@@ -227,7 +228,7 @@ class PrefillSource(Source):
         self._ledger.journal.transferred(flight, now_s)
         rest = flight.rest
         end = len(flight.key) if rest is None else rest.start
-        self._rule.arrived(flight.prefill, key, now_s)
+        self._rule.arrived(flight.awaited, now_s)
         if self._rule.unsent:
             path = self._ledger.pages.table.pages(flight.pages.row)
             self._rule.sent_pages(path[: pages_for(end, self._ledger.page_size)])
@@ -249,7 +250,7 @@ class PrefillSource(Source):
             self._ledger.journal.transfer_ended(flight.prefill, "aborted")
         self._ledger.workers.hold(key)
         self._rooms.await_drained(key)
-        self._rule.gave_up(flight.prefill, key)
+        self._rule.gave_up(flight.awaited)
         return Release.HOLD
 
     def check_invariants(self, requests: Sequence[DecodeRequest]) -> None:

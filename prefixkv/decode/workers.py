@@ -10,7 +10,7 @@ share: its requests wait for pages to come back, those of others do not.
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -182,15 +182,16 @@ class Workers:
     def check_invariants(self, rooms: Set[RoomKey]) -> None:
         """Check the shares against `rooms`, those that are open or undrained: no other may have
         pages in a worker's power. Raises InternalError."""
-        counted = Counter[Worker](), Counter[Worker]()
-        for share in self._shares.values():
-            counted[0][share.worker] += share.num_pages
-            counted[1][share.worker] += share.num_pages * share.failed
-        workers = {*self.all(), *counted[0]}
+        shares = self._shares.values()
         laws = {
             "a worker's pages are those of its rooms": all(
-                (one.num_pages, one.failed_pages) == (counted[0][one], counted[1][one])
-                for one in workers
+                one.num_pages == sum(share.num_pages for share in shares if share.worker is one)
+                for one in self.all()
+            ),
+            "its failed pages are those of its rooms that have failed": all(
+                one.failed_pages
+                == sum(it.num_pages * it.failed for it in shares if it.worker is one)
+                for one in self.all()
             ),
             "only open and undrained rooms have pages in a worker's power": self._shares.keys()
             <= rooms,
