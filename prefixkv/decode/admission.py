@@ -86,7 +86,9 @@ class Admission(Waiting):
             waiter.rank = self._rank(waiter)
         self._num_arrivals += 1
         self._spent_at = -1
-        self._enter(waiter, self.most_pages)
+        # What could be taken now can come back in any case.
+        available = self._pages.available_pages
+        self._enter(waiter, available if req.max_pages <= available else self.most_pages)
         if self._pages.caching and req.request.cacheable:
             self._unwanted.append(waiter)
         # `add` is not given the time where a request comes back, so the next pass stamps it.

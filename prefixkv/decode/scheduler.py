@@ -633,8 +633,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def idle(self) -> bool:
         """True if nothing is left: no request, nothing to pop, no undrained room. O(1)."""
         left = self.requests or self._failed or self.prefill.asks or len(self.rooms)
-        left = left or len(self._ending) or len(self.flights)
-        return not left and all(source.is_idle for source in self._organs)
+        if left or len(self._ending) or len(self.flights):
+            return False
+        return all(source.is_idle for source in self._organs)
 
     @property
     def wake_s(self) -> float:
