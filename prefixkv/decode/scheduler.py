@@ -134,7 +134,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         made = [make(self.ledger, config, parts) for make in self.source_makers]
         self._organs = [source for source in made if source is not None]
         by_name: dict[str, Any] = {source.name: source for source in self._organs}
-        self.compute = by_name.get("computed", NoCompute())
+        self.compute: NoCompute = by_name.get("computed", NoCompute())
         self.host = getattr(by_name.get("loaded"), "tier", None)
         if parts.sources.config is not None and "computed" not in by_name:
             raise ConfigError("compute: this installation has no part for it")
@@ -562,7 +562,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         check_reason(reason)
         self._pump()
         key = RoomKey(request.room, request.generation)
-        self._check_can_open(request, to_refuse=key not in self.rooms.unanswered)
+        self._check_can_open(request, to_refuse=not self.rooms.is_unanswered(key))
         self.rooms.note(key, request.prefill, AbortedError(reason), request.digest)
         self._tell()
 
@@ -626,9 +626,10 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     @property
     def idle(self) -> bool:
         """True if nothing is left: no request, nothing to pop, no undrained room. O(1)."""
-        left = self.requests or self._failed or self.prefill.asks or self.rooms.any_undrained
-        left = left or len(self._ending) or len(self.flights)
-        return not left and all(source.is_idle for source in self._organs)
+        left = self.requests or self._failed or self.prefill.asks or len(self.rooms)
+        if left or len(self._ending) or len(self.flights):
+            return False
+        return all(source.is_idle for source in self._organs)
 
     @property
     def wake_s(self) -> float:
