@@ -104,8 +104,7 @@ class Told(World):
 @pytest.mark.parametrize("seed", [2, 3])
 def test_routers_know_where_computing_can_go_on(seed: int) -> None:
     told = Told(seed)
-    follower = Follower(told.page_size, groups=True)
-    follower.next_seq = FIRST
+    follower = Follower(told.page_size, groups=True, next_seq=FIRST)
     seen = 0
     for number in range(160):
         told.step()
@@ -132,8 +131,7 @@ def test_another_tier_that_is_emptied_keeps_what_the_first_has() -> None:
     told = Told(0)
     words = BlockEvents(2, "GPU", True), BlockEvents(2, "CPU", True)
     stream = EventStream(2, words[0], 0, FIRST, Keep(8, 1 << 20), host=words[1])
-    follower = Follower(2, media=("GPU", "CPU"), groups=True)
-    follower.next_seq = FIRST
+    follower = Follower(2, media=("GPU", "CPU"), groups=True, next_seq=FIRST)
     host = World(1)
     host.namespaces = [None]
 

@@ -97,7 +97,7 @@ class TwoTiers:
             self.stream.check_invariants()
 
     def follower(self) -> Follower:
-        return Follower(self.pool.page_size, self.media)
+        return Follower(self.pool.page_size, self.media, next_seq=FIRST)
 
     def agrees(self, follower: Follower) -> None:
         for medium, world in zip(self.media, (self.pool, self.host), strict=True):
@@ -113,7 +113,6 @@ def test_a_follower_knows_both_tiers(seed: int) -> None:
     """What ends in one goes on in the other, also where one of the two starts over."""
     tiers = TwoTiers(seed)
     follower = tiers.follower()
-    follower.next_seq = FIRST
     for number in range(120):
         tiers.step()
         if tiers.pool.chance.random() < 0.6:
@@ -151,8 +150,7 @@ def test_a_long_tier_that_ends_is_several_batches(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("seed", range(4))
 def test_a_follower_knows_the_tree(seed: int) -> None:
     world = World(seed)
-    follower = Follower(world.page_size)
-    follower.next_seq = FIRST
+    follower = Follower(world.page_size, next_seq=FIRST)
     for number in range(120):
         world.step()
         if world.chance.random() < 0.6:
@@ -213,8 +211,7 @@ def test_what_follows_goes_first(num_pages: int) -> None:
     world.cache.insert([1, 2, 4, 5], [0, 1, 3, 4])
     world.cache.evict(num_pages)
     world.publish()
-    follower = Follower(1)
-    follower.next_seq = FIRST
+    follower = Follower(1, next_seq=FIRST)
     assert all(follower.take(*batch) for batch in world.published)
     assert len(follower.blocks) == 5 - num_pages
 
@@ -257,8 +254,7 @@ def test_a_long_list_of_changes_is_several_batches() -> None:
     stream = EventStream(1, worded, 0, 0, Keep(10, 1 << 20))
     batches = list(stream.publish(cache.drain_changes(), 1.0))
     assert [seq for seq, _ in batches] == [0, 1]
-    follower = Follower(1)
-    follower.next_seq = 0
+    follower = Follower(1, next_seq=0)
     assert all(follower.take(*batch) for batch in batches)
     assert len(follower.blocks) == 9_000
 
@@ -319,14 +315,10 @@ def test_equal_tokens_in_two_namespaces_are_two_blocks() -> None:
 def test_no_hash_is_0_which_llm_d_takes_for_no_parent() -> None:
     key, worded = b"\x01" * 8 + bytes(8), BlockEvents(1, "GPU")
     assert worded.hash(key, None) == 1
+    assert worded.hash(b"\xff" * 8 + bytes(7) + b"\x05", None) == 5  # the last bytes, unsigned
     [stored] = [worded.stored([PageRef(None, key, b"\x02" * 16, 1, bytes(4))])]
     assert stored.parent_block_hash == 1
     assert worded.stored([PageRef(None, NO_PARENT, key, 0, bytes(4))]).parent_block_hash is None
-
-
-def test_hashes_are_the_last_bytes_unsigned() -> None:
-    key = b"\xff" * 8 + bytes(7) + b"\x05"
-    assert BlockEvents(1, "GPU").hash(key, None) == 5
 
 
 @pytest.mark.parametrize("namespace", ["lora", 7, b"salt", ("lora", None, ()), True])
