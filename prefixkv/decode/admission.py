@@ -65,7 +65,6 @@ class Admission(Waiting):
         self._stuck_pages = stuck_pages
         self._unwanted: list[Waiter] = []  # not entered in the tree yet; some may have left
         self._num_changes = 0
-        self._all_back = True  # False: another pass has more to bring back
         self._spent_at = -1  # version at which a pass left nothing to look at
 
     def add(self, req: DecodeRequest, *, first: bool = False) -> None:
@@ -86,7 +85,9 @@ class Admission(Waiting):
             waiter.rank = self._rank(waiter)
         self._num_arrivals += 1
         self._spent_at = -1
-        self._enter(waiter, self.most_pages)
+        # What could be taken now can come back in any case.
+        available = self._pages.available_pages
+        self._enter(waiter, available if req.max_pages <= available else self.most_pages)
         if self._pages.caching and req.request.cacheable:
             self._unwanted.append(waiter)
         # `add` is not given the time where a request comes back, so the next pass stamps it.

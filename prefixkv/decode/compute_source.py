@@ -47,11 +47,6 @@ class ComputeSource(FlightSource):
         self._chunked: set[DecodeRequest] = set()
         self._tokens, self._seconds = 0, 0.0
 
-    @property
-    def local(self) -> list[Flight]:
-        """Flights that the engine computes, or has to, oldest first. Any thread may ask."""
-        return list(self.open)
-
     # --- the way of a request ---------------------------------------------------------------------
 
     def shared_key(self, req: DecodeRequest, key: RadixKey) -> RadixKey:
