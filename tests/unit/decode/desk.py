@@ -133,6 +133,17 @@ class Desk:
             self.token(req)
         return req
 
+    def admitted(self, rid: str, tokens: int | list[int] = 8, max_new: int = 4, **fields: Any
+                 ) -> DecodeRequest:  # fmt: skip
+        req = self.add(rid, tokens, max_new, **fields)
+        assert self.admit() == [rid]
+        return req
+
+    def arrive(self, req: DecodeRequest) -> None:
+        """Its KV is here, and all that it waits for with it."""
+        self.succeed(req.room_key)
+        assert self.transferred() == [req.rid]
+
     def prefix_of(self, req: DecodeRequest) -> int:
         """Tokens of a request that the tree has now."""
         return self.pages.cache.match_prefix(req.key).prefix_len
