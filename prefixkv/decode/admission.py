@@ -65,7 +65,6 @@ class Admission(Waiting):
         self._stuck_pages = stuck_pages
         self._unwanted: list[Waiter] = []  # not entered in the tree yet; some may have left
         self._num_changes = 0
-        self._all_back = True  # False: another pass has more to bring back
         self._spent_at = -1  # version at which a pass left nothing to look at
 
     def add(self, req: DecodeRequest, *, first: bool = False) -> None:

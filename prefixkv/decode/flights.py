@@ -27,6 +27,7 @@ from prefixkv.cache.events import EventFeed
 from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey, common_pages
 from prefixkv.cache.results import MatchResult, PrefixLock, Releases
 from prefixkv.decode.request import DecodeRequest
+from prefixkv.decode.sources import AwaitedRoom
 from prefixkv.errors import check_laws
 from prefixkv.pages.manager import RequestPages
 from prefixkv.paging import Pages
@@ -197,6 +198,7 @@ class Flight:
     end_pages: int
     joined: Flight | None
     rest: Segment | None = None
+    awaited: AwaitedRoom | None = None  # as the rule counts it
     number: int = 0
     is_open: bool = True  # until its pages are here, or its source has given up
     start_key: StartKey | None = None  # key in `Flights._by_start`; None: may not be joined

@@ -568,7 +568,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         check_reason(reason)
         self._pump()
         key = RoomKey(request.room, request.generation)
-        self._check_can_open(request, to_refuse=key not in self.rooms.unanswered)
+        self._check_can_open(request, to_refuse=not self.rooms.is_unanswered(key))
         self.rooms.note(key, request.prefill, AbortedError(reason), request.digest)
         self._tell()
 
@@ -632,7 +632,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     @property
     def idle(self) -> bool:
         """True if nothing is left: no request, nothing to pop, no undrained room. O(1)."""
-        left = self.requests or self._failed or self.prefill.asks or self.rooms.any_undrained
+        left = self.requests or self._failed or self.prefill.asks or len(self.rooms)
         if left or len(self._ending) or len(self.flights):
             return False
         return all(source.is_idle for source in self._organs)

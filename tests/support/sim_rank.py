@@ -365,8 +365,7 @@ class DecodeRank(SimRank):
     def _leftovers(self) -> dict[str, Any]:
         control = self.control
         left: dict[str, Any] = {
-            "expected": control._rooms.num_expected, "settling": control._rooms.settling,
-            "rooms": control.num_rooms,
+            "expected": control._rooms.num_expected, "rooms": control.num_rooms,
             "rooms of links": [link.address for link in control._links.all() if link.waiting],
             "orders": list(self.orders), "for rank 0": list(self.for_rank_0),
         }  # fmt: skip

@@ -179,7 +179,7 @@ class Desk:
     def at_rest(self) -> None:
         assert_at_rest(self.scheduler)
         assert not self.scheduler.num_deferred
-        assert repr(self.scheduler.rooms) == "Rooms(live set(), undrained {})"
+        assert not len(self.scheduler.rooms), self.scheduler.rooms
         assert (self.scheduler.budget.active, self.scheduler.budget.private_pages) == (0, 0)
 
     def _checked(self, result: Any) -> Any:

@@ -99,9 +99,9 @@ def test_what_decode_has_computed_prefill_has_to_compute_too_until_it_has(
     sources = desk.scheduler.sources
     promised = sources.promised
 
-    def noted(*args: Any) -> None:
-        told.append(args[4])
-        promised(*args)
+    def noted(*args: Any) -> Any:
+        told.append(args[3])
+        return promised(*args)
 
     monkeypatch.setattr(sources, "promised", noted)
     tokens = list(range(40))
