@@ -126,6 +126,8 @@ class Planner:
         start = shared_pages * page_size
         if match is not None:
             for source in self._loads:
+                if len(loads) == ledger.pages.table.free_spare_rows:  # each takes one
+                    break
                 need = Need(req, key, match, start, req.kv_len, can_ask, now_s)
                 if (load := source.reach(need)) is not None:
                     loads, start = (*loads, load), load.end
