@@ -34,8 +34,9 @@ class PrefillCalls(_Calls):
     """The transfers of one prefill rank, whose engine has pages enough."""
 
     def __init__(
-        self, mesh: Mesh, rank: int, config: PrefillConfig, endpoints: tuple[str, ...]
-    ) -> None:
+        self, mesh: Mesh, rank: int, config: PrefillConfig, endpoints: tuple[str, ...],
+        device: str = DEVICE,
+    ) -> None:  # fmt: skip
         from prefixkv.runtime.rank_spec import RankSpec
         from prefixkv.testing.hashing import PrefixHasher
         from prefixkv.transfer import PrefillTransfers
@@ -43,7 +44,7 @@ class PrefillCalls(_Calls):
         from tests.support.patterns import make_pools, pattern_in
 
         super().__init__()
-        pool = make_pools(mesh, 64, 4, 16, order="layer_major", device=DEVICE)[rank]
+        pool = make_pools(mesh, 64, 4, 16, order="layer_major", device=device)[rank]
         self.node = PrefillTransfers(RankSpec(pool, mesh, rank), config, endpoints)
         self.hello = (self.node.peer_id, self.node.endpoint)
         self._free = list(range(64))
@@ -98,14 +99,16 @@ class PrefillCalls(_Calls):
 class DecodeCalls(_Calls):
     """A decode rank above 0."""
 
-    def __init__(self, mesh: Mesh, rank: int, config: DecodeConfig, worker: PeerId) -> None:
+    def __init__(
+        self, mesh: Mesh, rank: int, config: DecodeConfig, worker: PeerId, device: str = DEVICE
+    ) -> None:
         from prefixkv.spi import DecodeRank
         from prefixkv.testing.hashing import PrefixHasher
         from tests.support.mesh_workers import SALT
         from tests.support.patterns import make_pools, pattern_in
 
         super().__init__()
-        pool = make_pools(mesh, 64, 4, 16, order="page_major", device=DEVICE)[rank]
+        pool = make_pools(mesh, 64, 4, 16, order="page_major", device=device)[rank]
         self.node = DecodeRank(pool, config, mesh, rank, worker)
         self.hello = (self.node.peer_id, "")
         self._hashes = PrefixHasher().prefixes
