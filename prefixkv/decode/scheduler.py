@@ -790,7 +790,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         flights = self._planner.take(plan, now_s)
         req.become(DecodeState.PREALLOCATED)
         self.waiting.remove(req)
-        self.journal.admitted(req, plan.counts(self.pages.page_size), now_s)
+        self.journal.admitted(req, now_s, *plan.counts(self.pages.page_size))
         # A worker may have the first attempt, where that is not asked late.
         if not plan.segments[0].source.sends and not req.is_alone and self.prefill.may_have(req):
             self._refuse_waiting(req, AbortedError(f"request {req.rid!r} is computed by decode"))
