@@ -27,6 +27,7 @@ import numpy.typing as npt
 import typer
 from rich.console import Console
 
+import prefixkv.assembly  # noqa: F401 - what a scheduler gets host memory from
 from benchmarks.radix import bushy
 from benchmarks.replay import generated
 from benchmarks.report import JsonFile, check_json, tell, write

@@ -35,7 +35,6 @@ from prefixkv.cli.replay.trace import footprint, mix
 from prefixkv.config import ComputeConfig
 from prefixkv.decode.sources import Source, Sources
 from prefixkv.errors import ConfigError
-from prefixkv.protocol.ids import RoomKey
 
 TOKEN_BYTES = 160 * 1024
 FIXED = (512, 1024, 2048, 4096, 8192)
@@ -152,9 +151,8 @@ class Node:
         if source is Source.HERE:
             self._compute(max(1, missing), served.first_token_s)
         else:
-            key, arrived = RoomKey(self._number, 0), self._sources.arrived
-            self._sources.promised(address, key, one.time_s, missing)
-            self._later(served.arrived_s, lambda now_s: arrived(address, key, now_s))
+            room = self._sources.promised(address, one.time_s, missing)
+            self._later(served.arrived_s, partial(self._sources.arrived, room))
         return served
 
     def _compute(self, tokens: int, end_s: float) -> None:

@@ -13,7 +13,7 @@ from math import isclose
 from typing import Any, Final
 
 from prefixkv.errors import ConfigError
-from prefixkv.spi import Policy, Use, make_policy, policy_names
+from prefixkv.spi import Policy, Use, explain_policy, make_policy, policy_names
 
 _BY_NAME: Final = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
@@ -37,6 +37,8 @@ def policy_of(text: str) -> Policy:
         name = f"{name}:{pairs.pop(0)}"
         kind = _class_of(name)
     else:
+        if not name:
+            raise ConfigError(f"policy {explain_policy(name)}")
         kind = type(make_policy(name))
     parameters = signature(kind).parameters
     known = {one: found for one, found in parameters.items() if found.kind in _BY_NAME}

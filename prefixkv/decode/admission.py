@@ -65,7 +65,6 @@ class Admission(Waiting):
         self._stuck_pages = stuck_pages
         self._unwanted: list[Waiter] = []  # not entered in the tree yet; some may have left
         self._num_changes = 0
-        self._all_back = True  # False: another pass has more to bring back
         self._spent_at = -1  # version at which a pass left nothing to look at
 
     def add(self, req: DecodeRequest, *, first: bool = False) -> None:
@@ -86,7 +85,9 @@ class Admission(Waiting):
             waiter.rank = self._rank(waiter)
         self._num_arrivals += 1
         self._spent_at = -1
-        self._enter(waiter, self.most_pages)
+        # What could be taken now can come back in any case.
+        available = self._pages.available_pages
+        self._enter(waiter, available if req.max_pages <= available else self.most_pages)
         if self._pages.caching and req.request.cacheable:
             self._unwanted.append(waiter)
         # `add` is not given the time where a request comes back, so the next pass stamps it.
@@ -243,15 +244,16 @@ class Admission(Waiting):
         """Return the plan of a request that was just looked at, if it fits."""
         # What it needs now has to leave what is kept back; and all that it may become could be had
         # by retracting.
-        pages, (space, most) = self._pages, self._ledger.limits()
+        pages, limits = self._pages, self._ledger.limits()
         if waiter.is_returned:
             # All it had may still be cached, so that it needs almost nothing. It would come back at
             # once, and be retracted again for the page that was missing. So it has to leave a page
             # for each of the others: then these go on by a step first.
-            space = min(space, pages.available_pages - self._ledger.budget.active)
+            space = pages.available_pages - self._ledger.budget.active
+            limits = min(limits[0], space), limits[1]
         plan = None
-        if look.fits((space, most)) and not self._workers.refuses(waiter.worker, look.new_pages):
-            plan = self._planner.plan(waiter.req, look, (space, most), now_s)
+        if look.fits(limits) and not self._workers.refuses(waiter.worker, look.new_pages):
+            plan = self._planner.plan(waiter.req, look, limits, now_s)
         if plan is None:
             waiter.seen_at = self._version
         # Before an eviction the tree has to know what the others wait for, or it evicts just that.

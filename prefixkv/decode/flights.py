@@ -21,13 +21,14 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from prefixkv.cache.events import EventFeed
 from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey, common_pages
 from prefixkv.cache.results import MatchResult, PrefixLock, Releases
 from prefixkv.decode.request import DecodeRequest
-from prefixkv.errors import check_laws
+from prefixkv.decode.sources import AwaitedRoom
+from prefixkv.errors import RequestError, check_laws
 from prefixkv.pages.manager import RequestPages
 from prefixkv.paging import Pages
 from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
@@ -175,6 +176,32 @@ class Source:
         InternalError."""
 
 
+class NoCompute:
+    """What the engine's calls reach where no source computes."""
+
+    open: ClassVar[dict[Flight, None]] = {}
+    new: ClassVar[list[DecodeRequest]] = []
+
+    def has_work(self, now_s: float) -> None:
+        pass
+
+    def pop_local(self, now_s: float) -> list[DecodeRequest]:
+        return []
+
+    def computed(
+        self, req: DecodeRequest, end: int, aux: bytes, after: DeviceEvent | None, now_s: float
+    ) -> Pages | None:
+        if not req.state.ended:
+            raise RequestError(f"request {req.rid!r} is not computed here")
+        return None
+
+    def save_state(self, req: DecodeRequest, end: int) -> int:
+        raise RequestError(f"request {req.rid!r} is not computed here, it saves no state")
+
+    def save_states(self, reqs: Iterable[DecodeRequest]) -> list[tuple[int, int]]:
+        return []
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Flight:
     """Pages [start_pages, end_pages) of `key` on their way to the row of `pages`.
@@ -197,15 +224,11 @@ class Flight:
     end_pages: int
     joined: Flight | None
     rest: Segment | None = None
+    awaited: AwaitedRoom | None = None  # as the rule counts it
     number: int = 0
     is_open: bool = True  # until its pages are here, or its source has given up
     start_key: StartKey | None = None  # key in `Flights._by_start`; None: may not be joined
     waiters: dict[Flight, None] = field(default_factory=dict)  # flights that joined, oldest first
-
-    @property
-    def num_pages(self) -> int:
-        """Number of whole pages that the flight brings."""
-        return self.end_pages - self.start_pages
 
     def __repr__(self) -> str:
         owner = self.owner.rid if self.owner is not None else None
@@ -227,7 +250,7 @@ class Flights:
         # By where a flight begins and the page it begins with. The pages before may differ, so each
         # is a list.
         self._by_start: dict[StartKey, list[Flight]] = {}
-        self._complete: deque[Flight] = deque()
+        self.complete: deque[Flight] = deque()  # those to be committed, in order
         self._count = 0
 
     def __len__(self) -> int:
@@ -308,16 +331,11 @@ class Flights:
         flight.is_open = False
         # Else `commit` appends it, with the flight that it joined.
         if flight.joined is None:
-            self._complete.append(flight)
+            self.complete.append(flight)
 
     def is_complete(self, flight: Flight) -> bool:
         """Return True if a flight has arrived and waits for no other."""
         return not flight.is_open and flight.joined is None
-
-    @property
-    def complete(self) -> deque[Flight]:
-        """Those to be committed, in order."""
-        return self._complete
 
     def disown(self, flight: Flight) -> None:
         """Take a flight's owner from it: its request ends, it continues for its waiters."""
@@ -334,7 +352,7 @@ class Flights:
         for waiter in waiters:
             waiter.joined = None
             if not waiter.is_open:
-                self._complete.append(waiter)
+                self.complete.append(waiter)
         return waiters
 
     def remove(self, flight: Flight) -> list[Flight]:
@@ -390,8 +408,8 @@ class Flights:
         del self._flights[flight]
         if flight.owner is not None:
             del self._by_owner[flight.owner]
-        if not flight.is_open and flight in self._complete:
-            self._complete.remove(flight)
+        if not flight.is_open and flight in self.complete:
+            self.complete.remove(flight)
         if flight.start_key is not None:
             bucket = self._by_start[flight.start_key]
             bucket.remove(flight)
@@ -422,7 +440,7 @@ class Flights:
             "what has arrived and waits for nothing is complete": sorted(
                 id(flight) for flight in flights if self.is_complete(flight)
             )
-            == sorted(map(id, self._complete)),
+            == sorted(map(id, self.complete)),
         }
         check_laws(laws, list(flights))
         for flight in flights:

@@ -13,6 +13,7 @@ from prefixkv.decode.ending import Ending
 from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.request import CAN_RUN, CUT_SHORT, DecodeRequest, DecodeState
 from prefixkv.errors import OutOfPagesError, RequestError, shown
+from prefixkv.pages.manager import RequestPages
 from prefixkv.pages.requests import check_own
 from prefixkv.paging import pages_for
 
@@ -67,19 +68,54 @@ class BatchGrowth:
         return bool(due) and self._grow(due, now_s)
 
     def _grow(self, reqs: Sequence[DecodeRequest], now_s: float) -> bool:
-        running, started = self._that_run(reqs), DecodeState.RUNNING
-        for req in running:
-            if len(req.output) >= req.max_new_tokens:
-                raise RequestError(f"request {req.rid!r} has its {req.max_new_tokens} tokens")
-        # The step that read what has fallen out of a window has given the token.
-        self._take({req: req.prompt_len + len(req.output) for req in running}, 1, now_s)
-        # Now nothing can fail any more: states and limits change.
-        for req in running:
+        page_manager, started = self._pages, DecodeState.RUNNING
+        page_size = page_manager.page_size
+        grows: list[RequestPages] = []
+        growing: list[str] = []
+        lengths: list[int] = []  # of their KV, once they have the next token
+        new: list[DecodeRequest] = []  # requests that get their first token
+        any_cut_short = False
+        # 1. Check all, and find out which need a page. Nothing changes here.
+        for req in reqs:
             if req.state is not started:
-                req.become(started)
-                self._journal.runs(req, now_s)
-            req.output_limit = req.most_output
-        return len(running) < len(reqs)
+                if req.state in CUT_SHORT:
+                    any_cut_short = True
+                    continue
+                if req.state not in CAN_RUN:
+                    raise RequestError(f"request {req.rid!r} is {req.state.value}, it does not run")
+                new.append(req)
+            num_tokens = len(req.output)
+            if num_tokens >= req.max_new_tokens:
+                raise RequestError(f"request {req.rid!r} has its {req.max_new_tokens} tokens")
+            pages = req.pages_held
+            assert pages is not None
+            # No step writes the KV of the last token, so that one needs no page.
+            is_last = num_tokens + 1 == req.max_new_tokens
+            if not is_last and req.prompt_len + num_tokens >= pages.num_pages * page_size:
+                grows.append(pages)
+                growing.append(req.rid)
+                lengths.append(req.prompt_len + num_tokens)
+        # 2. All or none: if one page is missing, none is taken, so that the engine can retract and
+        # repeat the call with the same tokens.
+        if len(grows) > page_manager.available_pages:
+            raise self._out_of_pages(dict.fromkeys(growing, 1))
+        # 3. Take. The budget follows at once: pages move from what remains to what is private.
+        if grows:
+            page_manager.grow_many(grows, now_s)
+            self._budget.grow_many(growing)
+            # No page more in a window group: what has fallen out of the window is written again.
+            # The step that read it has given the token.
+            if page_manager.windows:
+                for pages, kv_len in zip(grows, lengths, strict=True):
+                    page_manager.slide(pages, kv_len)
+        # 4. Now nothing can fail any more: states and limits change.
+        for req in new:
+            req.become(started)
+            self._journal.runs(req, now_s)
+        for req in reqs:
+            if req.state is started:
+                req.output_limit = req.most_output
+        return any_cut_short
 
     def ahead(self, reqs: Sequence[DecodeRequest], num_tokens: int, now_s: float) -> None:
         """Grow requests so that the KV of `num_tokens` tokens fits, as far as they may still grow.
@@ -91,50 +127,41 @@ class BatchGrowth:
                 self._check_in_batch(req)
         except (TypeError, AttributeError):  # what lacks these is no request
             raise _no_requests(reqs) from None
-        for group in self._pages.windows:
+        page_manager = self._pages
+        missing: dict[DecodeRequest, int] = {}  # pages
+        for group in page_manager.windows:
             if num_tokens > group.step_tokens:
                 raise RequestError(
                     f"num_tokens is {num_tokens}, group {group.name!r} has step_tokens "
                     f"{group.step_tokens}"
                 )
-        running = self._that_run(reqs)
-        self._take({req: req.kv_len for req in running}, num_tokens, now_s)
-        for req in running:
-            if req.state is DecodeState.RUNNING:
-                req.output_limit = req.most_output
-
-    def _that_run(self, reqs: Sequence[DecodeRequest]) -> list[DecodeRequest]:
-        running = [req for req in reqs if req.state in CAN_RUN]
-        if len(running) < len(reqs):
-            for req in reqs:
-                if req.state not in CAN_RUN and req.state not in CUT_SHORT:
-                    raise RequestError(f"request {req.rid!r} is {req.state.value}, it does not run")
-        return running
-
-    def _take(self, lengths: Mapping[DecodeRequest, int], num_tokens: int, now_s: float) -> None:
-        """Take the pages for the KV of `num_tokens` behind each length, in tokens."""
-        manager, missing = self._pages, {}
-        for req, length in lengths.items():
+        # 1. Check all, and count. Nothing changes here.
+        for req in reqs:
+            if req.state in CUT_SHORT:
+                continue
+            if req.state not in CAN_RUN:
+                raise RequestError(f"request {req.rid!r} is {req.state.value}, it does not run")
             assert req.pages_held is not None
-            # Never beyond its last token, whose KV no step writes.
-            reach = min(length + num_tokens, req.most_kv_len)
-            needed = pages_for(reach, manager.page_size) - req.pages_held.num_pages
+            # Never beyond its last token: the budget counts no page behind that.
+            reach = min(req.kv_len + num_tokens, req.most_kv_len)
+            needed = pages_for(reach, page_manager.page_size) - req.pages_held.num_pages
             if needed > 0:
                 missing[req] = needed
-        # All or none: if one page is missing, none is taken, so that the engine can retract and
-        # repeat the call with the same tokens.
-        if sum(missing.values()) > manager.available_pages:
+        # 2. All or none, as for the next token.
+        if sum(missing.values()) > page_manager.available_pages:
             raise self._out_of_pages({req.rid: pages for req, pages in missing.items()})
-        # A page for each in turn, since a row takes one at a time. The budget follows at once:
-        # pages move from what remains to what is private.
+        # 3. Take a page for each in turn, since a row takes one at a time.
         while missing:
-            manager.grow_many([req.pages_held for req in missing if req.pages_held], now_s)
+            page_manager.grow_many([req.pages_held for req in missing if req.pages_held], now_s)
             self._budget.grow_many([req.rid for req in missing])
             missing = {req: pages - 1 for req, pages in missing.items() if pages > 1}
-        # No page more in a window group: what has fallen out of the window is written again.
-        for req in lengths if manager.windows else ():
-            assert req.pages_held is not None
-            manager.slide(req.pages_held, lengths[req])
+        if page_manager.windows:
+            for req in reqs:
+                if req.state in CAN_RUN and req.pages_held is not None:
+                    page_manager.slide(req.pages_held, req.kv_len)
+        for req in reqs:
+            if req.state is DecodeState.RUNNING:
+                req.output_limit = req.most_output
 
     def _out_of_pages(self, growing: Mapping[str, int]) -> OutOfPagesError:
         """Return the error of requests that lack pages, by id. It names the fewest to retract for

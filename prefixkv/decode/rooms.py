@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
-from prefixkv.decode.flights import Flight, Need, Release, Segment, Source
+from prefixkv.decode.flights import Flight, Release, Segment, Source
 from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.request import DecodeRequest, PrefillAsk
 from prefixkv.decode.sources import Sources
@@ -21,6 +22,16 @@ from prefixkv.paging import pages_for
 from prefixkv.protocol.commands import AbortRoom, DecodeCommand, OpenRoom, RefuseRoom
 from prefixkv.protocol.ids import RoomKey
 from prefixkv.protocol.messages import Promise
+
+
+@dataclass(slots=True)
+class _Number:
+    """A number with more than a live request. By generation, `undrained` are its rooms, and `noted`
+    those of `note` that prefill has not answered: each with its refusal while that waits."""
+
+    is_live: bool
+    undrained: set[int] = field(default_factory=set)
+    noted: dict[int, tuple[str, Exception, bytes] | None] = field(default_factory=dict)
 
 
 class Rooms:
@@ -40,92 +51,107 @@ class Rooms:
         self.ticket = ticket
         self.commands = commands
         self._counters = counters
-        self._live: set[int] = set()
-        self._undrained: dict[int, set[int]] = {}  # generations of rooms, by number
-        self.unanswered: set[RoomKey] = set()  # keys of `note` that prefill has not answered
-        # Of these, while the room of a former request of the number is not drained.
-        self._late: dict[RoomKey, tuple[str, Exception, bytes]] = {}
+        # Those in use; None: by a live request alone.
+        self._numbers: dict[int, _Number | None] = {}
 
     def __contains__(self, room: int) -> bool:
-        return room in self._live or room in self._undrained
+        return room in self._numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
 
     def is_live(self, room: int) -> bool:
-        return room in self._live
+        number = self._numbers.get(room)
+        return room in self._numbers if number is None else number.is_live
+
+    def is_unanswered(self, key: RoomKey) -> bool:
+        """True if prefill has not answered a `note` of this room yet."""
+        number = self._numbers.get(key.room)
+        return number is not None and key.generation in number.noted
 
     def add(self, room: int) -> None:
-        self._live.add(room)
+        """A live request takes a number that is free."""
+        self._numbers[room] = None
 
     def remove(self, room: int) -> None:
         """Note that the live request has ended; the number is free if no room of it is
         undrained."""
-        self._live.discard(room)
+        if (number := self._numbers[room]) is None:
+            del self._numbers[room]
+        else:
+            number.is_live = False
+            if not number.undrained:
+                del self._numbers[room]
 
-    def await_drained(self, key: RoomKey) -> None:
-        self._undrained.setdefault(key.room, set()).add(key.generation)
+    def await_drained(self, key: RoomKey) -> _Number:
+        if (number := self._numbers.get(key.room)) is None:
+            number = self._numbers[key.room] = _Number(is_live=key.room in self._numbers)
+        number.undrained.add(key.generation)
+        return number
 
     def drained(self, key: RoomKey) -> None:
         """A room is drained: its number is free if nothing else uses it, and what waited for that
         is refused. Not awaited: no-op."""
-        generations = self._undrained.get(key.room, set())
-        generations.discard(key.generation)
-        if not generations:
-            self._undrained.pop(key.room, None)
+        if (number := self._numbers.get(key.room)) is None:
+            return
+        number.undrained.discard(key.generation)
         # One that still waits for this number stays noted, else it could be noted twice.
-        if key not in self._late:
-            self.unanswered.discard(key)
+        if number.noted.get(key.generation) is None:
+            number.noted.pop(key.generation, None)
+        if number.is_live or number.undrained:
+            return
         # The number is free of every generation: now a frame about a later request cannot be
         # confused with one about this room.
-        if self._late and key.room not in self:
-            for late in [one for one in self._late if one.room == key.room]:
-                self.refuse(late, *self._late.pop(late))
-
-    @property
-    def any_undrained(self) -> bool:
-        """True if an undrained room keeps a number in use. O(1)."""
-        return bool(self._undrained)
+        del self._numbers[key.room]
+        for generation, late in number.noted.items():
+            assert late is not None  # else its room would be undrained
+            self.refuse(RoomKey(key.room, generation), *late).noted[generation] = None
 
     def undrained(self) -> set[RoomKey]:
         """Return all rooms that keep a number in use until they are drained. O(of them)."""
-        return {RoomKey(room, gen) for room, gens in self._undrained.items() for gen in gens}
+        numbers = self._numbers.items()
+        return {RoomKey(room, gen) for room, one in numbers if one for gen in one.undrained}
 
     # --- refusals ---------------------------------------------------------------------------------
 
-    def refuse(self, key: RoomKey, prefill: str, error: Exception, digest: bytes) -> None:
+    def refuse(self, key: RoomKey, prefill: str, error: Exception, digest: bytes) -> _Number:
         """Tell a prefill worker that a request is not taken. The room's number is in use until it
         has answered."""
         command = RefuseRoom(key, self.ticket(), prefill, reason_of(error), digest)
         self._counters["refused"] += 1
         # Reserved before the command leaves: a request that reused the number could be hit by this
         # refusal.
-        self.await_drained(key)
+        number = self.await_drained(key)
         self.commands.append(command)
+        return number
 
     def note(self, key: RoomKey, prefill: str, error: Exception, digest: bytes) -> None:
         """Refuse a room that was never taken, and remember that until prefill has answered. No live
-        request has its number; a key in `unanswered` must not come again."""
+        request has its number; one that is unanswered must not come again."""
         # Where a room of its number is not drained, a frame about it now would be read as one about
         # that room: so it waits for `drained`.
-        if key.room in self:
-            self._late[key] = prefill, error, digest
+        if (number := self._numbers.get(key.room)) is not None:
+            number.noted[key.generation] = prefill, error, digest
         else:
-            self.refuse(key, prefill, error, digest)
-        self.unanswered.add(key)
+            self.refuse(key, prefill, error, digest).noted[key.generation] = None
 
     def check_invariants(self) -> None:
         """Check what is not answered against the numbers in use. Raises InternalError."""
-        laws = {
-            "what waits to be refused is not answered": self._late.keys() <= self.unanswered,
-            "what was refused keeps its number until prefill has answered": self.unanswered
-            - self._late.keys()
-            <= self.undrained(),
-            "a refusal waits only while its number is in use": all(
-                key.room in self for key in self._late
-            ),
-        }
-        check_laws(laws, self.unanswered, self._late, self)
+        for room, number in self._numbers.items():
+            if number is None:
+                continue
+            sent = {generation for generation, late in number.noted.items() if late is None}
+            laws = {
+                "a number is in use while its request lives or a room of it is not drained": (
+                    number.is_live or bool(number.undrained)
+                ),
+                "what was refused keeps its number until prefill has answered": sent
+                <= number.undrained,
+            }
+            check_laws(laws, room, number)
 
     def __repr__(self) -> str:
-        return f"Rooms(live {self._live}, undrained {self._undrained})"
+        return f"Rooms({self._numbers})"
 
 
 class PrefillSource(Source):
@@ -143,10 +169,11 @@ class PrefillSource(Source):
         self.open: dict[RoomKey, Flight] = {}
         self.asks: list[PrefillAsk] = []
 
-    def reach(self, need: Need) -> Segment | None:
-        worker = self._ledger.workers.get(need.req.prefill)
-        is_open = need.req.prefill and worker is not None and worker.is_open
-        return Segment(self, need.start, need.end) if is_open else None
+    def sent(self, req: DecodeRequest, start: int) -> Segment | None:
+        """Return what it sends: all behind `start`, if it answers."""
+        worker = self._ledger.workers.get(req.prefill)
+        is_open = req.prefill and worker is not None and worker.is_open
+        return Segment(self, start, req.kv_len) if is_open else None
 
     def may_have(self, req: DecodeRequest) -> bool:
         """True if prefill may have the present attempt before it is asked for it."""
@@ -166,7 +193,8 @@ class PrefillSource(Source):
         if self._rule.unsent:
             path = self._ledger.pages.table.pages(flight.pages.row)[: flight.start_pages]
             again = self._rule.again_pages(path) * self._ledger.page_size
-        self._rule.promised(req.prefill, key, now_s, segment.end - segment.start, again)
+        tokens = segment.end - segment.start
+        flight.awaited = self._rule.promised(req.prefill, now_s, tokens, again)
         self._rooms.commands.append(self._promise(req, flight, segment.end))
 
     def _promise(self, req: DecodeRequest, flight: Flight, fill_len: int) -> OpenRoom:
@@ -201,7 +229,7 @@ class PrefillSource(Source):
         self._ledger.journal.transferred(flight, now_s)
         rest = flight.rest
         end = len(flight.key) if rest is None else rest.start
-        self._rule.arrived(flight.prefill, key, now_s)
+        self._rule.arrived(flight.awaited, now_s)
         if self._rule.unsent:
             path = self._ledger.pages.table.pages(flight.pages.row)
             self._rule.sent_pages(path[: pages_for(end, self._ledger.page_size)])
@@ -223,7 +251,7 @@ class PrefillSource(Source):
             self._ledger.journal.transfer_ended(flight.prefill, "aborted")
         self._ledger.workers.hold(key)
         self._rooms.await_drained(key)
-        self._rule.gave_up(flight.prefill, key)
+        self._rule.gave_up(flight.awaited)
         return Release.HOLD
 
     def check_invariants(self, requests: Sequence[DecodeRequest]) -> None:

@@ -23,7 +23,6 @@ from typing import Final, NamedTuple
 
 from prefixkv.config import ComputeConfig
 from prefixkv.paging import Pages
-from prefixkv.protocol.ids import RoomKey
 
 TRY_SHARE: Final = 0.02
 """By this part a rate seems to be less with each request that was decided against it since it was
@@ -92,30 +91,13 @@ class Rate:
         return self.unit_s / (1.0 + TRY_SHARE * self.declined)
 
 
-class AwaitedRoom(NamedTuple):
-    """When a room was promised, and the tokens that prefill has to compute."""
-
-    time_s: float
-    tokens: int
-
-
 @dataclass(slots=True)
 class PrefillLoad:
     """The promises that a worker has to answer, one after the other."""
 
-    promises: dict[RoomKey, AwaitedRoom] = field(default_factory=dict)  # the oldest first
+    promises: dict[AwaitedRoom, None] = field(default_factory=dict)  # the oldest first
     tokens: int = 0  # of all of them
     answered_s: float = -math.inf
-
-    def add(self, key: RoomKey, promise: AwaitedRoom) -> None:
-        self.promises[key] = promise
-        self.tokens += promise.tokens
-
-    def remove(self, key: RoomKey) -> AwaitedRoom | None:
-        promise = self.promises.pop(key, None)
-        if promise is not None:
-            self.tokens -= promise.tokens
-        return promise
 
     def took_s(self, promise: AwaitedRoom, now_s: float) -> float:
         return now_s - max(promise.time_s, self.answered_s)
@@ -123,12 +105,21 @@ class PrefillLoad:
     def backlog_s(self, token_s: float, now_s: float) -> float:
         """Return the seconds until it has answered what it was promised, at `token_s` a token. An
         answer that is late takes as long again as it has taken."""
-        oldest = next(iter(self.promises.values()), None)
+        oldest = next(iter(self.promises), None)
         if oldest is None:
             return 0.0
         took_s = self.took_s(oldest, now_s)
         left_s = max(token_s * oldest.tokens - took_s, took_s)
         return left_s + token_s * (self.tokens - oldest.tokens)
+
+
+@dataclass(slots=True, eq=False)
+class AwaitedRoom:
+    """When a worker was promised a room, and the tokens that it has to compute."""
+
+    worker: PrefillLoad
+    time_s: float
+    tokens: int
 
 
 class Sources:
@@ -195,30 +186,33 @@ class Sources:
             self._without = max(self._without - 1.0, -1.0)
 
     def promised(
-        self, address: str, key: RoomKey, now_s: float, tokens: int, again: int = 0
-    ) -> None:
+        self, address: str, now_s: float, tokens: int, again: int = 0
+    ) -> AwaitedRoom | None:
         """Note that a worker was promised a room: `tokens` that it sends, behind `again` ones that
-        decode has computed, and prefill has not."""
+        decode has computed, and prefill has not. Return what its end is told by."""
         if not self._measures:
-            return
+            return None
         worker = self._workers.pop(address, None) or PrefillLoad()
         self._workers[address] = worker  # the one that was asked last is forgotten last
-        worker.add(key, AwaitedRoom(now_s, max(1, tokens + again)))
+        room = AwaitedRoom(worker, now_s, max(1, tokens + again))
+        worker.promises[room] = None
+        worker.tokens += room.tokens
         if len(self._workers) > _MAX_WORKERS:
             del self._workers[next(iter(self._workers))]
+        return room
 
-    def arrived(self, address: str, key: RoomKey, now_s: float) -> None:
+    def arrived(self, room: AwaitedRoom | None, now_s: float) -> None:
         """Note that the KV of a room has arrived."""
-        worker = self._workers.get(address)
-        if worker is None or (promise := worker.remove(key)) is None:
-            return
-        self._sent.add(promise.tokens, worker.took_s(promise, now_s))
-        worker.answered_s = now_s
+        if room is not None:
+            self.gave_up(room)
+            self._sent.add(room.tokens, room.worker.took_s(room, now_s))
+            room.worker.answered_s = now_s
 
-    def gave_up(self, address: str, key: RoomKey) -> None:
+    def gave_up(self, room: AwaitedRoom | None) -> None:
         """Note that a room has failed, or was aborted: its time says nothing."""
-        if (worker := self._workers.get(address)) is not None:
-            worker.remove(key)
+        if room is not None:
+            del room.worker.promises[room]
+            room.worker.tokens -= room.tokens
 
     # --- pages that prefill does not have ---------------------------------------------------------
 

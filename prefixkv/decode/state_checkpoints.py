@@ -39,10 +39,6 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
             assert match is not None
         return self._points.find(match)
 
-    def tokens_behind(self, req: DecodeRequest, found: Checkpoint | None) -> int:
-        """Return how many tokens have to be computed behind `found`, or from the beginning."""
-        return req.kv_len - (0 if found is None else found.depth * self._page_size)
-
     def sent_len(self, req: DecodeRequest, shared_pages: int, most: int) -> int:
         """Return up to which token prefill is to send a request: to its end, or where that leaves a
         checkpoint with at most `most` tokens behind it. Not before the end of the `shared_pages`

@@ -41,9 +41,8 @@ class Worker:
     max_tokens: int = 0
     is_met: bool = False  # asked for by MeetPrefill, and not reported as lost
     # Pages in its power.
-    num_pages: int = 0  # sum of `promised`
-    promised: dict[RoomKey, int] = field(default_factory=dict)
-    failed: set[RoomKey] = field(default_factory=set)  # rooms of `promised` that have failed
+    num_pages: int = 0
+    failed_pages: int = 0  # those of rooms that have failed
     was_refused: bool = False  # since pages of its last came back
     # Its line. `new` is what has no place in the orders yet.
     has_share: bool = False  # as this pass has found: none in its line has a turn
@@ -58,6 +57,15 @@ class Worker:
     def line(self) -> int:
         """Number of requests in its line."""
         return len(self.new) + len(self.order)
+
+
+@dataclass(slots=True)
+class _Share:
+    """The pages of one room that are in a worker's power."""
+
+    worker: Worker
+    num_pages: int
+    failed: bool = False
 
 
 class Workers:
@@ -79,7 +87,7 @@ class Workers:
         # Grows when a worker begins or ceases to answer, or one that was refused may have more.
         self.version = 0
         self._workers: dict[str, Worker] = {}
-        self._of_room: dict[RoomKey, Worker] = {}  # that has pages in its power
+        self._shares: dict[RoomKey, _Share] = {}
 
     def get(self, address: str) -> Worker | None:
         return self._workers.get(address)
@@ -95,7 +103,7 @@ class Workers:
     def forget_if_idle(self, worker: Worker) -> None:
         """Forget a worker of which nothing is known, where there are many: a few are kept for the
         next request."""
-        is_needed = worker.num_waiters or worker.is_met or worker.promised
+        is_needed = worker.num_waiters or worker.is_met or worker.num_pages
         if len(self._workers) > _MOST_IDLE and not is_needed:
             self._workers.pop(worker.address, None)
 
@@ -128,7 +136,7 @@ class Workers:
 
     def owners(self) -> list[str]:
         """Return the addresses of workers with pages in their power, at most 8."""
-        return sorted({worker.address for worker in self._of_room.values()})[:8]
+        return sorted({share.worker.address for share in self._shares.values()})[:8]
 
     def refuses(self, worker: Worker, num_pages: int) -> bool:
         """Return True if `num_pages` more would exceed the share. O(1) if they would not."""
@@ -144,27 +152,29 @@ class Workers:
 
     def is_hopeless(self, worker: Worker, num_pages: int) -> bool:
         """Return True if `num_pages` more exceed the share even after its transfers' end: pages
-        held for failed rooms take it up. O(its rooms that have failed)."""
-        held = sum(worker.promised[key] for key in worker.failed)
+        held for failed rooms take it up."""
+        held = worker.failed_pages
         return bool(held) and held + num_pages > self.share_pages
 
     def promise(self, key: RoomKey, worker: Worker, num_pages: int) -> None:
         if num_pages:
-            self._of_room[key] = worker
-            worker.promised[key] = num_pages
+            self._shares[key] = _Share(worker, num_pages)
             worker.num_pages += num_pages
 
     def hold(self, key: RoomKey) -> None:
         """A transfer has failed: its held pages stay in the share. Unknown: no-op."""
-        if key in self._of_room:
-            self._of_room[key].failed.add(key)
+        share = self._shares.get(key)
+        if share is not None and not share.failed:
+            share.failed = True
+            share.worker.failed_pages += share.num_pages
 
     def release(self, key: RoomKey) -> None:
         """Take a room that succeeded or is drained out of the share. Unknown: no-op, as for a
         success that is followed by its proof."""
-        if (worker := self._of_room.pop(key, None)) is not None:
-            worker.num_pages -= worker.promised.pop(key)
-            worker.failed.discard(key)
+        if (share := self._shares.pop(key, None)) is not None:
+            worker = share.worker
+            worker.num_pages -= share.num_pages
+            worker.failed_pages -= share.num_pages * share.failed
             self.version += worker.was_refused
             worker.was_refused = False
             self.forget_if_idle(worker)
@@ -172,17 +182,18 @@ class Workers:
     def check_invariants(self, rooms: Set[RoomKey]) -> None:
         """Check the shares against `rooms`, those that are open or undrained: no other may have
         pages in a worker's power. Raises InternalError."""
-        workers = self.all()
+        shares = self._shares.values()
         laws = {
             "a worker's pages are those of its rooms": all(
-                worker.num_pages == sum(worker.promised.values()) for worker in workers
+                one.num_pages == sum(share.num_pages for share in shares if share.worker is one)
+                for one in self.all()
             ),
-            "each room is one worker's": self._of_room
-            == {key: worker for worker in workers for key in worker.promised},
-            "only open and undrained rooms have pages in a worker's power": self._of_room.keys()
+            "its failed pages are those of its rooms that have failed": all(
+                one.failed_pages
+                == sum(it.num_pages * it.failed for it in shares if it.worker is one)
+                for one in self.all()
+            ),
+            "only open and undrained rooms have pages in a worker's power": self._shares.keys()
             <= rooms,
-            "failed rooms have pages": all(
-                worker.failed <= worker.promised.keys() for worker in workers
-            ),
         }
-        check_laws(laws, [(worker.address, worker.promised) for worker in workers])
+        check_laws(laws, self._shares)

@@ -49,6 +49,7 @@ from prefixkv.protocol.commands import (
     AbortRoom,
     AddRoom,
     DeclineRoom,
+    GroupChunk,
     MoveWeights,
     PrefillCommand,
     SendChunk,
@@ -251,12 +252,14 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
                 raise RequestError(f"request {req.rid!r} has {what}")
         span = req.plan.send(end, last)
         src_pages = req.pages[span.first_page : span.end_page].copy()
-        rows = (group.row(req.pages_held.row) for group in self.pages.windows)
-        groups = tuple(
-            plan.chunk(plan.send(end, last), *row)
-            for plan, row in zip(req.window_plans, rows, strict=True)
-        )
-        groups += state_of(state_slot)
+        groups: tuple[GroupChunk, ...] = ()
+        if req.window_plans:
+            groups = tuple(
+                plan.chunk(plan.send(end, last), *group.row(req.pages_held.row))
+                for plan, group in zip(req.window_plans, self.pages.windows, strict=True)
+            )
+        if state_slot >= 0:
+            groups += state_of(state_slot)
         self.journal.chunk(req, len(src_pages), last, now_s)
         if last:
             req.state_slot = state_slot

@@ -1,4 +1,4 @@
-"""Commands of a scheduler to its control object. Decode's travel to the other ranks as they are."""
+"""Commands of a scheduler to its control object. Those for other ranks travel as they are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixkv.protocol.ids import PeerId, RoomKey
-from prefixkv.protocol.messages import Promise, Version
+from prefixkv.protocol.messages import Count, Promise, Version
 from prefixkv.request import DeviceEvent
 
 
@@ -107,11 +107,11 @@ class GroupChunk(NamedTuple):
     """Pages of one group that go with a chunk: `src_pages` of prefill's memory, of which the
     first is the `first`-th that decode has promised there."""
 
-    first: int
+    first: Count
     src_pages: npt.NDArray[np.int32]
 
 
-class SendChunk(msgspec.Struct, frozen=True, eq=False):
+class SendChunk(_Command, frozen=True, eq=False, tag="chunk"):
     """Send KV of these pages of prefill's pool, once `ready` reports that it is computed.
 
     The first of them is page `first_page` of the request, counted from its first token; there may
@@ -121,7 +121,7 @@ class SendChunk(msgspec.Struct, frozen=True, eq=False):
     """
 
     key: RoomKey
-    first_page: int
+    first_page: Count
     src_pages: npt.NDArray[np.int32]
     last: bool
     aux: bytes

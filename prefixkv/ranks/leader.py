@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import msgspec
+from msgspec.msgpack import Decoder, Encoder
 
 from prefixkv.errors import CallerError, PeerLostError, TransferError, WeightsVersionError
 from prefixkv.pages.requests import reason_of
@@ -32,8 +33,7 @@ from prefixkv.protocol.events import (
 )
 from prefixkv.protocol.host_copy import HostCopyDone
 from prefixkv.protocol.ids import KVPoll, RoomKey
-from prefixkv.ranks.messages import check_bytes, check_next, decoded
-from prefixkv.ranks.row_log import RankLog
+from prefixkv.ranks.row_log import RankLog, check_next, decoded
 from prefixkv.settings import check_whole
 
 E = TypeVar("E")  # events for the scheduler
@@ -49,12 +49,10 @@ class RankEvents(msgspec.Struct, Generic[E], frozen=True, array_like=True):
     events: list[E]
 
 
-_encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder(enc_hook=encode_error).encode
-_OF_DECODE = msgspec.msgpack.Decoder(RankEvents[DecodeEvent | HostCopyDone], dec_hook=decode_error)
-_OF_PREFILL = msgspec.msgpack.Decoder(RankEvents[PrefillEvent], dec_hook=decode_error)
-_DECODERS: Mapping[str, msgspec.msgpack.Decoder[Any]] = {
-    "decode": _OF_DECODE,
-    "prefill": _OF_PREFILL,
+_encode: Callable[[Any], bytes] = Encoder(enc_hook=encode_error).encode
+_DECODERS: Mapping[str, Callable[[bytes], RankEvents[Any]]] = {
+    "decode": Decoder(RankEvents[DecodeEvent | HostCopyDone], dec_hook=decode_error).decode,
+    "prefill": Decoder(RankEvents[PrefillEvent], dec_hook=decode_error).decode,
 }
 
 
@@ -114,10 +112,9 @@ class RankLeader(Generic[C]):
         Raises CallerError, with nothing changed, unless each rank's messages come in order, and
         none is left out.
         """
-        check_bytes(raw)
-        if not raw:
+        if raw == b"":
             return
-        message: RankEvents[Any] = decoded(raw, _DECODERS[self._side].decode, "a rank")
+        message = decoded(raw, _DECODERS[self._side], "a rank")
         rank = message.rank
         if not 1 <= rank < self._num_ranks:
             raise CallerError(f"a message of rank {rank}, which this worker has not")
@@ -138,8 +135,7 @@ class RankLeader(Generic[C]):
             self._copies.setdefault(event.number, {})[rank] = event
             self._end_copy(event.number, now_s)
         else:
-            if (room := self._rooms.get(event.key)) is None:
-                room = self._rooms[event.key] = _Room(set(self._fenced))
+            room = self._rooms.setdefault(event.key, _Room(set(self._fenced)))
             self._on_room(rank, event, room, now_s)
             self._end_if_over(event.key, room, now_s)
 

@@ -13,18 +13,17 @@ that have changed or ended. Prefill works alike. Pure.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from prefixkv.errors import CallerError, ConfigError, InternalError, RequestError, shown
-from prefixkv.pages.manager import PageManager, RequestPages
+from prefixkv.pages.manager import PageManager
 from prefixkv.pages.table import UNUSED
 from prefixkv.pages.windows import WindowPages, WindowSpec, of_window
-from prefixkv.paging import Pages
+from prefixkv.paging import Pages, check_in_pool
 from prefixkv.protocol.commands import (
     AbortRoom,
     AddRoom,
@@ -39,12 +38,10 @@ from prefixkv.protocol.commands import (
     SendChunk,
 )
 from prefixkv.protocol.host_copy import HostCopy
-from prefixkv.protocol.ids import RoomKey
 from prefixkv.protocol.messages import Count, Slot
-from prefixkv.ranks.messages import check_next, decoded, packed_ids, unpacked_ids
 from prefixkv.request import DeviceEvent
 
-_Groups: TypeAlias = list[tuple[Count, bytes]]  # by group: a first page, and ids from it on
+_ID_BYTES: Final = 4
 
 
 class RankSizes(NamedTuple):
@@ -60,17 +57,6 @@ class RankSizes(NamedTuple):
     windows: tuple[WindowSpec, ...] = ()
 
 
-class LoggedRequest(Protocol):
-    """What the log has of a request that prefill computes, a `PrefillRequest`."""
-
-    rid: str
-    decode_prefix_len: int
-    prefix_len: int
-    checkpoint_slot: int
-    stops: list[int]
-    pages_held: RequestPages | None
-
-
 # --- messages -------------------------------------------------------------------------------------
 
 
@@ -80,8 +66,8 @@ class _Row(msgspec.Struct, frozen=True, array_like=True):
 
     row: Count
     start: Count
-    ids: bytes
-    groups: _Groups | None
+    ids: Pages
+    groups: tuple[GroupChunk, ...] | None
 
 
 class _View(msgspec.Struct, frozen=True, array_like=True):
@@ -95,34 +81,13 @@ class _View(msgspec.Struct, frozen=True, array_like=True):
     stops: list[Count]
 
 
-class _Chunk(msgspec.Struct, frozen=True, array_like=True, tag_field="kind", tag="chunk"):
-    """A SendChunk with its ids packed, and without `ready`: each rank has its own."""
-
-    key: RoomKey
-    first_page: Count
-    src_pages: bytes
-    last: bool
-    aux: bytes
-    groups: _Groups
-
-
-class _Copy(msgspec.Struct, frozen=True, array_like=True):
-    """A HostCopy that every rank makes of its own part, with its ids packed."""
-
-    number: int
-    is_load: bool
-    host_pages: bytes
-    device_pages: bytes
-
-
 _OfBoth: TypeAlias = AbortRoom | MoveWeights | Fence
 _OfDecode: TypeAlias = OpenRoom | RefuseRoom | _OfBoth
-_OfPrefill: TypeAlias = AddRoom | DeclineRoom | _Chunk | _OfBoth
-_LOGGED = (OpenRoom, RefuseRoom, AddRoom, DeclineRoom, AbortRoom, MoveWeights, Fence)
+_OfPrefill: TypeAlias = AddRoom | DeclineRoom | SendChunk | _OfBoth
 C = TypeVar("C")
 
 
-class _Pass(msgspec.Struct, Generic[C], frozen=True, array_like=True):
+class Pass(msgspec.Struct, Generic[C], frozen=True, array_like=True):
     """One message of rank 0: rows and requests that have changed or ended, and what is to be
     carried out. `sizes` come with the first message."""
 
@@ -132,36 +97,55 @@ class _Pass(msgspec.Struct, Generic[C], frozen=True, array_like=True):
     views: list[_View]
     gone: list[str]
     commands: list[C]
-    copies: list[_Copy]
+    copies: list[HostCopy]
     sizes: RankSizes | None
 
 
-_encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
-_DECODERS: Mapping[str, Callable[[bytes], _Pass[Any]]] = {
-    "decode": msgspec.msgpack.Decoder(_Pass[_OfDecode]).decode,
-    "prefill": msgspec.msgpack.Decoder(_Pass[_OfPrefill]).decode,
+def _packed(given: object) -> bytes | None:
+    """Page ids as bytes; None for a chunk's `ready`, of which each rank has its own."""
+    return given.astype("<i4").tobytes() if isinstance(given, np.ndarray) else None
+
+
+def _unpacked(_: type[Any], raw: bytes) -> Pages:
+    if len(raw) % _ID_BYTES:
+        raise ValueError(f"{len(raw)} bytes of page ids, of {_ID_BYTES} each")
+    return np.frombuffer(raw, "<i4").astype(np.int32)
+
+
+_encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder(enc_hook=_packed).encode
+_DECODERS: Mapping[str, Callable[[bytes], Pass[Any]]] = {
+    "decode": msgspec.msgpack.Decoder(Pass[_OfDecode], dec_hook=_unpacked).decode,
+    "prefill": msgspec.msgpack.Decoder(Pass[_OfPrefill], dec_hook=_unpacked).decode,
 }
+
+
+def decoded(raw: bytes, decode: Callable[[bytes], C], sender: str) -> C:
+    """Return a message as `decode` reads it. Raises CallerError for what is none of `sender`."""
+    if not isinstance(raw, bytes | bytearray | memoryview):
+        raise CallerError(f"raw is a {type(raw).__name__}, bytes are needed")
+    try:
+        return decode(raw)
+    # An OverflowError: of a number of an error (`decode_error`) that is endless.
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+        raise CallerError(f"{len(raw)} bytes that are no message of {sender}: {error}") from error
+
+
+def check_next(number: int, due: int, rank: int = 0) -> None:
+    """Raise CallerError for a message of a rank that is not its next one."""
+    if number != due:
+        raise CallerError(f"message {number} of rank {rank} came where {due} is the next")
 
 
 # --- rank 0 ---------------------------------------------------------------------------------------
 
 
-class _Told(NamedTuple):
+def _state(pages: PageManager) -> npt.NDArray[np.int64]:
     """What tells two states of the page table apart: by row, the length (below 0: not in use), how
     often ids were overwritten, and changes in the groups."""
-
-    lengths: npt.NDArray[np.int32]
-    writes: npt.NDArray[np.int64]
-    moves: npt.NDArray[np.int64]
-
-    @classmethod
-    def of(cls, pages: PageManager) -> _Told:
-        rows = slice(pages.table.max_requests)  # spare rows are of no request
-        # Each count only grows, so the sum is another one if any of them is.
-        moves = np.zeros(pages.table.max_requests, np.int64)
-        for group in pages.groups:
-            moves += group.changes[rows]
-        return cls(pages.table.lengths[rows].copy(), pages.table.writes[rows].copy(), moves)
+    rows = slice(pages.table.max_requests)  # spare rows are of no request
+    # Each count only grows, so the sum is another one if any of them is.
+    moves = sum((group.changes[rows] for group in pages.groups), np.zeros(rows.stop, np.int64))
+    return np.array([pages.table.lengths[rows], pages.table.writes[rows], moves])
 
 
 class RankLog:
@@ -179,68 +163,51 @@ class RankLog:
         self.num_batches = 0
         self.sizes: RankSizes | None = None  # set by rank 0's node
         self._commands: list[Any] = []
-        self._copies: list[_Copy] = []
-        self._told: _Told | None = None  # by the last message
+        self._copies: list[HostCopy] = []
+        self._told = np.array([[-1], [0], [0]])  # by the last message: at first, of any row
         self._views: dict[str, _View] = {}  # by rid, as the other ranks know them
 
     def has_news(self, pages: PageManager) -> bool:
-        """Return True if a command, a copy or a changed row waits to be taken. O(rows)."""
-        if self._commands or self._copies:
-            return True
-        now, told = _Told.of(pages), self._told
-        if told is None:
-            return bool((now.lengths >= 0).any())
-        return not all(np.array_equal(now[i], told[i]) for i in range(len(now)))
+        """Return True if a command, a copy or a changed row waits to be taken, and before the first
+        `take`. O(rows)."""
+        waiting = self._commands or self._copies
+        return bool(waiting) or not np.array_equal(_state(pages), self._told)
 
     def command(self, command: DecodeCommand | PrefillCommand) -> None:
         """Add a command for the rooms of every other rank."""
-        if isinstance(command, SendChunk):
-            chunk = _Chunk(
-                command.key,
-                command.first_page,
-                packed_ids(command.src_pages),
-                command.last,
-                command.aux,
-                [(first, packed_ids(pages)) for first, pages in command.groups],
-            )
-            self._commands.append(chunk)
-        elif isinstance(command, _LOGGED):
-            self._commands.append(command)
-        else:
+        if not isinstance(command, _OfDecode | _OfPrefill):
             raise InternalError(f"{type(command).__name__} is no command for other ranks")
+        self._commands.append(command)
 
     def copy(self, order: HostCopy) -> None:
         """Add a copy, for every rank to make of its own part."""
-        host, device = packed_ids(order.host_pages), packed_ids(order.device_pages)
-        self._copies.append(_Copy(order.number, order.is_load, host, device))
+        self._copies.append(order)
 
-    def take(self, pages: PageManager, requests: Iterable[LoggedRequest] = ()) -> bytes:
+    def take(self, pages: PageManager, requests: Iterable[Any] = ()) -> bytes:
         """Return what the other ranks have to apply, as one message, and forget it; `requests` are
         all of prefill's rank 0. O(rows + what has changed).
 
         Every rank has to apply every message, in order.
         """
-        now, told = _Told.of(pages), self._told
-        if told is None:
-            told = _Told(np.full_like(now.lengths, -1), now.writes, now.moves)
-        in_use, was_in_use = now.lengths >= 0, told.lengths >= 0
+        now, told = _state(pages), self._told
+        in_use, was_in_use = now[0] >= 0, told[0] >= 0
         # A row that was freed and filled again has been written to.
-        goes_on = was_in_use & (now.writes == told.writes)
-        has_moved = ~goes_on | (now.moves != told.moves)
-        changed = in_use & (has_moved | (now.lengths != told.lengths))
+        goes_on = was_in_use & (now[1] == told[1])
+        has_moved = ~goes_on | (now[2] != told[2])
+        changed = in_use & (has_moved | (now[0] != told[0]))
         rows = [
             _Row(
                 row,
-                start := int(told.lengths[row]) if goes_on[row] else 0,
-                pages.table.packed(row, start, int(now.lengths[row])),
-                [(first, packed_ids(ids)) for first, ids in (g.row(row) for g in pages.groups)]
+                start := int(told[0, row]) if goes_on[row] else 0,
+                pages.table.pages(row)[start:],
+                tuple(GroupChunk(*group.row(row)) for group in pages.groups)
                 if has_moved[row]
                 else None,
             )
             for row in np.flatnonzero(changed).tolist()
         ]
         views = _views(requests)
-        message = _Pass(
+        message = Pass(
             self.num_batches,
             rows,
             np.flatnonzero(was_in_use & ~in_use).tolist(),
@@ -267,23 +234,10 @@ class _Held(NamedTuple):
     groups: tuple[WindowPages, ...]  # those of windows, then the state's
 
 
-class Orders(NamedTuple):
-    """What a rank above 0 has to carry out: commands for its control object, and copies."""
-
-    commands: list[Any]
-    copies: list[HostCopy]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RankRequest:
+class RankRequest(_View, frozen=True, eq=False):
     """A request that computes, as a prefill rank above 0 reads it: see `PrefillRequest`. Its pages
     are valid until the next `apply`."""
 
-    rid: str
-    decode_prefix_len: int
-    prefix_len: int
-    checkpoint_slot: int
-    stops: list[int]
     pages: Pages
     windows: Mapping[str, WindowPages]
 
@@ -340,33 +294,27 @@ class RowFollower:
         """Return a request that computes on this rank. Raises RequestError if it is not here."""
         if not isinstance(rid, str) or (view := self._views.get(rid)) is None:
             raise RequestError(f"request {shown(rid)} is not here")
-        return RankRequest(
-            rid, view.decode_prefix_len, view.prefix_len, view.checkpoint_slot, view.stops,
-            self.pages(view.row), self._windows(view.row),
-        )  # fmt: skip
+        pages, windows = self.pages(view.row), self._windows(view.row)
+        fields = *msgspec.structs.astuple(view), pages, windows
+        return RankRequest(*fields)
 
-    def is_like(self, pages: PageManager, requests: Iterable[LoggedRequest] = ()) -> bool:
+    def is_like(self, pages: PageManager, requests: Iterable[Any] = ()) -> bool:
         """Return True if the rows are rank 0's, and the requests those of `requests` that have
         pages; for audits. O(rows)."""
-        ours = [(row, _shown(self.pages(row), held.groups)) for row, held in self._rows.items()]
-        theirs = [
-            (row, _shown(pages.table.pages(row), [group.row(row) for group in pages.groups]))
-            for row in range(pages.table.max_requests)
-            if pages.table.lengths[row] >= 0
-        ]
-        columns = pages.table.array.shape[1]
-        unused = self.page_table[:, columns:]
-        array = pages.table.array[: pages.table.max_requests]
-        return (
-            sorted(ours) == theirs
-            and np.array_equal(self.page_table[:, :columns], array)
-            and bool((unused == UNUSED).all())
-            and self._views == _views(requests)
-        )
+        table, held = pages.table, self._rows
+        lengths, array = table.lengths[: table.max_requests], table.array[: table.max_requests]
+        rows = {
+            row: (int(lengths[row]), _shown(group.row(row) for group in pages.groups))
+            for row in np.flatnonzero(lengths >= 0).tolist()
+        }
+        ids = np.full_like(self.page_table, UNUSED)
+        ids[:, : array.shape[1]] = array
+        is_same = np.array_equal(self.page_table, ids) and self._views == _views(requests)
+        return is_same and rows == {row: (n, _shown(of_it)) for row, (n, of_it) in held.items()}
 
-    def apply(self, raw: bytes, ready: DeviceEvent | None = None) -> Orders:
-        """Take rank 0's message of one pass. Return what to carry out; chunks in it are sent once
-        `ready` is.
+    def apply(self, raw: bytes, ready: DeviceEvent | None = None) -> Pass[Any]:
+        """Take rank 0's message of one pass. Return it: its commands, for this rank's control
+        object, and its copies are to be carried out; chunks are sent once `ready` is.
 
         Raises, with nothing changed, CallerError: a message that is none, names pages, rows or
         slots that there are not, was left out, or comes twice; ConfigError: this rank was built
@@ -378,32 +326,38 @@ class RowFollower:
             self._check_sizes(message.sizes)
         # Page ids become addresses here, so each is looked at; and all before the first change.
         new: dict[int, _Held] = {}
-        written = [(row.row, row.start, self._ids(row, new)) for row in message.rows]
+        for told in message.rows:
+            self._check_row(told, new)
         for view in message.views:
             if view.row not in new and (view.row not in self._rows or view.row in message.ended):
                 raise CallerError(f"rank 0 sent no pages of request {shown(view.rid)}")
-            self._check_slot(view.checkpoint_slot)
+            if (slot := view.checkpoint_slot) >= self._sizes.num_slots:
+                raise CallerError(f"rank 0 sent slot {slot}, there are {self._sizes.num_slots}")
         commands = [self._command(one, ready) for one in message.commands]
-        copies = [self._copy(one) for one in message.copies]
+        for _, _, host, device in message.copies:
+            check_in_pool(host, self._sizes.host_pages)
+            check_in_pool(device, self._sizes.num_pages)
+            if not 0 < len(host) == len(device):
+                raise CallerError(f"rank 0 sent a copy of {len(host)} to {len(device)} pages")
         self.num_batches += 1
         for row in message.ended:
             if self._rows.pop(row, None) is not None:
                 self.page_table[row] = UNUSED
-        for row, start, ids in written:
-            self.page_table[row, start : start + len(ids)] = ids
-            self.page_table[row, start + len(ids) :] = UNUSED
+        for told in message.rows:
+            row, end = self.page_table[told.row], told.start + len(told.ids)
+            row[told.start : end], row[end:] = told.ids, UNUSED
         self._rows |= new
         for rid in message.gone:
             self._views.pop(rid, None)
         self._views |= {view.rid: view for view in message.views}
-        return Orders(commands, copies)
+        return msgspec.structs.replace(message, commands=commands)
 
     def _check_sizes(self, theirs: RankSizes | None) -> None:
         for name, value in self._sizes._asdict().items():
             if value != (their_value := getattr(theirs, name, None)):
                 raise ConfigError(f"{name} is {value} on this rank, {their_value} on rank 0")
 
-    def _ids(self, told: _Row, new: dict[int, _Held]) -> Pages:
+    def _check_row(self, told: _Row, new: dict[int, _Held]) -> None:
         """Enters in `new` what else the row has. Raises CallerError for one that cannot be."""
         sizes, row = self._sizes, told.row
         if row >= sizes.max_running:
@@ -411,69 +365,43 @@ class RowFollower:
         before = new.get(row, self._rows.get(row))
         if told.start > (0 if before is None else before.num_pages):
             raise CallerError(f"rank 0 sent pages {told.start} on of row {row}, which has fewer")
-        ids = unpacked_ids(told.ids, sizes.num_pages)
-        num_pages = told.start + len(ids)
+        check_in_pool(told.ids, sizes.num_pages)
+        num_pages = told.start + len(told.ids)
         if num_pages > sizes.num_pages:
             raise CallerError(f"rank 0 sent {num_pages} pages of a row, there are no more than "
                               f"{sizes.num_pages}")  # fmt: skip
         if told.groups is not None:
-            groups = tuple(WindowPages(*one) for one in self._of_groups(told.groups))
+            self._check_groups(told.groups)
+            groups = tuple(WindowPages(*one) for one in told.groups)
         elif before is not None:
             groups = before.groups
         else:
             raise CallerError(f"rank 0 sent no groups of row {row}, which is new")
         new[row] = _Held(num_pages, groups)
-        return ids
 
-    def _of_groups(self, groups: list[tuple[int, bytes]]) -> list[tuple[int, Pages]]:
+    def _check_groups(self, groups: tuple[GroupChunk, ...]) -> None:
         sizes = [*(group.num_pages for group in self._sizes.windows), self._sizes.num_slots]
         # State's are last: in rows of decode, and with a prompt's last chunk.
         if not 0 <= len(groups) - len(self._sizes.windows) <= (self._sizes.num_slots > 0):
             raise CallerError(f"rank 0 sent pages in {len(groups)} groups of {len(sizes)}")
-        return [
-            (first, unpacked_ids(raw, num_pages))
-            for (first, raw), num_pages in zip(groups, sizes, strict=False)
-        ]
-
-    def _check_slot(self, slot: int) -> None:
-        if slot >= self._sizes.num_slots:
-            raise CallerError(f"rank 0 sent slot {slot}, there are {self._sizes.num_slots}")
+        for (_, pages), num_pages in zip(groups, sizes, strict=False):
+            check_in_pool(pages, num_pages)
 
     def _command(self, logged: Any, ready: DeviceEvent | None) -> Any:
-        if not isinstance(logged, _Chunk):
+        if not isinstance(logged, SendChunk):
             return logged
-        return SendChunk(
-            logged.key,
-            logged.first_page,
-            unpacked_ids(logged.src_pages, self._sizes.num_pages),
-            logged.last,
-            logged.aux,
-            ready,
-            groups=tuple(GroupChunk(*row) for row in self._of_groups(logged.groups)),
-        )
-
-    def _copy(self, logged: _Copy) -> HostCopy:
-        host = unpacked_ids(logged.host_pages, self._sizes.host_pages)
-        device = unpacked_ids(logged.device_pages, self._sizes.num_pages)
-        if not 0 < len(host) == len(device):
-            raise CallerError(f"rank 0 sent a copy of {len(host)} to {len(device)} pages")
-        return HostCopy(logged.number, logged.is_load, host, device)
+        check_in_pool(logged.src_pages, self._sizes.num_pages)
+        self._check_groups(logged.groups)
+        return msgspec.structs.replace(logged, ready=ready)
 
 
-def _views(requests: Iterable[LoggedRequest]) -> dict[str, _View]:
+def _views(requests: Iterable[Any]) -> dict[str, _View]:
     return {
-        req.rid: _View(
-            req.rid,
-            pages.row,
-            req.decode_prefix_len,
-            req.prefix_len,
-            req.checkpoint_slot,
-            list(req.stops),
-        )
+        req.rid: msgspec.convert(req, _View, from_attributes=True)
         for req in requests
-        if (pages := req.pages_held) is not None
+        if req.pages_held is not None
     }
 
 
-def _shown(pages: Pages, groups: Iterable[WindowPages]) -> Any:
-    return pages.tolist(), [(one.first_page, one.ids.tolist()) for one in groups]
+def _shown(groups: Iterable[tuple[int, Pages]]) -> list[tuple[int, list[int]]]:
+    return [(first, ids.tolist()) for first, ids in groups]

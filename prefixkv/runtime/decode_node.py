@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from typing import Any, ClassVar
 
 from prefixkv.config import DecodeConfig, HostConfig
-from prefixkv.control.lives import LostPeers
 from prefixkv.decode import journal as decode_journal
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.scheduler import DecodeParts, DecodeScheduler
@@ -204,14 +203,6 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
         """Return, by address, the identity of each prefill worker, and "ready", "suspect" or
         "connecting". Any thread may ask."""
         return self.transfers.peers()
-
-    def lost_peers(self) -> LostPeers:
-        """Return the prefill processes to think of fencing, that may still write pages: what is
-        wrong, and how many pages. Any thread may ask.
-
-        They are suspect or over: replaced, fenced, or left. Fence those that are dead.
-        """
-        return self.transfers.lost_peers()
 
     def _tell(self) -> None:
         if self._host is not None:

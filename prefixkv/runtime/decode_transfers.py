@@ -26,7 +26,7 @@ from prefixkv.protocol.events import (
     RoomEnded,
 )
 from prefixkv.protocol.ids import KVPoll, PeerId
-from prefixkv.protocol.messages import MAX_PAGES, ProcessLife, Promise
+from prefixkv.protocol.messages import MAX_PAGES, Hello, Libraries, ProcessLife, Promise
 from prefixkv.request import whole_number
 from prefixkv.runtime.channel import DealerChannel
 from prefixkv.runtime.rank_spec import RankSpec, checked_config
@@ -37,6 +37,7 @@ from prefixkv.runtime.transfers import (
     secret_number,
 )
 from prefixkv.settings import check_kind
+from prefixkv.transport.nixl.ucx import loaded_libraries
 
 
 class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
@@ -73,8 +74,14 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
                     'backend is "shm", and the pool, or the state, is not memory that a peer may '
                     "map: make it with shared=True"
                 )
-            model, worker_id = config.model, worker or self.peer_id
-            hello = self._spec.hello(model, offers, worker_id, self._area, life)
+            model, spec = config.model, self._spec
+            hello = Hello(
+                spec.digest(model), spec.topology, spec.layout, offers.get("nixl", b""), spec.rank,
+                worker or self.peer_id, self._area, spec.state_layout, life=life,
+                shm=offers.get("shm", b""),
+                libraries=loaded_libraries() if "nixl" in offers else Libraries(),
+                place=spec.place if offers.get("shm") else "",
+            )  # fmt: skip
             return DecodeControl(self.peer_id, hello, config.control, model.option_names, born_s)
 
         def check(address: str) -> None:

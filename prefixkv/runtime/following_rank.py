@@ -3,11 +3,11 @@ carries its log here, and what became of the rooms back."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, ClassVar
 
 from prefixkv.config import DecodeConfig, PrefillConfig
-from prefixkv.control.lives import LostPeers
 from prefixkv.errors import ConfigError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
@@ -19,10 +19,9 @@ from prefixkv.request import DeviceEvent, check_event
 from prefixkv.runtime.decode_node import host_memory
 from prefixkv.runtime.decode_transfers import DecodeTransfers
 from prefixkv.runtime.node import Node
-from prefixkv.runtime.one_thread import OneThread
 from prefixkv.runtime.prefill_transfers import PrefillTransfers
 from prefixkv.runtime.rank_spec import RankSpec
-from prefixkv.runtime.transfers import Transfers
+from prefixkv.runtime.transfers import OfTransfers, Transfers
 from prefixkv.settings import check_kind
 
 
@@ -45,27 +44,38 @@ def lead(node: Node[Any, Any, Any, Any], spec: RankSpec, log: RankLog, host_page
     node.leader = RankLeader(node.side, num_ranks, log, submit, node.hear)
 
 
-class FollowingRank(OneThread, RowFollower):
+class FollowingRank(OfTransfers, RowFollower):
     """The base of DecodeRank and PrefillRank. Used from one thread."""
 
     any_thread = frozenset({"fileno", "lost_peers", "stats"})
 
     side: ClassVar[str]
-    transfers: Transfers[Any, Any, Any]
     _host: Any = None
 
-    def _follow(self, spec: RankSpec, config: DecodeConfig | PrefillConfig) -> None:
+    def _follow(
+        self, spec: RankSpec, config: DecodeConfig | PrefillConfig,
+        start: Callable[[RankSpec], Transfers[Any, Any, Any]],
+    ) -> None:  # fmt: skip
         if spec.rank == 0:
             raise ConfigError(f"rank is 0, which is a {self.side.capitalize()}Node")
         spec.check_own_memory()
         self.pool, self.state, self.rank = spec.pool, spec.state, spec.rank
-        host_pages = 0 if self._host is None else self._host.num_pages
-        RowFollower.__init__(self, _sizes(spec, self.side, config.max_running, host_pages))
         self._num_messages = 0  # counts batches of events, so that rank 0 notices a missing one
-
-    @property
-    def peer_id(self) -> PeerId:
-        return self.transfers.peer_id
+        host = config.host_memory if isinstance(config, DecodeConfig) else None
+        # If a part fails, those before it are undone.
+        with ExitStack() as undo:
+            if host is not None:
+                self._host = host_memory(spec.pool, host, f"{config.name}/{spec.rank}")
+                undo.callback(self._host.close)
+                # Rank 0 knows of its own memory only, and orders copies once that can be used.
+                self._host.wait_until_ready()
+            host_pages = 0 if self._host is None else self._host.num_pages
+            RowFollower.__init__(self, _sizes(spec, self.side, config.max_running, host_pages))
+            self.transfers = undo.enter_context(start(spec))
+            self.peer_id = self.transfers.peer_id
+            if self._host is not None:
+                self._host.start(self.transfers.thread.events.put)
+            self._closing = undo.pop_all()
 
     def apply(self, raw: bytes, ready: DeviceEvent | None = None) -> None:  # type: ignore[override]
         """Apply to this rank's rows and rooms what rank 0 did in one pass (its `take_log`);
@@ -105,26 +115,13 @@ class FollowingRank(OneThread, RowFollower):
         """Return a descriptor that is readable while there are events. Any thread may ask."""
         return self.transfers.fileno()
 
-    def lost_peers(self) -> LostPeers:
-        """See the node's `lost_peers`. Any thread may ask."""
-        return self.transfers.lost_peers()
-
-    @property
-    def num_rooms(self) -> int:
-        """Number of rooms that are open, or not drained yet. Any thread may ask."""
-        return self.transfers.num_rooms
-
     def stats(self) -> dict[str, int]:
         """Return the counters of the control thread. Any thread may ask."""
         return self.transfers.stats()
 
     def close(self) -> None:
         """Close the transfer side, with its threads. See `Node.close`."""
-        try:
-            self.transfers.close()
-        finally:
-            if self._host is not None:
-                self._host.close()
+        self._closing.close()
 
 
 class DecodeRank(FollowingRank):
@@ -155,20 +152,7 @@ class DecodeRank(FollowingRank):
         check_kind("config", config, DecodeConfig)
         check_kind("worker", worker, PeerId)
         spec = RankSpec(pool, mesh, rank, state)
-        # If a part fails, those before it are undone.
-        with ExitStack() as undo:
-            if config.host_memory is not None:
-                self._host = host_memory(pool, config.host_memory, f"{config.name}/{rank}")
-                undo.callback(self._host.close)
-            self._follow(spec, config)
-            if self._host is not None:
-                # Rank 0 knows of its own memory only, and orders copies once that can be used.
-                self._host.wait_until_ready()
-            self.transfers = DecodeTransfers(spec, config, worker)
-            undo.callback(self.transfers.close)
-            if self._host is not None:
-                self._host.start(self.transfers.thread.events.put)
-            undo.pop_all()
+        self._follow(spec, config, lambda spec: DecodeTransfers(spec, config, worker))
 
 
 class PrefillRank(FollowingRank):
@@ -199,8 +183,7 @@ class PrefillRank(FollowingRank):
     ) -> None:
         check_kind("config", config, PrefillConfig)
         spec = RankSpec(pool, mesh, rank, state)
-        self._follow(spec, config)
-        self.transfers = PrefillTransfers(spec, config)
+        self._follow(spec, config, lambda spec: PrefillTransfers(spec, config))
 
     @property
     def endpoint(self) -> str:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import select
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.control.effects import To
@@ -36,6 +37,8 @@ from prefixkv.settings import check_kind
 from prefixkv.wakeups import wait_readable
 
 T = TypeVar("T")
+_Shares: TypeAlias = list[tuple[KVPool, StatePool | None]]  # by rank
+_Others: TypeAlias = Sequence[FollowingRank]
 
 
 def _of_ranks(kind: str, given: Sequence[T], mesh: Mesh) -> Sequence[T]:
@@ -49,16 +52,32 @@ def _of_ranks(kind: str, given: Sequence[T], mesh: Mesh) -> Sequence[T]:
 class _Group(Node[Req, Command, To, E]):
     """Rank 0, and the calls that are alike on both sides."""
 
-    others: Sequence[FollowingRank] = ()  # none before all ranks are there
+    kind: ClassVar[type[DecodeConfig | PrefillConfig]]  # of its config
+    # Makes this object rank 0, and returns the others; the stack closes what has begun.
+    _begin: Callable[[ExitStack, _Shares, Any, Mesh], _Others]
+    others: _Others = ()  # none before all ranks are there
     _readiness: select.epoll  # readable while any rank's descriptor is
     _chunk_ready: DeviceEvent | None = None  # of the chunk that is handed over now
 
-    def _join(self, others: Sequence[FollowingRank]) -> None:
-        """Raises ConfigError if ranks differ in sizes: one would refuse what another has done."""
-        self.others = others
-        self._hand_log()
-        for transfers in (self.transfers, *(other.transfers for other in others)):
-            self._readiness.register(transfers.fileno(), select.EPOLLIN)
+    def __init__(
+        self,
+        pools: Sequence[KVPool],
+        config: DecodeConfig | PrefillConfig,
+        mesh: Mesh,
+        states: Sequence[StatePool | None] = (),
+    ) -> None:
+        check_kind("config", config, self.kind)
+        check_kind("mesh", mesh, Mesh)
+        pools = _of_ranks("pools", pools, mesh)
+        states = _of_ranks("states", states or [None] * mesh.num_ranks, mesh)
+        # If one rank fails, all are closed.
+        with ExitStack() as undo:
+            self._readiness = undo.enter_context(select.epoll())
+            self.others = self._begin(undo, list(zip(pools, states, strict=True)), config, mesh)
+            self._hand_log()  # refused if ranks differ in sizes
+            for transfers in (self.transfers, *(other.transfers for other in self.others)):
+                self._readiness.register(transfers.fileno(), select.EPOLLIN)
+            undo.pop_all()
 
     def _pump(self) -> float:
         now_s = super()._pump()
@@ -117,32 +136,17 @@ class DecodeGroup(_Group[DecodeRequest, DecodeCommand, str, DecodeEvent], Decode
     pages, page size or slots, or are not as many as the mesh has.
     """
 
-    def __init__(
-        self,
-        pools: Sequence[KVPool],
-        config: DecodeConfig,
-        mesh: Mesh,
-        states: Sequence[StatePool | None] = (),
-    ) -> None:
-        check_kind("config", config, DecodeConfig)
-        check_kind("mesh", mesh, Mesh)
-        pools = _of_ranks("pools", pools, mesh)
-        states = _of_ranks("states", states or [None] * mesh.num_ranks, mesh)
-        others: list[DecodeRank] = []
-        log = RankLog() if mesh.num_ranks > 1 else None
-        # Rank 0 first: others name it as their worker. If one fails, all are closed.
-        with ExitStack() as undo:
-            self._readiness = select.epoll()
-            undo.callback(self._readiness.close)
-            super().__init__(pools[0], config, log, mesh, states[0])
-            undo.callback(super().close)
-            for rank in range(1, mesh.num_ranks):
-                others.append(
-                    DecodeRank(pools[rank], config, mesh, rank, self.peer_id, states[rank])
-                )
-                undo.callback(others[-1].close)
-            self._join(others)
-            undo.pop_all()
+    kind = DecodeConfig
+
+    def _begin(self, undo: ExitStack, shares: _Shares, config: Any, mesh: Mesh) -> _Others:
+        # Rank 0 first: others name it as their worker.
+        (pool, state), *rest = shares
+        DecodeNode.__init__(self, pool, config, RankLog() if rest else None, mesh, state)
+        undo.callback(super().close)
+        return [
+            undo.enter_context(DecodeRank(its, config, mesh, rank, self.peer_id, of_it))
+            for rank, (its, of_it) in enumerate(rest, 1)
+        ]
 
     def pages_of(self, req: DecodeRequest) -> list[Pages]:
         """Return the request's page ids as each rank knows them; none if it holds none. Raises
@@ -174,30 +178,19 @@ class PrefillGroup(_Group[PrefillRequest, PrefillCommand, bytes, PrefillEvent], 
     Raises ConfigError: the ranks differ in pages, page size or slots, or number.
     """
 
-    def __init__(
-        self,
-        pools: Sequence[KVPool],
-        config: PrefillConfig,
-        mesh: Mesh,
-        states: Sequence[StatePool | None] = (),
-    ) -> None:
-        check_kind("config", config, PrefillConfig)
-        check_kind("mesh", mesh, Mesh)
-        pools = _of_ranks("pools", pools, mesh)
-        states = _of_ranks("states", states or [None] * mesh.num_ranks, mesh)
-        others: list[PrefillRank] = []
+    kind = PrefillConfig
+
+    def _begin(self, undo: ExitStack, shares: _Shares, config: Any, mesh: Mesh) -> _Others:
         # Rank 0 last: it says where the others are.
-        with ExitStack() as undo:
-            self._readiness = select.epoll()
-            undo.callback(self._readiness.close)
-            for rank in range(1, mesh.num_ranks):
-                others.append(PrefillRank(pools[rank], config, mesh, rank, states[rank]))
-                undo.callback(others[-1].close)
-            log = RankLog([other.endpoint for other in others]) if others else None
-            super().__init__(pools[0], config, mesh, states[0], ranks=log)
-            undo.callback(super().close)
-            self._join(others)
-            undo.pop_all()
+        (pool, state), *rest = shares
+        others = [
+            undo.enter_context(PrefillRank(its, config, mesh, rank, of_it))
+            for rank, (its, of_it) in enumerate(rest, 1)
+        ]
+        log = RankLog([other.endpoint for other in others]) if others else None
+        PrefillNode.__init__(self, pool, config, mesh, state, ranks=log)
+        undo.callback(super().close)
+        return others
 
     def send_chunk(
         self, req: PrefillRequest, end: int, last: bool = False, aux: bytes = b"",
@@ -212,8 +205,7 @@ class PrefillGroup(_Group[PrefillRequest, PrefillCommand, bytes, PrefillEvent], 
 
     def stats(self) -> dict[str, int]:
         """Return the counters, summed over the ranks; those of requests and pages are rank 0's."""
-        stats = super().stats()
+        stats = Counter(super().stats())
         for other in self.others:
-            for name, count in other.stats().items():
-                stats[name] = stats.get(name, 0) + count
-        return stats
+            stats.update(other.stats())
+        return dict(stats)

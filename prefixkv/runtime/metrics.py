@@ -54,6 +54,15 @@ def _count(key: str) -> Callable[[Node], Samples]:
     return lambda node: [((), node.counters[key])]
 
 
+def _value(read: Callable[[Any], float | Histogram]) -> Callable[[Any], Samples]:
+    return lambda node: [((), read(node))]
+
+
+def _points(key: str) -> Callable[[Any], Samples]:
+    """Of checkpoints; 0 where there are none."""
+    return _value(lambda node: getattr(node.pages.checkpoints, key, 0))
+
+
 def _ended(*outcomes: str) -> Callable[[Node], Samples]:
     return lambda node: [((outcome,), node.counters[outcome]) for outcome in outcomes]
 
@@ -79,21 +88,11 @@ def _window_pages(node: Node) -> Samples:
             yield (group.name, state), number
 
 
-def _cut_tokens(node: Node) -> Samples:
-    points = node.pages.checkpoints
-    return [((), 0 if points is None else points.cut_tokens)]
-
-
 def _checkpoints(node: Node) -> Samples:
     if (points := node.pages.checkpoints) is not None:
         there = len(points)
         yield ("saved",), there
         yield ("other",), max(0, points.num_slots - there)
-
-
-def _checkpoints_evicted(node: Node) -> Samples:
-    points = node.pages.checkpoints
-    return [((), 0 if points is None else points.evicted)]
 
 
 def _decode_queues(node: DecodeNode) -> Samples:
@@ -172,10 +171,6 @@ def _prefill_skipped_bytes(node: PrefillNode) -> Samples:
     yield (), node.counters["decode_hit_tokens"] // layout.page_size * layout.page_bytes
 
 
-def _value(read: Callable[[Any], float | Histogram]) -> Callable[[Any], Samples]:
-    return lambda node: [((), read(node))]
-
-
 def _counter(name: str, text: str, read: Callable[[Any], Samples], *labels: str) -> _Spec:
     return _Spec(CounterMetricFamily, name, text, labels, read)
 
@@ -237,7 +232,7 @@ BOTH = (
         _rows(lambda node: node.transfers.dropped_frames()), "reason",
     ),
     _gauge("checkpoints", "Slots of checkpoints by state.", _checkpoints, "state"),
-    _counter("checkpoints_evicted", "Checkpoints given up for others.", _checkpoints_evicted),
+    _counter("checkpoints_evicted", "Checkpoints given up for others.", _points("evicted")),
 )  # fmt: skip
 DECODE = (
     _counter("shared_tokens", _ON_THEIR_WAY, _tokens(Journal.SHARED), "namespace"),
@@ -263,7 +258,7 @@ DECODE = (
     _counted("computed_tokens", "Tokens of prompts computed here."),
     _counted("compute_declined", _DECLINED),
     _counted("failovers", "Requests that went on without their prefill worker."),
-    _counter("cut_tokens", _CUT, _cut_tokens),
+    _counter("cut_tokens", _CUT, _points("cut_tokens")),
     _counted("host_hit_tokens", "Tokens of admitted prompts that were loaded from host memory."),
     _counted("host_loads", "Loads from host memory."),
     _counted("host_loaded_pages", "Pages loaded from host memory."),
@@ -276,7 +271,7 @@ DECODE = (
 PREFILL = (
     _counter("sent_bytes", "KV written to decode workers.", _value(lambda node: node.bytes_sent)),
     _counter("skipped_bytes", "KV that decode had already.", _prefill_skipped_bytes),
-    _counter("cut_tokens", _CUT, _cut_tokens),
+    _counter("cut_tokens", _CUT, _points("cut_tokens")),
     _gauge("queue_requests", "Requests by what they wait for.", _prefill_queues, "queue"),
     _counter("requests", "Requests that ended.", _ended("sent", "failed"), "outcome"),
 )

@@ -26,9 +26,8 @@ from prefixkv.protocol.host_copy import HostCopy
 from prefixkv.protocol.ids import PeerId
 from prefixkv.request import Request
 from prefixkv.runtime.logs import RequestLog
-from prefixkv.runtime.one_thread import OneThread
 from prefixkv.runtime.rank_spec import RankSpec
-from prefixkv.runtime.transfers import Transfers, peer_id
+from prefixkv.runtime.transfers import OfTransfers, Transfers, peer_id
 from prefixkv.settings import at_least, check_flag, check_timeout
 from prefixkv.stats import Histogram
 
@@ -92,7 +91,7 @@ class OneRank(Generic[Command]):
         raise CallerError(f"rank is {shown(rank)}: this worker has only one rank")
 
 
-class Node(OneThread, PagedScheduler[Req, Command], Generic[Req, Command, To, E]):
+class Node(OfTransfers, PagedScheduler[Req, Command], Generic[Req, Command, To, E]):
     """A scheduler with threads: the base of DecodeNode and PrefillNode. Used from one thread: the
     engine's scheduler thread owns tree, allocator and requests."""
 
@@ -268,11 +267,6 @@ class Node(OneThread, PagedScheduler[Req, Command], Generic[Req, Command, To, E]
     def closed(self) -> bool:
         """True once `close` was called."""
         return self.transfers.closed
-
-    @property
-    def num_rooms(self) -> int:
-        """Number of rooms that are open, or not drained yet. Any thread may ask."""
-        return self.transfers.num_rooms
 
     def stats(self) -> dict[str, int]:
         """Return the node's counters, and how many pages are in each state.

@@ -9,7 +9,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from prefixkv.config import PageSettings, PrefillConfig, check_reserved
-from prefixkv.control.lives import LostPeers
 from prefixkv.errors import ConfigError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
@@ -115,14 +114,6 @@ class PrefillNode(Node[PrefillRequest, PrefillCommand, bytes, PrefillEvent], Pre
     def peers(self) -> dict[PeerId, str]:
         """Return "ready" or "suspect" for each decode rank. Any thread may ask."""
         return self.transfers.peers()
-
-    def lost_peers(self) -> LostPeers:
-        """Return the decode processes to think of fencing, that are still in rooms here: what is
-        wrong, and how many rooms. Any thread may ask.
-
-        They are suspect or over: replaced, fenced, or left.
-        """
-        return self.transfers.lost_peers()
 
     @property
     def bytes_sent(self) -> int:

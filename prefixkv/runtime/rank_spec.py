@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from prefixkv.config import DecodeConfig, ModelConfig, PrefillConfig, Way
+from prefixkv.config import DecodeConfig, ModelConfig, PrefillConfig
 from prefixkv.errors import ConfigError, HandshakeError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import MAX_RANKS, Mesh, check_holds
-from prefixkv.memory.staging_area import StagingArea
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.pages.windows import WindowSpec
-from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.messages import (
     GroupDigest,
-    Hello,
-    Libraries,
     ModelDigest,
-    ProcessLife,
     Topology,
 )
 from prefixkv.settings import check_kind, check_whole
-from prefixkv.transport.nixl.ucx import loaded_libraries
 
 Config = TypeVar("Config", DecodeConfig, PrefillConfig)
 
@@ -65,6 +58,7 @@ class RankSpec:
             if group.window
         ]
         mesh.validate()
+        self.topology = Topology(layout.page_size, mesh.tp_size, mesh.pp_size, mesh.stage_layers)
         if layout.groups and mesh.pp_size > 1:
             raise ConfigError(f"a pool with groups of layers is of one stage, not {mesh.pp_size}")
         # One transport registers both with one type of memory.
@@ -94,34 +88,6 @@ class RankSpec:
     def place(self) -> str:
         """Within which memory can be mapped, "" for a device that it cannot."""
         return place_of() if self.layout.device == "cpu" else ""
-
-    @property
-    def topology(self) -> Topology:
-        mesh = self.mesh
-        return Topology(self.layout.page_size, mesh.tp_size, mesh.pp_size, mesh.stage_layers)
-
-    def hello(
-        self,
-        model: ModelConfig,
-        offers: Mapping[Way, bytes],
-        worker: PeerId,
-        area: StagingArea | None,
-        life: ProcessLife | None,
-    ) -> Hello:
-        return Hello(
-            self.digest(model),
-            self.topology,
-            self.layout,
-            offers.get("nixl", b""),
-            self.rank,
-            worker,
-            area,
-            self.state_layout,
-            life=life,
-            shm=offers.get("shm", b""),
-            libraries=loaded_libraries() if "nixl" in offers else Libraries(),
-            place=self.place if offers.get("shm") else "",
-        )
 
     def check_own_memory(self) -> None:
         """Raise ConfigError for a group in the memory of the first one: the node takes their page

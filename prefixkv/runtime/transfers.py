@@ -299,3 +299,23 @@ class Transfers(OneThread, Generic[C, To, E]):
         """As `Node.close`."""
         self._closed = True
         self.thread.close()
+
+
+class OfTransfers(OneThread):
+    """The base of nodes and of ranks above 0: what they say of their transfer side."""
+
+    transfers: Transfers[Any, Any, Any]
+
+    @property
+    def num_rooms(self) -> int:
+        """Number of rooms that are open, or not drained yet. Any thread may ask."""
+        return self.transfers.num_rooms
+
+    def lost_peers(self) -> LostPeers:
+        """Return the processes of the other side to think of fencing: what is wrong with each, and
+        how many pages here it may still write, or on prefill how many rooms it is in. Any thread
+        may ask.
+
+        They are suspect or over: replaced, fenced, or left. Fence those that are dead.
+        """
+        return self.transfers.lost_peers()

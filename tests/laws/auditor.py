@@ -69,7 +69,7 @@ def audit_decode(scheduler: DecodeScheduler, control: DecodeControl) -> None:
     assert written == control._rooms.num_expected, (
         "the control counts the rooms that may be written"
     )
-    for flight in scheduler.compute.local:
+    for flight in scheduler.compute.open:
         mine = set(pages.pages(flight.pages)[flight.pages.num_shared :].tolist())
         assert not mine & writable.keys(), f"law 9: a peer may write what {flight} computes"
         assert flight.owner is not None, "law 9: nothing computes it"

@@ -730,7 +730,7 @@ class SchedulerSim(PairSim):
         assert_at_rest(self.prefill.scheduler)
         assert self.readers[0].control.num_rooms == 0, list(self.readers[0].control.rooms())
         assert not self.decode.scheduler.num_deferred
-        assert not self.decode.scheduler.rooms.any_undrained, self.decode.scheduler.rooms
+        assert not self.decode.scheduler.rooms.undrained()
         assert self.decode.scheduler.budget.active == 0
         assert not len(self.decode.scheduler.waiting)
         assert not len(self.decode.scheduler.flights)

@@ -14,6 +14,7 @@ import torch
 
 from benchmarks.hybrid_models import config_of
 from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig
+from prefixkv.decode.sources import Source
 from prefixkv.engines.hf import (
     DecodeEngine,
     Generate,
@@ -28,6 +29,8 @@ from prefixkv.engines.hf.requests import TokenLogprob
 from prefixkv.engines.hf.thinking import KeepThinking
 from tests.support.devices import DEVICE
 from tests.support.patience import NEVER_S, until
+
+BY_SIZE = 100.0  # a share of steps
 
 _CONTROL = ControlConfig(
     waiting_timeout_s=NEVER_S, transfer_timeout_s=NEVER_S, bootstrap_timeout_s=NEVER_S,
@@ -73,7 +76,8 @@ class Answer:
 
 
 class World:
-    """A prefill and a decode engine; both compute with `model`, turn about."""
+    """A prefill and a decode engine; both compute with `model`, turn about. Where the share of own
+    compute is no bound (BY_SIZE), it decides by size alone, whatever was measured."""
 
     def __init__(
         self, model: PagedModel, *, pages: int = 64, page_size: int = 16,
@@ -107,11 +111,19 @@ class World:
             config = DecodeConfig(control=_CONTROL, **given)
             self.decode = DecodeEngine(model, pools[1], config, tokenizer, thinking)
             closing.callback(self.decode.close)
+            if config.compute is not None and config.compute.itl_share == BY_SIZE:
+                self._choose_by_size(config.compute.below)
             for engine in (self.prefill, self.decode):
                 for views in engine.states.views.values() if engine.states is not None else ():
                     for _, view in views:
                         view.normal_(0, 3)
             self.close = closing.pop_all().close
+
+    def _choose_by_size(self, below: int) -> None:
+        def choose(missing: int, *_: Any, **__: Any) -> Source:
+            return Source.HERE if missing <= below else Source.PREFILL
+
+        self.decode.node.sources.choose = choose  # type: ignore[method-assign]
 
     @staticmethod
     def _computes(decode: dict[str, Any] | None) -> dict[str, int]:

@@ -329,7 +329,7 @@ class PrefillRank(SimRank):
         if control.staging is not None and self.staging is not None:
             machine = control.staging
             taken = machine.num_slots - len(machine.free_slots)
-            left["staged"] = len(machine.jobs) + machine.num_rooms + taken
+            left["staged"] = len(machine.jobs) + taken
             left["forgotten peers"] = set(machine.peers) - {peer.id for peer in peers}
             left["peers of the copies"] = len(self.staging.to_peers) - len(machine.peers)
         return left
@@ -365,8 +365,7 @@ class DecodeRank(SimRank):
     def _leftovers(self) -> dict[str, Any]:
         control = self.control
         left: dict[str, Any] = {
-            "expected": control._rooms.num_expected, "settling": control._rooms.settling,
-            "rooms": control.num_rooms,
+            "expected": control._rooms.num_expected, "rooms": control.num_rooms,
             "rooms of links": [link.address for link in control._links.all() if link.waiting],
             "orders": list(self.orders), "for rank 0": list(self.for_rank_0),
         }  # fmt: skip

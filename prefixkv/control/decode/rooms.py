@@ -19,7 +19,7 @@ room, and what frees it:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -37,6 +37,9 @@ from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.machine import Fail
 from prefixkv.protocol.messages import Promise
 from prefixkv.protocol.receiver_machine import ReceiverMachine, SendToRank
+
+Token = PeerId | Left | RankDrained
+"""What a `Settle` is about."""
 
 
 class Room(ReceiverMachine):
@@ -59,6 +62,7 @@ class Room(ReceiverMachine):
         self.link = link
         self.links: dict[int, Link] = {}
         self.peers: dict[int, PeerId] = {}
+        self.settling: set[Token] = set()  # what drains ranks of it once the transport has read
 
     def ranks_of(self, peer: PeerId, address: str | None = None) -> list[int]:
         return [
@@ -117,7 +121,6 @@ class ReceiverRooms:
         staging: Any,
     ) -> None:
         self.num_expected = 0  # rooms with pages that a peer may be writing now
-        self.settling: set[Hashable] = set()  # tokens of the `Settle`s that are not answered yet
         self._rooms: dict[RoomKey, Room] = {}
         self._timing = inbox.timing
         self._timers = inbox.timers
@@ -181,36 +184,39 @@ class ReceiverRooms:
             for rank in room.ranks_of(peer, address):
                 self.on(room, Fail(error, gone=rank), now_s)
 
-    def settle(self, token: PeerId | Left | RankDrained, now_s: float) -> None:
+    def settle(self, token: Token, now_s: float) -> None:
         """Drain what a writer holds, whose agent is gone as the token says, once the transport has
         read what kernels may still hold of it. A token that is settling already is not repeated."""
+        rooms = [room for room, _ in self._drains(token)]
+        is_new = bool(rooms) and not any(token in room.settling for room in rooms)
+        for room in rooms:
+            room.settling.add(token)
         if not self._timing.fence_settle_s:
-            self._drain(token, now_s)
-        elif token not in self.settling:
-            self.settling.add(token)
+            self.settled(token, now_s)
+        elif is_new:
             self._say(Settle(token, self._timing.fence_settle_s))
 
-    def settled(self, token: Hashable, now_s: float) -> None:
+    def settled(self, token: Any, now_s: float) -> None:
         """Drain what the token names: the transport has read for long enough. Unknown: no-op."""
-        if token in self.settling:
-            self.settling.discard(token)
-            self._drain(token, now_s)
+        for room, event in self._drains(token):
+            if token in room.settling:
+                self.on(room, event, now_s)
+        for room, _ in self._drains(token):
+            room.settling.discard(token)
 
-    def _drain(self, token: Hashable, now_s: float) -> None:
+    def _drains(self, token: Any) -> list[tuple[Room, receiver.ReceiverEvent]]:
+        """Return the rooms that a token is of, each with what drains a rank of it."""
         if isinstance(token, RankDrained):
-            drained = self._rooms.get(token.key)
+            room = self._rooms.get(token.key)
             # One rank, one use of a room. The number may be in use again: then the ticket differs.
-            if drained is not None and drained.ticket == token.ticket:
-                self.on(drained, receiver.DrainedSaid(token.rank), now_s)
-        elif isinstance(token, PeerId | Left):
-            # A whole process: all its rooms if it was fenced. If it said itself that it leaves,
-            # only those that were promised to it at that address, since any process may speak under
-            # its name elsewhere.
-            left = token if isinstance(token, Left) else None
-            what = (token, None) if left is None else (left.peer, left.address)
-            for room in self.all():
-                for rank in room.ranks_of(*what):
-                    self.on(room, receiver.FencedOff(rank), now_s)
+            is_same = room is not None and room.ticket == token.ticket
+            return [(room, receiver.DrainedSaid(token.rank))] if room and is_same else []
+        # A whole process: all its rooms if it was fenced. If it said itself that it leaves, only
+        # those that were promised to it at that address, since any process may speak under its name
+        # elsewhere.
+        what = (token.peer, token.address) if isinstance(token, Left) else (token, None)
+        of = [(room, rank) for room in self.all() for rank in room.ranks_of(*what)]
+        return [(room, receiver.FencedOff(rank)) for room, rank in of]
 
     def tell(self, room: Room, rank: int, body: messages.AnyBody, now_s: float) -> None:
         link = room.links[rank]

@@ -10,7 +10,7 @@ worker that proves the prompt gets it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Set
-from typing import Any, ClassVar, NamedTuple, assert_never
+from typing import Any, ClassVar, assert_never
 
 from prefixkv.config import ControlConfig, short_key
 from prefixkv.control import handshake
@@ -23,6 +23,7 @@ from prefixkv.control.effects import (
     Examine,
     FrameFailed,
     FrameReceived,
+    Freed,
     PeerAccepted,
     Reached,
     RemovePeer,
@@ -39,7 +40,7 @@ from prefixkv.control.handshake import OurSide
 from prefixkv.control.inbox import ControlInbox, Takes
 from prefixkv.control.lives import FENCED, FENCED_DEAD, LEFT, LostPeers
 from prefixkv.control.prefill.peers import Peer, Peers
-from prefixkv.control.prefill.rooms import Half, SenderRooms, Tombs
+from prefixkv.control.prefill.rooms import Half, Numbers, Offer, SenderRooms, Tombs
 from prefixkv.errors import (
     AbortedError,
     ConfigError,
@@ -102,22 +103,6 @@ from prefixkv.transport.base import (
     window_route,
 )
 
-Numbers = tuple[int, int]
-"""Room and generation."""
-
-
-class Offer(NamedTuple):
-    """A prompt with computed KV, until a decode worker opens its room."""
-
-    num_tokens: int
-    digest: bytes
-    until_s: float
-
-    def is_proved_by(self, promise: Promised) -> bool:
-        """Return whether the sender of this promise knows the prompt. The number of a room proves
-        nothing: it travels through routers, and can be guessed or repeated."""
-        return promise.fill_len == self.num_tokens and promise.digest == self.digest
-
 
 class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
     """The control object of one prefill rank. Owned by the control thread; other threads may call
@@ -144,7 +129,6 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         self._weights_version = weights_version
         self._peers = Peers(self._ours, endpoints, self)
         self._tombs = Tombs(timing.max_parked_per_peer, timing.parked_timeout_s)
-        self._offers: dict[Numbers, Offer] = {}  # open ones: their keys name no decode worker
         self._rooms = SenderRooms(ours, self, self._peers, self._tombs)
         self.staging: Any = None
         if staging is not None:
@@ -160,7 +144,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
     @property
     def num_rooms(self) -> int:
         """Number of rooms and offers. Any thread may ask."""
-        return self._rooms.num_rooms + len(self._offers)
+        return self._rooms.num_rooms
 
     def rooms(self) -> Iterable[SenderMachine]:
         """Return the machines of all rooms, for audits."""
@@ -188,7 +172,6 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
             else:
                 self._offer(command, now_s)
         except RequestError as error:
-            # Straight out: staging is not to forget the room that has this number now.
             self._out += [RoomEnded(command.key, KVPoll.FAILED, error), SourceFree(command.key)]
 
     def _add(self, command: AddRoom, now_s: float) -> None:
@@ -226,16 +209,16 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         # 1. The number must be free among rooms of all decode workers: any of them may open it.
         same = self._rooms.of_numbers(numbers)
         in_use = any(one.added and not one.drained for one in same)
-        if in_use or numbers in self._offers:
+        if in_use or self._rooms.offer(numbers):
             raise RequestError(f"room {numbers[0]} generation {numbers[1]} is in use already")
         # 2. Open before the promises are looked at, so that each is judged as one that comes later.
         self._tombs.meet_request(RoomKey(*numbers), b"")
         offer = Offer(command.num_tokens, command.digest, until_s)
-        self._offers[numbers] = offer
+        self._rooms.set_offer(numbers, offer)
         self.timers.wake(command.key, until_s)
         # 3. Promises that came first. Once one has opened the offer, it is gone for the others.
         for room in [one for one in same if one.is_parked]:
-            if numbers in self._offers and all(map(offer.is_proved_by, room.promises())):
+            if self._rooms.offer(numbers) and all(map(offer.is_proved_by, room.promises())):
                 self._open_offer(room.key, offer, now_s)
             else:
                 error = AbortedError(f"room {command.key.room} is another decode worker's")
@@ -247,19 +230,20 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
     def _open_offer(self, key: RoomKey, offer: Offer, now_s: float) -> None:
         # Closed first, so that the next promise is refused and not taken for a second opening.
         why = f"room {key.room} was opened by another decode worker"
-        self._forget_offer(key.numbers, why, now_s)
+        self._forget_offer(key.numbers, offer, why, now_s)
         self._add(AddRoom(key, offer.num_tokens, offer.digest), now_s)
 
     def _close_offer(self, key: RoomKey, error: Exception, now_s: float) -> bool:
         """End an offer that no decode worker has opened. Return False if it is not open."""
-        if key.numbers not in self._offers:
+        if (offer := self._rooms.offer(key.numbers)) is None:
             return False
-        self._forget_offer(key.numbers, str(error), now_s)
+        self._forget_offer(key.numbers, offer, str(error), now_s)
         self._end_half(RoomKey(*key.numbers), error)
         return True
 
-    def _forget_offer(self, numbers: Numbers, why: str, now_s: float) -> None:
-        offered, offer = RoomKey(*numbers), self._offers.pop(numbers)
+    def _forget_offer(self, numbers: Numbers, offer: Offer, why: str, now_s: float) -> None:
+        offered = RoomKey(*numbers)
+        self._rooms.set_offer(numbers, None)
         self.timers.forget(offered)
         # A late promise of the prompt is refused with the reason.
         end = ProtocolError(why)
@@ -309,7 +293,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
                 continue
             # 2. All others end; where the request is still to come, so does that.
             self._rooms.on(room, Fail(moved), now_s)
-        for numbers in list(self._offers):  # 3. offers: the KV of each is computed
+        for numbers in self._rooms.offers():  # 3. offers: the KV of each is computed
             self._close_offer(RoomKey(*numbers), moved, now_s)
 
     def _fence(self, command: Fence, now_s: float) -> None:
@@ -339,7 +323,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
                 self._rooms.tick(room, now_s)
                 if awaited and room.poll.ended:
                     self.counters["never_promised"] += 1
-            elif (offer := self._offers.get(key.numbers)) is not None and not key.decode:
+            elif (offer := self._rooms.offer(key.numbers)) is not None and not key.decode:
                 if now_s < offer.until_s:
                     self.timers.wake(key, offer.until_s)  # the timer may wake early
                     return
@@ -436,7 +420,9 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
                     self._rooms.on(room, sender.OutcomeAcked(peer.hello.rank), now_s)
             case LeaseGrant():
                 if self.staging is not None:
-                    self.say_all(self.staging.on_grant(peer.id, peer.key(body), body))
+                    room = self._rooms.get(peer.key(body))
+                    stream = None if room is None else room.streams.get(peer.id)
+                    self.say_all(self.staging.on_grant(stream, body))
             case messages.Fenced():
                 self._peers.lives.end(peer.id, LEFT)
                 self._lose_peer(peer, PeerLostError(f"{peer.id} {LEFT}", peer.id), now_s)
@@ -619,7 +605,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         """Return the offer that this first promise opens, None if its room is none. Raises
         ProtocolError: it is of another prompt, which leaves the offer to others; or the offer is
         closed."""
-        offer = self._offers.get(key.numbers)
+        offer = self._rooms.offer(key.numbers)
         if offer is None:
             closed = RoomKey(*key.numbers)
             self._check_over(self._tombs.meet_promise(closed, event.ticket, event.digest))
@@ -636,7 +622,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         if event.weights_version == self._weights_version:
             return
         error = WeightsVersionError(event.weights_version, self._weights_version)
-        offer = self._offers.get(key.numbers)
+        offer = self._rooms.offer(key.numbers)
         if offer is None:
             self._end_request(key, event, error, now_s)
         elif offer.is_proved_by(event):
@@ -716,8 +702,9 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         staging = self.staging
         # Pages of groups are never staged: they go straight where they belong.
         if staging is not None and post.peer in staging.peers and post.group < 0:
+            use = post.key, self._rooms.jobs[post.job_id].streams, post.ticket
             what = post.first_unit, post.src_pages, post.ready, now_s
-            self.say_all(staging.write(post.job_id, post.key, post.ticket, post.peer, *what))
+            self.say_all(staging.write(post.job_id, *use, post.peer, *what))
             return
         pages = post.src_pages, post.dst_pages
         route: Route = "pages"
@@ -788,11 +775,11 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         if self.staging is not None:
             self.say_all(self.staging.remove_peer(removed.peer))
 
-    def _free(self, free: SourceFree, now_s: float) -> None:
+    def _free(self, freed: Freed, now_s: float) -> None:
         # None of the room's writes is under way, so staging has no job of it either.
         if self.staging is not None:
-            self.staging.forget(free.key)
-        self._out.append(free)
+            self.staging.forget(freed.streams)
+        self._out.append(freed.source)
 
     def _unreachable(self, what: PeerUnreachable, now_s: float) -> None:
         self.counters["peers_unreachable"] += 1
@@ -840,9 +827,9 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         JobEnded: _job_ended,
         JobDrained: _job_drained,
         StagingTick: _tick_staging,
-        SourceFree: _free,
+        Freed: _free,
         RoomEnded: ControlInbox._end,
         PeerAccepted: _accept,
         RemovePeer: _remove,
     }
-    EFFECTS: ClassVar[Set[type]] = {SendFrame, Examine, Renew, Bootstrapped}
+    EFFECTS: ClassVar[Set[type]] = {SendFrame, Examine, Renew, Bootstrapped, SourceFree}

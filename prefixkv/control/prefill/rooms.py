@@ -24,6 +24,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any, Final, NamedTuple, TypeVar
 
+from prefixkv.control.effects import Freed
 from prefixkv.control.handshake import OurSide
 from prefixkv.control.inbox import ControlInbox
 from prefixkv.control.lives import LostPeers
@@ -36,6 +37,8 @@ from prefixkv.protocol.machine import RoomTick
 from prefixkv.protocol.sender_events import PostWrite, SendToReader
 from prefixkv.protocol.sender_machine import SenderMachine
 
+Numbers = tuple[int, int]
+"""Room and generation."""
 Use = tuple[RoomKey, PeerId, int]
 """A number, the decode rank that has spoken of it, and the ticket of that use."""
 K = TypeVar("K")
@@ -193,6 +196,26 @@ class Tombs:
             del tombs[next(iter(tombs))]
 
 
+class Offer(NamedTuple):
+    """A prompt with computed KV, until a decode worker opens its room."""
+
+    num_tokens: int
+    digest: bytes
+    until_s: float
+
+    def is_proved_by(self, promise: sender.Promised) -> bool:
+        """Return whether the sender of this promise knows the prompt. The number of a room proves
+        nothing: it travels through routers, and can be guessed or repeated."""
+        return promise.fill_len == self.num_tokens and promise.digest == self.digest
+
+
+class _Same(list[SenderMachine]):
+    """The rooms of one number, one of each decode worker that has one; nearly always one. And the
+    offer that none has opened yet."""
+
+    offer: Offer | None = None
+
+
 class SenderRooms:
     """The rooms of one prefill rank, with the writes under way for them. Owned by a
     `PrefillControl`. What is to be done is said, in order.
@@ -207,9 +230,8 @@ class SenderRooms:
         peers: Peers,
         tombs: Tombs,
     ) -> None:
-        # By number: one of each decode worker that has a room of it, so one nearly always.
-        self._rooms: dict[tuple[int, int], list[SenderMachine]] = {}
-        self.num_rooms = 0
+        self._rooms: dict[Numbers, _Same] = {}
+        self.num_rooms = 0  # with the open offers
         # The room itself of each write that is not proved over: its number may be in use again. A
         # write that failed undrained stays, so that its proof (JobDrained) finds the room.
         self.jobs: dict[int, SenderMachine] = {}
@@ -240,7 +262,7 @@ class SenderRooms:
         room = SenderMachine(key, *of, now_s)
         # Peers met later may know nothing of the room: see `Peers.heard_s`.
         room.met_before = self._peers.num_met
-        self._rooms.setdefault(key.numbers, []).append(room)
+        self._rooms.setdefault(key.numbers, _Same()).append(room)
         self.num_rooms += 1
         return room
 
@@ -254,6 +276,8 @@ class SenderRooms:
                     self._peers.send(peer, action.body, now_s)
             elif isinstance(action, RoomEnded | SourceFree) and not room.added:
                 continue  # the engine has never heard of it
+            elif isinstance(action, SourceFree):
+                self._say(Freed(room.streams, action))
             else:
                 if isinstance(action, PostWrite):
                     self.jobs[action.job_id] = room
@@ -283,7 +307,26 @@ class SenderRooms:
         """Return the rooms that this decode rank has named. O(rooms)."""
         return [room for room in self.all() if room.has_reader(peer)]
 
-    def of_numbers(self, numbers: tuple[int, int]) -> list[SenderMachine]:
+    def offer(self, numbers: Numbers) -> Offer | None:
+        """Return the open offer of these numbers."""
+        return self._rooms[numbers].offer if numbers in self._rooms else None
+
+    def offers(self) -> list[Numbers]:
+        """O(rooms)."""
+        return [numbers for numbers, same in self._rooms.items() if same.offer is not None]
+
+    def set_offer(self, numbers: Numbers, offer: Offer | None) -> None:
+        """Open an offer, or close it with None."""
+        same = self._rooms.setdefault(numbers, _Same())
+        self.num_rooms += 1 if offer else -1
+        same.offer = offer
+        self._tidy(numbers)
+
+    def _tidy(self, numbers: Numbers) -> None:
+        if not self._rooms[numbers] and self._rooms[numbers].offer is None:
+            del self._rooms[numbers]
+
+    def of_numbers(self, numbers: Numbers) -> list[SenderMachine]:
         return list(self._rooms.get(numbers, ()))
 
     def tick(self, room: SenderMachine, now_s: float) -> None:
@@ -294,12 +337,11 @@ class SenderRooms:
     def drop(self, room: SenderMachine) -> None:
         """Forget a room; the use is remembered for each of its readers, so that a late repeat is
         not taken for the next use of the number."""
-        same = self._rooms.get(room.key.numbers, [])
-        if room in same:
-            same.remove(room)
+        numbers = room.key.numbers
+        if room in self._rooms.get(numbers, ()):
+            self._rooms[numbers].remove(room)
             self.num_rooms -= 1
-            if not same:
-                del self._rooms[room.key.numbers]
+            self._tidy(numbers)
         self._timers.forget(room.key)
         for reader in room.readers.values():
             is_known = self._peers.find(reader.peer) is not None
@@ -345,7 +387,7 @@ class SenderRooms:
 
     def check_invariants(self) -> None:
         """Raise AssertionError if a room is not where it belongs, or peers count what is not."""
-        assert self.num_rooms == len(self.all()), "rooms"
+        assert self.num_rooms == len(self.all()) + len(self.offers()), "rooms"
         pages, parked = Counter[PeerId](), Counter[PeerId]()
         for room in self.all():
             assert self.get(room.key) is room, "a room is at its key"

@@ -11,12 +11,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from prefixkv import ComputeConfig
 from prefixkv.errors import check_laws
 from prefixkv.spi import Lack, Source, Sources
-from prefixkv.transfer import RoomKey
 
 _UNBOUNDED_SHARE: Final = 100.0
 """`ComputeConfig.itl_share` at its most: vLLM alone says how long a step may become."""
@@ -57,6 +56,7 @@ class OwnCompute:
         self._prompt_lens: dict[str, int] = {}
         self._due: dict[str, int] = {}
         self._due_tokens = 0  # sum of these
+        self._awaited: dict[int, Any] = {}  # what prefill was promised, by room
         self._decoding: set[str] = set()
         # Of requests that wait to be admitted: what was missing, and what was decided by that.
         self._decided: dict[str, tuple[int, bool]] = {}
@@ -112,14 +112,14 @@ class OwnCompute:
     def promised(self, address: str, room: int, num_tokens: int) -> None:
         """Prefill is to send the KV of `num_tokens` to a room that a router has drawn."""
         if self.measures_prefill:
-            self.sources.promised(address, RoomKey(room, 0), self.now_s(), num_tokens)
+            self._awaited[room] = self.sources.promised(address, self.now_s(), num_tokens)
 
-    def arrived(self, address: str, room: int) -> None:
-        self.sources.arrived(address, RoomKey(room, 0), self.now_s())
+    def arrived(self, room: int) -> None:
+        self.sources.arrived(self._awaited.pop(room, None), self.now_s())
 
-    def gave_up(self, address: str, room: int) -> None:
+    def gave_up(self, room: int) -> None:
         """A room has failed: its time says nothing."""
-        self.sources.gave_up(address, RoomKey(room, 0))
+        self.sources.gave_up(self._awaited.pop(room, None))
 
     # --- steps ------------------------------------------------------------------------------------
 

@@ -562,9 +562,9 @@ class SchedulerSide:
             self._turns.received(rid, is_failed=bool(load.error))
         if not load.error:
             self.counters.add("loads_done")
-            self.compute.arrived(load.prefill, load.room)
+            self.compute.arrived(load.room)
             return
-        self.compute.gave_up(load.prefill, load.room)
+        self.compute.gave_up(load.room)
         self.counters.add("loads_failed")
         if not load.left and self._host is not None:
             self._host.bar(rid)

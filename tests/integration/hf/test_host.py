@@ -15,7 +15,7 @@ from prefixkv.decode.host_tier import HostTier
 from prefixkv.engines.hf import PagedModel, Sampling
 from tests.integration.hf.test_thinking import OPEN, TOKENIZER
 from tests.support.hf_workload import Storm, check_answers
-from tests.support.hf_world import Reference, World, family
+from tests.support.hf_world import BY_SIZE, Reference, World, family
 
 
 def _slow(below: int | None) -> Any:
@@ -30,7 +30,7 @@ HOST = HostConfig(times=40, policy="lru")
 def _world(model: PagedModel, below: int | None, **options: Any) -> World:
     decode: dict[str, Any] = {"host_memory": HOST, "reserve_tokens": 4}
     if below is not None:
-        decode["compute"] = ComputeConfig(below=below, chunk_tokens=24, itl_share=100.0)
+        decode["compute"] = ComputeConfig(below=below, chunk_tokens=24, itl_share=BY_SIZE)
     decode |= options.pop("decode", {})
     return World(model, decode=decode, prefill_pages=200, **{"pages": PAGES, **options})
 

@@ -28,7 +28,7 @@ from prefixkv.engines.hf.recurrent import NO_SLOT, StateRows
 from prefixkv.errors import ConfigError
 from prefixkv.pages.windows import WindowGroup, WindowPages, WindowSpec
 from tests.support.hf_workload import Found, Storm, check_answers, checkpoint_counts, run_round
-from tests.support.hf_world import TINY, Reference, World
+from tests.support.hf_world import BY_SIZE, TINY, Reference, World
 from tests.support.hf_world import family as family_of
 from tests.support.patience import until
 
@@ -260,7 +260,7 @@ def test_too_few_window_pages_are_no_answer(made: PagedModel) -> None:
 def _computing(below: int, **more: Any) -> dict[str, Any]:
     """Settings of a decode worker that computes: however fast it is here, all prompts go on in each
     step."""
-    return {"compute": ComputeConfig(below=below, chunk_tokens=24, itl_share=100.0), **more}
+    return {"compute": ComputeConfig(below=below, chunk_tokens=24, itl_share=BY_SIZE), **more}
 
 
 def test_turns_hit_on_both_sides_and_prefill_computes_what_is_new(

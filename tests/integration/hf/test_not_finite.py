@@ -19,12 +19,12 @@ from prefixkv.engines.hf.models import _not_finite
 from prefixkv.errors import NotFiniteError
 from prefixkv.spi import as_pages
 from tests.integration.hf.test_layers import SERVED
-from tests.support.hf_world import Answer, Reference, World
+from tests.support.hf_world import BY_SIZE, Answer, Reference, World
 from tests.support.hf_world import family as family_of
 
 NAN, INF = float("nan"), float("inf")
 GREEDY = Sampling(ignore_end=True)
-COMPUTE = ComputeConfig(below=10_000, chunk_tokens=16, itl_share=100.0)
+COMPUTE = ComputeConfig(below=10_000, chunk_tokens=16, itl_share=BY_SIZE)
 WHERE = {"prefill": {}, "decode": {"compute": COMPUTE}}
 ALL = slice(None)
 

@@ -11,9 +11,9 @@ import pytest
 from prefixkv.config import ComputeConfig, HostConfig
 from prefixkv.engines.hf import Output, PagedModel, Sampling
 from prefixkv.serving.openai import Usage
-from tests.support.hf_world import Answer, World
+from tests.support.hf_world import BY_SIZE, Answer, World
 
-ALL = {"compute": ComputeConfig(below=10_000, chunk_tokens=24, itl_share=100.0)}
+ALL = {"compute": ComputeConfig(below=10_000, chunk_tokens=24, itl_share=BY_SIZE)}
 SOME = {"compute": ComputeConfig(below=40, chunk_tokens=24)}
 HOST = {"host_memory": HostConfig(times=8, policy="lru")}
 

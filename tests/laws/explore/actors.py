@@ -216,7 +216,7 @@ def leftovers(control: Any) -> dict[str, Any]:
         }  # fmt: skip
     else:
         left |= {
-            "expected": control._rooms.num_expected, "settling": set(control._rooms.settling),
+            "expected": control._rooms.num_expected,
             "rooms of links": [link.address for link in control._links.all() if link.waiting],
         }  # fmt: skip
     return {name: what for name, what in left.items() if what}

@@ -133,6 +133,17 @@ class Desk:
             self.token(req)
         return req
 
+    def admitted(self, rid: str, tokens: int | list[int] = 8, max_new: int = 4, **fields: Any
+                 ) -> DecodeRequest:  # fmt: skip
+        req = self.add(rid, tokens, max_new, **fields)
+        assert self.admit() == [rid]
+        return req
+
+    def arrive(self, req: DecodeRequest) -> None:
+        """Its KV is here, and all that it waits for with it."""
+        self.succeed(req.room_key)
+        assert self.transferred() == [req.rid]
+
     def prefix_of(self, req: DecodeRequest) -> int:
         """Tokens of a request that the tree has now."""
         return self.pages.cache.match_prefix(req.key).prefix_len
@@ -179,7 +190,7 @@ class Desk:
     def at_rest(self) -> None:
         assert_at_rest(self.scheduler)
         assert not self.scheduler.num_deferred
-        assert repr(self.scheduler.rooms) == "Rooms(live set(), undrained {})"
+        assert not len(self.scheduler.rooms), self.scheduler.rooms
         assert (self.scheduler.budget.active, self.scheduler.budget.private_pages) == (0, 0)
 
     def _checked(self, result: Any) -> Any:

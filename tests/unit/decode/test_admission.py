@@ -171,8 +171,7 @@ def test_a_request_admitted_before_a_policy_raised_may_end_before_the_caller_see
     elif end == "fail":
         desk.fail(first.room_key, drained=True)
     else:
-        desk.succeed(first.room_key)
-        assert desk.transferred() == ["a"]
+        desk.arrive(first)
         desk.finish(first)
     assert desk.admit() == ["b"]
     desk.succeed(second.room_key)
@@ -302,10 +301,8 @@ def test_an_engine_that_only_sleeps_wakes_when_the_patience_of_the_oldest_ends()
     for number in range(60):
         desk.add(f"b{number}", [1000 * number + place for place in range(48)], max_new=1)
     assert desk.admit() == []
-    start = desk.add("z", list(range(32)), max_new=1)
-    assert desk.admit() == ["z"]
-    desk.succeed(start.room_key)
-    assert desk.transferred() == ["z"]
+    start = desk.admitted("z", list(range(32)), max_new=1)
+    desk.arrive(start)
     assert desk.admit() == []
     desk.finish(hogs[1])
     assert desk.admit() == []
@@ -389,8 +386,7 @@ def test_those_that_may_grow_too_large_do_not_hide_one_that_fits(
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_request_that_may_outgrow_the_pool_is_not_admitted(policy: str) -> None:
     desk = Desk(64, rows=8, admission=policy)
-    in_transfer = desk.add("T", 200, max_new=1)
-    assert desk.admit() == ["T"]
+    in_transfer = desk.admitted("T", 200, max_new=1)
     desk.add("g", 4, max_new=100)
     assert desk.admit() == [], "no retraction would free any of its pages"
     desk.succeed(in_transfer.room_key)
@@ -424,8 +420,7 @@ def test_the_last_row_or_slot_goes_to_one_of_all_lanes(lanes: str, kind: str) ->
         for number, prefill in enumerate(lanes)
     }
     assert desk.admit() == ["z"]
-    desk.succeed(first.room_key)
-    assert desk.transferred() == ["z"]
+    desk.arrive(first)
     assert desk.admit() == []
     desk.finish(small)
     for _ in lanes:
@@ -496,15 +491,12 @@ def test_an_admitted_request_whose_kv_is_not_here_by_its_own_deadline_fails() ->
 
 def test_a_request_that_joined_a_flight_waits_for_that_no_longer_than_its_deadline() -> None:
     desk = Desk(16)
-    first = desk.add("a", 8)
-    desk.admit()
-    second = desk.add("a2", 8, deadline_s=5.0)
-    assert desk.admit() == ["a2"]
+    first = desk.admitted("a", 8)
+    second = desk.admitted("a2", 8, deadline_s=5.0)
     desk.succeed(second.room_key)  # its own part is here, what it joined is not
     desk.now_s = 5.0
     assert (desk.admit(), desk.pop_failed()) == ([], [second])
-    desk.succeed(first.room_key)
-    assert desk.transferred() == ["a"]
+    desk.arrive(first)
 
 
 def test_a_request_with_a_deadline_of_its_own_may_wait_longer_than_others() -> None:
@@ -566,8 +558,7 @@ def test_a_room_of_its_own_is_refused_by_an_explicit_call_only_while_it_is_free(
 def test_what_is_idle_has_nothing_to_pop_and_no_room_that_a_peer_may_write_for() -> None:
     desk = Desk()
     assert desk.scheduler.idle
-    req = desk.add("a")
-    desk.admit()
+    req = desk.admitted("a")
     assert not desk.scheduler.idle
     desk.abort(req)
     assert not desk.scheduler.idle

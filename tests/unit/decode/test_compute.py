@@ -99,9 +99,9 @@ def test_what_decode_has_computed_prefill_has_to_compute_too_until_it_has(
     sources = desk.scheduler.sources
     promised = sources.promised
 
-    def noted(*args: Any) -> None:
-        told.append(args[4])
-        promised(*args)
+    def noted(*args: Any) -> Any:
+        told.append(args[3])
+        return promised(*args)
 
     monkeypatch.setattr(sources, "promised", noted)
     tokens = list(range(40))
@@ -128,8 +128,7 @@ def test_one_that_lacks_more_is_asked_of_prefill_and_late_when_it_is_admitted() 
     assert desk.local() == []
     assert desk.asked() == [("a", 0)]
     assert kinds(desk) == [OpenRoom]
-    desk.succeed(req.room_key)
-    assert desk.transferred() == ["a"]
+    desk.arrive(req)
 
 
 def test_prefill_is_asked_for_one_request_where_only_decodes_own_rate_is_known() -> None:
@@ -216,8 +215,7 @@ def test_a_retracted_request_comes_back_without_prefill() -> None:
     desk.start_local("o", 8)
     req = desk.start_local("a", 9, outputs=3)
     desk.retract(req)
-    assert desk.admit() == ["a"]
-    assert desk.local() == ["a"]
+    assert desk.admit() == desk.local() == ["a"]
     assert (req.prefix_len, req.fill_len) == (8, 11)
     with pytest.raises(CallerError):
         desk.computed(req, 10, b"early")
@@ -233,8 +231,7 @@ def test_a_retracted_request_comes_back_without_prefill() -> None:
 def test_one_that_joins_is_computed_once_what_it_joined_is_there() -> None:
     desk = Alone()
     first = desk.compute("a", 9)
-    second = desk.add("a2", 13)
-    assert desk.admit() == ["a2"]
+    second = desk.admitted("a2", 13)
     assert second.prefix_len == 8
     assert desk.local() == [], "what it continues is not there yet"
     desk.computed(first, 9)
@@ -246,19 +243,15 @@ def test_one_that_joins_is_computed_once_what_it_joined_is_there() -> None:
 
 def test_it_may_join_what_prefill_sends_and_prefill_what_is_computed() -> None:
     desk = Alone(below=8)
-    sent = desk.add("a", 12)
-    desk.admit()
-    near = desk.add("a2", 16)
-    desk.admit()
+    sent = desk.admitted("a", 12)
+    near = desk.admitted("a2", 16)
     assert near.prefix_len == 12
-    far = desk.add("a3", [*near.key.tokens().tolist(), *range(500, 520)])
-    desk.admit()
+    far = desk.admitted("a3", [*near.key.tokens().tolist(), *range(500, 520)])
     assert far.prefix_len == 16
     assert desk.local() == []
     assert desk.asked() == [("a", 0), ("a3", 0)]
-    desk.succeed(sent.room_key)
     desk.succeed(far.room_key)
-    assert desk.transferred() == ["a"]
+    desk.arrive(sent)
     assert desk.local() == ["a2"]
     desk.computed(near, 16)
     assert desk.transferred() == ["a2", "a3"]
@@ -329,8 +322,7 @@ def test_a_deadline_keeps_its_pages_until_the_engine_has_heard_and_its_device_is
 
 def test_what_no_engine_has_begun_is_free_at_once() -> None:
     desk = Alone()
-    req = desk.add("a", deadline_s=1.0)
-    desk.admit()
+    req = desk.admitted("a", deadline_s=1.0)
     desk.now_s = 2.0
     desk.admit()
     assert req.state is DecodeState.FAILED
@@ -418,8 +410,7 @@ def test_what_waits_and_what_is_on_its_way_is_computed_when_prefill_goes() -> No
     for req in (sent, waits):
         desk.token(req)
         desk.finish(req)
-    assert desk.admit() == ["c"]
-    assert desk.local() == ["c"]
+    assert desk.admit() == desk.local() == ["c"]
     new = desk.add("d")
     desk.computed(blocks, 8)
     desk.transferred()
@@ -435,8 +426,7 @@ def test_the_pages_of_what_is_computed_here_come_back_though_its_worker_is_away(
     big = desk.add("B", 64, max_new=1, prefill="q", may_compute=False)
     for address in "pq":
         desk.up(address)
-    assert desk.admit() == ["a"]
-    assert desk.local() == ["a"]
+    assert desk.admit() == desk.local() == ["a"]
     desk.down()
     assert desk.admit() == []
     assert desk.scheduler.waiting.aside()["pages"] == 0
@@ -450,8 +440,7 @@ def test_the_pages_of_what_is_computed_here_come_back_though_its_worker_is_away(
 def test_one_that_carries_on_alone_and_lacks_too_much_by_then_is_asked_of_its_worker() -> None:
     """Of its 12 tokens 8 are cached when its transfer fails, and none when it is admitted again."""
     desk = _gone(ask="both", down_below=8)
-    req = desk.add("w2", 12)
-    assert desk.admit() == ["w2"]
+    req = desk.admitted("w2", 12)
     desk.fail(req.room_key, drained=True)
     assert req.is_alone
     desk.scheduler.flush()
@@ -460,8 +449,7 @@ def test_one_that_carries_on_alone_and_lacks_too_much_by_then_is_asked_of_its_wo
     assert [type(one) for one in desk.commands()] == [OpenRoom]
     assert [ask.rid for ask in desk.scheduler.pop_needs_prefill()] == ["w2"]
     assert desk.scheduler.workers.of("p").num_pages == 3
-    desk.succeed(req.room_key)
-    assert desk.transferred() == ["w2"]
+    desk.arrive(req)
     assert desk.scheduler.workers.of("p").num_pages == 0
 
 
@@ -480,8 +468,7 @@ def test_what_waits_goes_back_to_prefill_when_it_answers_again() -> None:
     assert desk.admit() == ["b"]
     assert desk.local() == []
     assert desk.asked() == [("b", 1)], "the first attempt was refused there"
-    desk.succeed(second.room_key)
-    assert desk.transferred() == ["b"]
+    desk.arrive(second)
 
 
 @pytest.mark.parametrize("prefill", ["", "p"])
@@ -510,8 +497,7 @@ def test_what_lacks_too_much_waits_and_fails_as_without() -> None:
     desk = _gone(down_below=7, waiting_timeout_s=5.0)
     req, near = desk.add("a"), desk.add("b", 7)
     desk.down()
-    assert desk.admit() == ["b"]
-    assert desk.local() == ["b"]
+    assert desk.admit() == desk.local() == ["b"]
     desk.now_s += 6.0
     desk.admit()
     assert isinstance(req.error, AdmissionTimeoutError)
@@ -538,8 +524,7 @@ def test_nothing_waits_for_one_that_lacks_too_much() -> None:
     desk = Alone(below=4, fails_over=True, down_below=8)
     first = desk.add("a", 20, prefill="")
     desk.add("ab", 22, prefill="")
-    short = desk.add("ac", 8, prefill="")
-    assert desk.admit() == ["ac"]
+    short = desk.admitted("ac", 8, prefill="")
     assert sorted(req.rid for req in desk.pop_failed()) == ["a", "ab"]
     assert isinstance(first.error, PeerLostError)
     assert desk.local() == ["ac"]
@@ -551,19 +536,16 @@ def test_nothing_waits_for_one_that_lacks_too_much() -> None:
 
 def test_a_transfer_that_failed_is_computed_here() -> None:
     desk = _gone()
-    req = desk.add("a")
-    desk.admit()
+    req = desk.admitted("a")
     desk.fail(req.room_key, drained=True)
-    assert desk.admit() == ["a"]
-    assert desk.local() == ["a"]
+    assert desk.admit() == desk.local() == ["a"]
     desk.computed(req, 8)
     assert desk.transferred() == ["a"]
 
 
 def test_without_the_policy_a_transfer_that_failed_fails() -> None:
     desk = Alone(below=7)
-    req = desk.add("a")
-    desk.admit()
+    req = desk.admitted("a")
     desk.fail(req.room_key, drained=True)
     assert req.state is DecodeState.FAILED
 
@@ -573,20 +555,17 @@ def test_without_the_policy_a_small_part_is_computed_while_prefill_does_not_answ
     near, far = desk.add("a", 8), desk.add("b", 9)
     assert desk.admit() == []
     desk.down()
-    assert desk.admit() == ["a"]
-    assert desk.local() == ["a"]
+    assert desk.admit() == desk.local() == ["a"]
     assert far.state is DecodeState.QUEUED
     desk.computed(near, 8)
 
 
 def test_a_prompt_that_did_not_reach_prefill_is_computed_here() -> None:
     desk = _gone()
-    req = desk.add("a")
-    desk.admit()
+    req = desk.admitted("a")
     gave_up = desk.scheduler.give_up_prefill
     assert desk._checked(gave_up("a", "no route"))
-    assert desk.admit() == ["a"]
-    assert desk.local() == ["a"]
+    assert desk.admit() == desk.local() == ["a"]
     assert not desk._checked(gave_up("a", "no route"))
     assert not desk._checked(gave_up("nobody", "no route"))
     desk.carry_out_aborts()
@@ -596,8 +575,7 @@ def test_a_prompt_that_did_not_reach_prefill_is_computed_here() -> None:
 
 def test_without_the_policy_a_prompt_that_did_not_reach_prefill_fails_at_once() -> None:
     desk = Alone(below=7)
-    req = desk.add("a")
-    desk.admit()
+    req = desk.admitted("a")
     assert desk._checked(desk.scheduler.give_up_prefill("a", "no route"))
     assert isinstance(req.error, TransferError)
     waits = desk.add("b")
@@ -607,8 +585,7 @@ def test_without_the_policy_a_prompt_that_did_not_reach_prefill_fails_at_once() 
 
 def test_a_request_may_name_no_prefill_worker_where_decode_carries_on() -> None:
     desk = Alone(fails_over=True, below=0, workers=Workers(gated=True))
-    req = desk.add("a", prefill="")
-    assert desk.admit() == ["a"]
+    req = desk.admitted("a", prefill="")
     assert desk.local() == ["a"]
     assert desk.commands() == []
     desk.computed(req, 8)
@@ -643,8 +620,7 @@ def test_what_an_engine_waits_for_before_a_chunk_is_not_the_chunk(at: str, stall
     for _ in range(20):
         desk.local()
         step()
-    req = desk.add("x", 40)
-    assert desk.admit() == ["x"]
+    req = desk.admitted("x", 40)
     done, steps, chunks = 0, 0, 0
     while done < req.fill_len:
         desk.now_s += stall_s * (at == "before each pass")
@@ -672,8 +648,7 @@ def test_what_is_sent_elsewhere_before_it_is_admitted_is_asked_for_there(
     hog = desk.add("h", 60, max_new=1, prefill="q", cacheable=False)
     desk.up("q")
     assert desk.admit() == ["h"]
-    desk.succeed(hog.room_key)
-    assert desk.transferred() == ["h"]
+    desk.arrive(hog)
     req = desk.add("a", 8, prefill=named)
     if named:
         desk.up(named)
@@ -693,8 +668,7 @@ def test_what_is_sent_elsewhere_before_it_is_admitted_is_asked_for_there(
     (prompt,) = desk.scheduler.pop_needs_prefill()
     assert (opened.address, prompt.prefill) == (moves[-1], moves[-1])
     assert opened.promise.generation == prompt.generation == req.generation
-    desk.succeed(req.room_key)
-    assert desk.transferred() == ["a"]
+    desk.arrive(req)
     desk.finish(req)
 
 
@@ -732,14 +706,12 @@ def test_what_named_no_prefill_worker_is_asked_for_where_it_goes_after_a_retract
     assert desk.admit() == ["a"]
     assert desk.asked() == [("a", 1)]
     assert [command.address for command in desk.commands()] == ["q"]
-    desk.succeed(req.room_key)
-    assert desk.transferred() == ["a"]
+    desk.arrive(req)
 
 
 def test_retries_go_before() -> None:
     desk = _gone(max_retries=1)
-    req = desk.add("a")
-    desk.admit()
+    req = desk.admitted("a")
     desk.asked()
     desk.fail(req.room_key, drained=True)
     desk.admit()

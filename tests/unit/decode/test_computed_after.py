@@ -57,6 +57,18 @@ class ComputingDesk(HostDesk):
         assert self.transferred() == [rid]
         return req
 
+    def copies(self, after: Any, **fields: Any) -> tuple[DecodeRequest, set[int]]:
+        """One that is computed, and its own pages: of those another has brought the tree some."""
+        a = self.run("a", prompt("b", 6), max_new=8)
+        b = self.begin("b", prompt("b", 20), **fields)
+        for token in prompt("b", 13)[6:]:
+            self.token(a, token=token)
+        self.finish(a)
+        assert self.prefix_of(b) == 12
+        own = set(b.pages[b.prefix_len // 4 :].tolist())
+        self.computed(b, 20, after)
+        return b, own
+
     def leave_due(self, rid: str = "a", num_tokens: int = 16) -> None:
         """A path is due to be written: a part of it is, and the pool has forgotten the rest."""
         self.finish(self.run(rid, prompt(rid, 8)))
@@ -84,9 +96,7 @@ def test_host_memory_copies_nothing_that_the_device_has_still_to_write() -> None
     assert write.device_pages.tolist() == again.pages[2:4].tolist()
     desk.end_copy()
     assert desk.host.cache.match_prefix(prompt("a", 16)).prefix_len == 16
-    desk.finish(again)
-    desk.end_all_copies()
-    desk.at_rest()
+    desk.at_rest_after(again)
 
 
 def test_each_chunk_has_its_own_event() -> None:
@@ -163,14 +173,7 @@ def test_copies_of_what_the_tree_has_are_not_free_before_the_device_is_done() ->
     """`a` runs into what `b` computes, and is finished first: `b`'s own pages of that would be
     free, and prefill could be told to write there."""
     desk, event = ComputingDesk(num_pages=32), Event()
-    a = desk.run("a", prompt("b", 6), max_new=8)
-    b = desk.begin("b", prompt("b", 20))
-    for token in prompt("b", 13)[6:]:
-        desk.token(a, token=token)
-    desk.finish(a)
-    assert desk.prefix_of(b) == 12
-    own = set(b.pages[b.prefix_len // 4 :].tolist())
-    desk.computed(b, b.fill_len, event)
+    b, own = desk.copies(event)
     taken: set[int] = set()
     for rid in "wxy":
         taken |= set(desk.begin(rid, 8).pages.tolist())
@@ -187,8 +190,7 @@ def test_an_abort_before_it_is_popped_waits_for_the_device(joined: bool) -> None
     desk, event, end = ComputingDesk(num_pages=32), Event(), Event()
     req = desk.begin("a", 18)
     if joined:
-        other = desk.add("a2", prompt("a", 20))
-        assert desk.admit() == ["a2"]
+        other = desk.admitted("a2", prompt("a", 20))
     desk.computed(req, 18, event)
     own = set(req.pages.tolist())
     assert desk.abort(req, after=end)
@@ -211,13 +213,7 @@ def test_an_abort_before_it_is_popped_waits_for_the_device(joined: bool) -> None
 def test_a_deadline_before_it_is_committed_ends_it(is_broken: bool) -> None:
     """`b` waits for the device, since it would free pages. Its pages wait on."""
     desk, event, end = ComputingDesk(num_pages=32), Event(), Event()
-    a = desk.run("a", prompt("b", 6), max_new=8)
-    b = desk.begin("b", prompt("b", 20), deadline_s=5.0)
-    for token in prompt("b", 13)[6:]:
-        desk.token(a, token=token)
-    desk.finish(a)
-    own = set(b.pages[b.prefix_len // 4 :].tolist())
-    desk.computed(b, 20, event)
+    b, own = desk.copies(event, deadline_s=5.0)
     assert desk.transferred() == []
     if is_broken:
         event.error = RuntimeError("the device is lost")
@@ -241,13 +237,7 @@ def test_a_deadline_before_it_is_committed_ends_it(is_broken: bool) -> None:
 def test_a_prompt_that_waits_for_an_event_that_raises_fails_by_that() -> None:
     """It has no deadline: nothing else would end its wait."""
     desk, event, end = ComputingDesk(num_pages=32), Event(), Event()
-    a = desk.run("a", prompt("b", 6), max_new=8)
-    b = desk.begin("b", prompt("b", 20))
-    for token in prompt("b", 13)[6:]:
-        desk.token(a, token=token)
-    desk.finish(a)
-    own = set(b.pages[b.prefix_len // 4 :].tolist())
-    desk.computed(b, 20, event)
+    b, own = desk.copies(event)
     assert desk.transferred() == []
     event.error = RuntimeError("the device is lost")
     assert desk.transferred() == []

@@ -71,8 +71,7 @@ def test_what_is_computed_here_goes_to_no_tree_and_to_none_that_joined(
 ) -> None:
     desk = Alone()
     req = desk.compute("a", 12)
-    joined = desk.add("a2", [*req.tokens.tolist(), 1, 2])
-    desk.admit()
+    joined = desk.admitted("a2", [*req.tokens.tolist(), 1, 2])
     assert joined.prefix_len == 12
     desk.computed(req, 12 if is_whole else 8)
     end(desk, req, how)
@@ -92,8 +91,7 @@ def test_what_is_computed_here_goes_to_no_tree_and_to_none_that_joined(
 @pytest.mark.parametrize("where", ["computed", "running"])
 def test_no_state_and_no_window_is_kept(how: str, window: int, where: str) -> None:
     desk = desk_of(below=40, window=window)
-    req = desk.add("a", 8, 12)
-    desk.admit()
+    req = desk.admitted("a", 8, 12)
     assert local(desk) == [req]
     if not window:
         assert desk.scheduler.save_state(req, 8) == SLOTS
@@ -130,8 +128,7 @@ def test_prefill_is_told_the_reason_and_what_it_sends_goes_on_for_others(how: st
         req = desk.add(f"a{others}")
         desk.admit()
         if others:
-            joined = desk.add("b", [*req.tokens.tolist(), 1, 2])
-            desk.admit()
+            joined = desk.admitted("b", [*req.tokens.tolist(), 1, 2])
             desk.succeed(joined.room_key)
         desk.commands()
         end(desk, req, how)

@@ -136,8 +136,7 @@ def test_what_is_taken_by_eviction_is_all_that_was_free_and_what_was_evicted() -
     desk.finish(idle)
     free = pages.allocator.pages_in(0).tolist()
     assert len(free) == 3
-    req = desk.add("a", 20, max_new=1)
-    desk.admit()
+    req = desk.admitted("a", 20, max_new=1)
     assert desk.states() == {"OWNED": 5, "CACHED": 3}
     assert req.pages.tolist() == sorted(req.pages.tolist()), (
         "neighbours side by side: they travel as one"

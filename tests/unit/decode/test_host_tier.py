@@ -87,6 +87,11 @@ class HostDesk(Desk):
         self.commands()
         return req
 
+    def at_rest_after(self, req: DecodeRequest) -> None:
+        self.finish(req)
+        self.end_all_copies()
+        self.at_rest()
+
     def at_rest(self) -> None:
         super().at_rest()
         self.pop_failed()
@@ -108,6 +113,15 @@ def next_turn(desk: HostDesk, rid: str = "b", num_tokens: int = 22) -> DecodeReq
     req = desk.add(rid, prompt("a", num_tokens))
     assert desk.admit() == [rid]
     return req
+
+
+def two_that_need_it(**settings: Any) -> tuple[HostDesk, DecodeRequest, DecodeRequest]:
+    """Both go on from the 16 tokens in host memory, each in its own way."""
+    desk = HostDesk(num_pages=32, **settings)
+    desk.leave_in_host_memory()
+    b, c = desk.add("b", prompt("a", 22)), desk.add("c", [*prompt("a", 16), 7, 7, 7])
+    assert desk.admit() == ["b", "c"]
+    return desk, b, c
 
 
 # --- written, and loaded --------------------------------------------------------------------------
@@ -147,11 +161,8 @@ def test_the_load_may_end_first() -> None:
     desk.end_copy()
     assert desk.transferred() == []
     assert desk.prefix_of(req) == 16, "others find it before prefill's part is there"
-    desk.succeed(req.room_key)
-    assert desk.transferred() == ["b"]
-    desk.finish(req)
-    desk.end_all_copies()
-    desk.at_rest()
+    desk.arrive(req)
+    desk.at_rest_after(req)
 
 
 def test_only_what_the_pool_lacks_is_loaded() -> None:
@@ -373,11 +384,7 @@ def test_host_pages_are_used_once_they_are_ready() -> None:
 
 
 def test_what_two_need_is_loaded_once() -> None:
-    desk = HostDesk(num_pages=32)
-    desk.leave_in_host_memory()
-    b = desk.add("b", prompt("a", 22))
-    c = desk.add("c", [*prompt("a", 16), 7, 7, 7])
-    assert desk.admit() == ["b", "c"]
+    desk, b, c = two_that_need_it()
     assert len(desk.orders()) == 1
     assert c.pages[:4].tolist() == b.pages[:4].tolist()
     assert (c.hit_tokens, c.host_tokens, c.shared_tokens) == (0, 0, 16)
@@ -401,8 +408,7 @@ def test_a_load_goes_on_behind_what_is_on_its_way() -> None:
     # Nothing of it is loaded: so it has to be sent.
     first.may_load = False
     assert desk.admit() == ["b"]
-    second = desk.add("c", prompt("a", 22))
-    assert desk.admit() == ["c"]
+    second = desk.admitted("c", prompt("a", 22))
     (load,) = desk.orders()
     assert len(load.device_pages) == 3
     assert (second.shared_tokens, second.host_tokens) == (4, 12)
@@ -448,28 +454,18 @@ def test_an_aborted_load_keeps_its_pages_until_the_copy_has_ended() -> None:
 
 
 def test_a_load_goes_on_for_the_one_that_joined_it() -> None:
-    desk = HostDesk(num_pages=32)
-    desk.leave_in_host_memory()
-    b = desk.add("b", prompt("a", 22))
-    c = desk.add("c", [*prompt("a", 16), 7, 7, 7])
-    desk.admit()
+    desk, b, c = two_that_need_it()
     desk.abort(b)
     desk.carry_out_aborts()
     desk.succeed(c.room_key)
     desk.end_copy()
     assert desk.transferred() == ["c"]
-    desk.finish(c)
-    desk.end_all_copies()
-    desk.at_rest()
+    desk.at_rest_after(c)
 
 
 @pytest.mark.parametrize("has_arrived", [False, True])
 def test_a_load_that_fails_leaves_nothing_in_the_tree(has_arrived: bool) -> None:
-    desk = HostDesk(num_pages=32)
-    desk.leave_in_host_memory()
-    b = desk.add("b", prompt("a", 22))
-    c = desk.add("c", [*prompt("a", 16), 7, 7, 7])
-    desk.admit()
+    desk, b, c = two_that_need_it()
     if has_arrived:
         desk.succeed(b.room_key)
     generations = b.generation, c.generation
@@ -519,11 +515,8 @@ def test_a_flush_between_order_and_end_of_a_load() -> None:
     assert desk.prefix_of(req) == 0
     assert desk.host.allocator.free_pages == 32
     desk.carry_out_aborts()
-    desk.succeed(req.room_key)
-    assert desk.transferred() == ["b"]
-    desk.finish(req)
-    desk.end_all_copies()
-    desk.at_rest()
+    desk.arrive(req)
+    desk.at_rest_after(req)
 
 
 def test_new_weights_end_what_is_loaded() -> None:
@@ -552,12 +545,9 @@ def test_a_retracted_request_comes_back_from_host_memory() -> None:
     (promise,) = desk.promises().values()
     assert (promise.prefix_len, promise.fill_len) == (16, 17)
     desk.end_copy()
-    desk.succeed(req.room_key)
-    assert desk.transferred() == ["a"]
+    desk.arrive(req)
     desk.finish(req)
-    desk.finish(first)
-    desk.end_all_copies()
-    desk.at_rest()
+    desk.at_rest_after(first)
 
 
 def test_all_of_a_retracted_request_may_be_in_host_memory() -> None:
@@ -609,8 +599,7 @@ def test_each_request_is_one_use_of_what_host_memory_has() -> None:
     desk.leave_in_host_memory("a", 8)
     assert visits(desk.host.cache, 2) == [1, 1]
     assert sum(heard) == 1
-    req = desk.add("b", prompt("a", 16))
-    desk.admit()
+    req = desk.admitted("b", prompt("a", 16))
     desk.succeed(req.room_key)
     desk.end_copy()
     desk.transferred()
@@ -622,10 +611,7 @@ def test_each_request_is_one_use_of_what_host_memory_has() -> None:
 
 def test_a_load_is_one_use_of_the_pool() -> None:
     """By the request that it was begun for; one that joins it is another."""
-    desk = HostDesk(num_pages=32, policy="lfu")
-    desk.leave_in_host_memory("a", 16)
-    b, c = desk.add("b", prompt("a", 22)), desk.add("c", [*prompt("a", 16), 7, 7, 7])
-    assert desk.admit() == ["b", "c"]
+    desk, b, c = two_that_need_it(policy="lfu")
     desk.succeed(b.room_key)
     desk.succeed(c.room_key)
     desk.end_copy()
@@ -646,8 +632,7 @@ def test_what_the_pool_has_and_what_is_loaded_behind_it_is_used_once() -> None:
     req = next_turn(desk)
     assert req.host_tokens == 12
     desk.end_copy()
-    desk.succeed(req.room_key)
-    assert desk.transferred() == ["b"]
+    desk.arrive(req)
     assert visits(desk.pages.cache, 4) == [before[0] + 1, 1, 1, 1]
 
 
@@ -658,8 +643,7 @@ def test_nothing_is_retracted_for_pages_that_an_aborted_load_gives_back() -> Non
     desk = HostDesk(num_pages=12)
     desk.leave_in_host_memory("a", 16)
     first, second = desk.start("x", 4, 16), desk.start("y", 4, 16)
-    loading = desk.add("b", prompt("a", 17), 1)
-    assert desk.admit() == ["b"]
+    loading = desk.admitted("b", prompt("a", 17), 1)
     desk.abort(loading)
     desk.carry_out_aborts()
     assert len(desk.orders()) == 1
@@ -691,8 +675,7 @@ def test_host_memory_gives_nothing_up_that_a_load_reads() -> None:
     assert len(written) == 2
     assert not set(written) & set(load.host_pages.tolist())
     desk.end_all_copies()
-    desk.succeed(req.room_key)
-    assert desk.transferred() == ["b"]
+    desk.arrive(req)
 
 
 def test_nothing_is_promised_before_its_bytes_are_there() -> None:
@@ -707,8 +690,7 @@ def test_nothing_is_promised_before_its_bytes_are_there() -> None:
     assert promise.prefix_len == req.prefix_len == 0
     assert desk.orders() == []
     desk.end_copy(write)
-    desk.succeed(req.room_key)
-    assert desk.transferred() == ["b"]
+    desk.arrive(req)
     # Nor is what was evicted from the pool while it waited for its turn.
     desk = HostDesk(num_pages=16, host_pages=4, are_ready=False)
     desk.finish(desk.start("a", 16))
@@ -751,11 +733,8 @@ def test_an_eviction_for_a_load_does_not_wait_for_the_write_of_what_it_evicts() 
     req = next_turn(desk, num_tokens=20)
     assert req.host_tokens == 16
     desk.end_all_copies()
-    desk.succeed(req.room_key)
-    assert desk.transferred() == ["b"]
-    desk.finish(req)
-    desk.end_all_copies()
-    desk.at_rest()
+    desk.arrive(req)
+    desk.at_rest_after(req)
 
 
 def test_a_load_that_has_ended_is_heard_of_whatever_is_before_it() -> None:
@@ -843,8 +822,7 @@ def test_what_comes_sooner_from_prefill_is_not_loaded(load_s: float, is_loaded: 
 def test_what_is_computed_waits_for_what_it_continues() -> None:
     sources = Sources(ComputeConfig(below=16))
     desk = HostDesk(sources=sources)
-    a = desk.add("a", 16)
-    desk.admit()
+    a = desk.admitted("a", 16)
     assert desk.scheduler.pop_local() == [a]
     desk.scheduler.computed(a, 16)
     desk.transferred()
@@ -852,8 +830,7 @@ def test_what_is_computed_waits_for_what_it_continues() -> None:
     desk.end_all_copies()
     desk.evict(16)
     desk.commands()
-    req = desk.add("b", prompt("a", 16))
-    assert desk.admit() == ["b"]
+    req = desk.admitted("b", prompt("a", 16))
     assert req.prefix_len == 12, "its last page is computed, to sample its first token"
     assert desk.scheduler.pop_local() == []
     desk.end_copy()
@@ -867,8 +844,7 @@ def test_host_memory_counts_where_decode_is_alone() -> None:
     """What it lacks is small enough to compute, with what host memory has."""
     desk = HostDesk(sources=Sources(ComputeConfig(below=0, down_below=8), fails_over=True))
     desk.leave_in_host_memory()
-    req = desk.add("b", prompt("a", 22), prefill="")
-    assert desk.admit() == ["b"]
+    req = desk.admitted("b", prompt("a", 22), prefill="")
     assert req.state.value == "preallocated"
     desk.end_copy()
     assert desk.transferred() == []
@@ -884,8 +860,7 @@ def test_host_memory_counts_where_the_prefill_worker_goes_while_it_waits(has_it:
     warm = desk.add("a", prompt("a" if has_it else "x", 16))
     desk.scheduler.prefill_ready("p", 0, desk.now_s)
     assert desk.admit() == ["a"]
-    desk.succeed(warm.room_key)
-    assert desk.transferred() == ["a"]
+    desk.arrive(warm)
     desk.finish(warm)
     desk.end_all_copies()
     desk.evict(16)
@@ -941,8 +916,7 @@ def test_a_retracted_request_is_loaded_and_its_window_and_state_are_sent() -> No
     assert (len(window), slot.tolist()) == (2, [req.state_slot])
     desk.end_all_copies()
     assert desk.transferred() == [], "without its window and state it does not run"
-    desk.succeed(req.room_key)
-    assert desk.transferred() == ["a"]
+    desk.arrive(req)
     for one in (old, req):
         desk.finish(one)
     desk.end_all_copies()
@@ -965,8 +939,7 @@ def test_what_is_computed_from_a_checkpoint_loads_nothing() -> None:
         desk.end_all_copies()
         desk.evict(2)
         desk.commands()
-        req = desk.add("b", prompt("a", 22))
-        assert desk.admit() == ["b"]
+        req = desk.admitted("b", prompt("a", 22))
         # 8 tokens are in the pool, with a state; 8 more in host memory.
         assert req.prefix_len == (8 if is_here else 16)
         assert [order.is_load for order in desk.orders()] == ([] if is_here else [True])

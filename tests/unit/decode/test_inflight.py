@@ -98,35 +98,6 @@ def test_the_deepest_flight_is_found_along_ends_and_branches() -> None:
         assert air.find(tokens) == found, tokens
 
 
-def test_the_whole_prefix_has_to_be_equal_not_the_page_where_it_begins_alone() -> None:
-    air = Air()
-    a = air.start("aaxxyy", cached_pages=1)
-    b = air.start("bbxxyy", cached_pages=1)
-    assert b.joined is None
-    assert air.find("aaxxzz", 1) == (a, 2)
-    assert air.find("bbxxyyzz", 1) == (b, 3)
-    assert air.find("ccxxyy", 1) == (None, 1)
-    assert air.find("aaxxyy", 2) == (None, 2), "nobody begins there"
-
-
-def test_a_partial_last_page_cannot_be_joined() -> None:
-    air = Air()
-    a = air.start("aab")
-    assert a.end_pages == 1
-    assert air.find("aabb") == (a, 1)
-    assert air.start("a").start_key is None
-    assert air.start("aabb").start_pages == 1
-
-
-def test_namespaces_and_what_is_not_cacheable_share_nothing() -> None:
-    air = Air()
-    air.start("aabb", shareable=False)
-    assert air.find("aabb") == (None, 0)
-    a = air.start("aabb", namespace="lora")
-    assert air.find("aabb") == (None, 0)
-    assert air.find("aabb", namespace="lora") == (a, 2)
-
-
 # --- who goes with whom ---------------------------------------------------------------------------
 
 

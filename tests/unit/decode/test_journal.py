@@ -131,8 +131,7 @@ def test_a_retraction_and_what_it_asks_for_again_are_counted_but_times_stay_the_
 
 def test_a_retry_says_what_went_wrong_first_and_both_transfers_are_counted() -> None:
     desk = Watched(max_retries=1)
-    req = desk.add("a", 8)
-    desk.admit()
+    req = desk.admitted("a", 8)
     desk.at(1.0).fail(req.room_key, drained=True)
     assert desk.at(2.0).admit() == ["a"]
     desk.at(3.0).succeed(req.room_key)
@@ -149,8 +148,7 @@ def test_a_retry_says_what_went_wrong_first_and_both_transfers_are_counted() -> 
 
 def test_what_fails_or_is_aborted_is_written_down_at_once_wherever_it_is() -> None:
     desk = Watched(num_pages=4)
-    moving = desk.add("m", 8)
-    desk.admit()
+    moving = desk.admitted("m", 8)
     waiting = desk.add("w", 12)
     desk.at(2.0).abort(waiting)
     assert desk.times("w") == [None, None, None, None, 2.0]
@@ -159,8 +157,7 @@ def test_what_fails_or_is_aborted_is_written_down_at_once_wherever_it_is() -> No
     assert desk.times("m") == [0.0, None, None, None, 3.0]
     assert any(isinstance(command, AbortRoom) for command in desk.commands())
     desk.fail(moving.room_key, drained=True)
-    failing = desk.add("f", 8)
-    desk.admit()
+    failing = desk.admitted("f", 8)
     desk.at(4.0).fail(failing.room_key, drained=True)
     assert desk.ended["f"]["outcome"] == "failed"
     assert desk.ended["f"]["error"] == "TransferError: broken"

@@ -55,8 +55,7 @@ def test_whatever_makes_room_lets_the_head_be_looked_at_again(
     desk = Desk(9)
     idle = desk.start("i", 4, max_new=1)
     desk.finish(idle)
-    lost = desk.add("l", 4, max_new=1)
-    desk.admit()
+    lost = desk.admitted("l", 4, max_new=1)
     desk.fail(lost.room_key)
     running = desk.start("a", 12, max_new=1)
     desk.add("big", 28, max_new=1)
@@ -113,8 +112,7 @@ def test_what_is_promised_skips_the_prefix_and_names_the_new_pages() -> None:
     desk = Desk()
     desk.finish(desk.start("a", list(range(8))))
     desk.commands()
-    req = desk.add("b", [*range(8), 50, 51, 52], max_new=9, room=70)
-    desk.admit()
+    req = desk.admitted("b", [*range(8), 50, 51, 52], max_new=9, room=70)
     assert desk.commands() == [
         OpenRoom(
             Promise(70, 0, 11, 8, req.pages[2:3].astype("<i4").tobytes(), ticket=2), "p",
@@ -129,8 +127,7 @@ def test_a_prompt_that_is_cached_whole_promises_no_page_and_still_opens_its_room
     desk = Desk()
     desk.finish(desk.start("a", list(range(8))))
     desk.commands()
-    req = desk.add("b", list(range(8)))
-    desk.admit()
+    req = desk.admitted("b", list(range(8)))
     [command] = desk.commands()
     assert (command.promise.prefix_len, command.promise.pages) == (8, b"")
     desk.succeed(req.room_key, b"first")

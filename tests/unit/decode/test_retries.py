@@ -75,8 +75,7 @@ def test_the_engines_hook_names_the_next_prefill_worker() -> None:
     assert opened(desk) == [("p", 0), ("p", 1), ("q", 2), ("q", 3)]
     assert asks(desk) == [("a", "p", 1), ("a", "q", 2), ("a", "q", 3)]
     assert seen == [("a", "p", BROKEN), ("a", "p", BROKEN), ("a", "q", BROKEN)]
-    desk.succeed(req.room_key)
-    assert desk.transferred() == ["a"]
+    desk.arrive(req)
     ended(desk, req)
 
 
@@ -88,8 +87,7 @@ def test_a_hook_that_raises_or_names_no_address_changes_nothing_and_is_told(said
         return said
 
     desk = Desk(max_retries=1, retarget=hook)
-    req = desk.add("a")
-    desk.admit()
+    req = desk.admitted("a")
     desk.fail(req.room_key, drained=True)
     assert desk.pages.errors.num == 1
     with pytest.raises((ZeroDivisionError, RequestError)):
@@ -100,8 +98,7 @@ def test_a_hook_that_raises_or_names_no_address_changes_nothing_and_is_told(said
 
 def test_a_request_that_waits_to_be_asked_for_again_is_sent_elsewhere() -> None:
     desk = Desk(max_retries=1)
-    req = desk.add("a")
-    desk.admit()
+    req = desk.admitted("a")
     desk.fail(req.room_key)
     desk.scheduler.retarget("a", "q")
     desk.admit()
@@ -128,8 +125,7 @@ def test_a_request_that_was_never_admitted_is_refused_where_it_was_and_asked_for
     assert desk.admit() == ["a"]
     assert opened(desk) == [("q", 1)]
     assert asks(desk) == [("a", "q", 1)]
-    desk.succeed(req.room_key)
-    assert desk.transferred() == ["a"]
+    desk.arrive(req)
     desk.finish(req)
     assert req.room in desk.scheduler.rooms, "until the first worker has answered"
     desk.drain(refused.key)
@@ -162,8 +158,7 @@ def test_a_running_request_is_asked_for_elsewhere_when_it_comes_back() -> None:
 
 def test_what_is_on_its_way_or_not_here_is_not_sent_elsewhere() -> None:
     desk = Desk()
-    req = desk.add("a")
-    desk.admit()
+    req = desk.admitted("a")
     before = desk.snapshot()
     for rid, prefill in (("a", "q"), ("b", "q")):
         with pytest.raises(RequestError, match=r"on its way from 'p'|not here"):
@@ -179,10 +174,8 @@ def test_what_is_on_its_way_or_not_here_is_not_sent_elsewhere() -> None:
 
 def test_those_that_joined_a_flight_that_fails_ask_again_where_they_went() -> None:
     desk = Desk(32, max_retries=1, retarget=lambda req, error: "q")
-    first = desk.add("a", 8)
-    desk.admit()
-    second = desk.add("a2", 8)
-    assert desk.admit() == ["a2"]
+    first = desk.admitted("a", 8)
+    second = desk.admitted("a2", 8)
     desk.commands()
     desk.fail(first.room_key, drained=True)
     assert sorted(desk.admit()) == ["a", "a2"]
@@ -192,8 +185,7 @@ def test_those_that_joined_a_flight_that_fails_ask_again_where_they_went() -> No
 
 def test_a_share_of_the_pool_is_of_the_worker_that_is_asked() -> None:
     desk = Desk(max_retries=1, retarget=lambda req, error: "q")
-    req = desk.add("a", 8)
-    desk.admit()
+    req = desk.admitted("a", 8)
     assert (desk.scheduler.workers.of("p").num_pages, desk.scheduler.workers.of("q").num_pages) == (
         2,
         0,

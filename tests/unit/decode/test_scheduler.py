@@ -77,8 +77,7 @@ def test_a_request_as_large_as_the_pool_runs_alone() -> None:
 def test_a_room_is_in_use_until_it_is_drained_also_without_pages() -> None:
     desk = Desk()
     desk.finish(desk.start("a", list(range(8))))
-    req = desk.add("b", list(range(8)), room=70)
-    desk.admit()
+    req = desk.admitted("b", list(range(8)), room=70)
     desk.abort(req)
     with pytest.raises(RequestError, match="room 70"):
         desk.add("c", room=70)
@@ -102,9 +101,7 @@ def _queued(desk: Desk) -> DecodeRequest:
 
 
 def _preallocated(desk: Desk) -> DecodeRequest:
-    req = desk.add("a")
-    desk.admit()
-    return req
+    return desk.admitted("a")
 
 
 def _arrived(desk: Desk) -> DecodeRequest:
@@ -316,8 +313,7 @@ def test_news_of_unknown_rooms_changes_nothing() -> None:
 
 def test_a_request_from_arrival_to_the_cache() -> None:
     desk = Desk()
-    req = desk.add("a", 7, max_new=3)
-    desk.admit()
+    req = desk.admitted("a", 7, max_new=3)
     assert req.kv_len == req.fill_len == 7
     desk.succeed(req.room_key, b"first")
     assert (desk.transferred(), req.aux, req.state) == (["a"], b"first", DecodeState.TRANSFERRED)
@@ -387,8 +383,7 @@ def test_too_few_pages_name_whom_to_retract_and_never_the_oldest() -> None:
     large = desk.start("c", 4, max_new=9, outputs=1)
     for _ in range(4):
         desk.token(large)
-    moving = desk.add("m", 4, max_new=1)
-    desk.admit()
+    moving = desk.admitted("m", 4, max_new=1)
     assert desk.states() == {"OWNED": 5, "CACHED": 3}
     for req in (oldest, small):
         for _ in range(3):
@@ -615,8 +610,7 @@ def test_warm_ups_never_enter_the_tree_and_with_the_cache_off_nothing_does(
     desk = Desk(caching=bool(fields))
     old = desk.start("old", 4, **fields)
     req = desk.start("a", 8, outputs=1, **fields)
-    again = desk.add("a2", 8, **fields)
-    desk.admit()
+    again = desk.admitted("a2", 8, **fields)
     assert again.prefix_len == 0
     desk.retract(req)
     assert desk.admit() == ["a"]

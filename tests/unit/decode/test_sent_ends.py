@@ -59,8 +59,7 @@ def computed(desk: Desk, req: DecodeRequest, end: int) -> None:
 @pytest.mark.parametrize("window", [0, 6])
 def test_what_was_sent_leaves_a_checkpoint_before_the_end_is_computed(window: int) -> None:
     desk = desk_of(window=window)
-    req = desk.add("a", 26)
-    desk.admit()
+    req = desk.admitted("a", 26)
     command = opened(desk)
     (ask,) = desk.scheduler.pop_needs_prefill()
     assert (command.promise.fill_len, len(command.promise.page_ids())) == (24, 6)
@@ -84,8 +83,7 @@ def test_what_was_sent_leaves_a_checkpoint_before_the_end_is_computed(window: in
     # The next turn leaves the answer out, as that of a model which thinks.
     desk.token(req)
     desk.finish(req, keep_tokens=26)
-    more = desk.add("a2", [*req.tokens[:25].tolist(), 7, 8])
-    desk.admit()
+    more = desk.admitted("a2", [*req.tokens[:25].tolist(), 7, 8])
     assert local(desk) == [more]
     assert more.prefix_len == 24
     assert more.checkpoint is not None
@@ -99,11 +97,9 @@ def test_what_was_sent_leaves_a_checkpoint_before_the_end_is_computed(window: in
 def test_a_prompt_of_whole_pages_is_sent_whole_and_its_end_is_kept(window: int) -> None:
     """Also where the answer goes on past the next page boundaries, and is left out then."""
     desk = desk_of(window=window)
-    req = desk.add("a", 24, 20)
-    desk.admit()
+    req = desk.admitted("a", 24, 20)
     assert opened(desk).promise.fill_len == 24
-    desk.succeed(req.room_key)
-    assert desk.transferred() == ["a"]
+    desk.arrive(req)
     for _ in range(10):
         desk.token(req)
         desk.scheduler.save_states([req])
@@ -126,8 +122,7 @@ def test_a_running_request_keeps_its_newest_state_under_its_own_depth() -> None:
     desk.finish(req)
     assert depths(desk) == [24, 32]
     for num_tokens, goes_on_at in ((25, 24), (24, 0), (33, 32)):
-        again = desk.add("a2", tokens[:num_tokens])
-        desk.admit()
+        again = desk.admitted("a2", tokens[:num_tokens])
         assert local(desk) == ([again] if goes_on_at else [])
         assert not goes_on_at or again.prefix_len == goes_on_at
         desk.abort(again)
@@ -151,17 +146,14 @@ def test_a_prompt_is_sent_to_its_end_where_that_gives_nothing(
     """Prefill has it already; the end is more than is computed here; it is not to be cached; or
     prefill is to compute it."""
     desk = desk_of(**make)
-    req = desk.add("a", 26, **fields)
-    desk.admit()
+    req = desk.admitted("a", 26, **fields)
     assert opened(desk).promise.fill_len == 26
-    desk.succeed(req.room_key)
-    assert desk.transferred() == ["a"]
+    desk.arrive(req)
 
 
 def test_what_was_told_to_prefill_is_cut_where_it_is_asked_again() -> None:
     desk = desk_of(ask="both", max_retries=1)
-    req = desk.add("a", 26)
-    desk.admit()
+    req = desk.admitted("a", 26)
     desk.commands()
     desk.fail(req.room_key, drained=True)
     desk.admit()
@@ -172,8 +164,7 @@ def test_what_was_told_to_prefill_is_cut_where_it_is_asked_again() -> None:
 
 def test_a_flush_while_it_is_sent_leaves_nothing() -> None:
     desk = desk_of()
-    req = desk.add("a", 26)
-    desk.admit()
+    req = desk.admitted("a", 26)
     desk.scheduler.flush()
     desk.succeed(req.room_key)
     assert local(desk) == [req]
@@ -200,18 +191,15 @@ def test_its_request_may_end_while_others_wait_for_what_is_sent(tokens: int) -> 
     """It goes on for them as far as it is sent; where that is less than its whole pages, whose rest
     nothing computes now, they ask again."""
     desk = desk_of(below=16, tokens=tokens)
-    first = desk.add("a", 26)
-    desk.admit()
+    first = desk.admitted("a", 26)
     desk.commands()
-    second = desk.add("a2", [*first.tokens[:24].tolist(), *range(40)])
-    desk.admit()
+    second = desk.admitted("a2", [*first.tokens[:24].tolist(), *range(40)])
     assert second.prefix_len == (24 if tokens == 1 else 16)
     desk.abort(first)
     if tokens == 1:
         desk.succeed(first.room_key)
         assert local(desk) == []
-        desk.succeed(second.room_key)
-        assert desk.transferred() == ["a2"]
+        desk.arrive(second)
     else:
         assert second.state is DecodeState.RETRACTED
         desk.carry_out_aborts()
@@ -226,11 +214,9 @@ def test_one_that_ends_when_it_is_whole_gives_its_slots_back_and_its_flight_ends
     window: int,
 ) -> None:
     desk = desk_of(below=12, window=window)
-    first = desk.add("a", 10)
-    desk.admit()
+    first = desk.admitted("a", 10)
     assert local(desk) == [first]
-    second = desk.add("a2", [*first.tokens[:8].tolist(), *range(20)])
-    desk.admit()
+    second = desk.admitted("a2", [*first.tokens[:8].tolist(), *range(20)])
     assert second.prefix_len == 8
     if not window:
         assert desk.scheduler.save_state(first, 8) == SLOTS

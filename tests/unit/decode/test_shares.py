@@ -28,8 +28,7 @@ def test_a_worker_that_never_drains_holds_its_share_and_the_others_are_served(
     assert d.admit() == ["y"]
     d.drain(held[0].room_key)
     assert d.admit() == ["w"], "pages have come back"
-    d.succeed(y.room_key)
-    assert d.transferred() == ["y"]
+    d.arrive(y)
 
 
 def test_what_came_back_by_success_counts_no_more() -> None:

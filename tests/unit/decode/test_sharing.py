@@ -112,8 +112,7 @@ def test_a_request_that_lacks_only_the_aux_still_has_a_room() -> None:
         8,
         b"",
     )
-    desk.succeed(a.room_key)
-    assert desk.transferred() == ["a"]
+    desk.arrive(a)
     desk.succeed(b.room_key, b"aux")
     assert (desk.transferred(), b.aux) == (["b"], b"aux")
     end_well(desk, [a, b])
@@ -121,11 +120,9 @@ def test_a_request_that_lacks_only_the_aux_still_has_a_room() -> None:
 
 def test_one_that_comes_while_the_pages_are_there_but_not_committed_joins_too() -> None:
     desk = in_order()
-    a = desk.add("a", tokens(1))
-    desk.admit()
+    a = desk.admitted("a", tokens(1))
     desk.succeed(a.room_key)
-    b = desk.add("b", tokens(1, 2))
-    desk.admit()
+    b = desk.admitted("b", tokens(1, 2))
     assert b.prefix_len == 12
     flights = desk.scheduler.flights
     flight = flights.of(b)
@@ -253,6 +250,7 @@ def test_an_aborted_owner_ends_at_once_and_its_room_goes_on_for_the_others(
         with pytest.raises(RequestError, match=f"room {key.room} is in use"):
             desk.add("x", room=key.room)
         desk.succeed(key)
+        desk.drain(key)  # says nothing new
     again = desk.add("a", tokens(9), room=key.room)
     ran = desk.transferred()
     assert ran == (["b"] if theirs == "arrived" else []), "what nobody owns is for the tree"
@@ -300,20 +298,6 @@ def test_an_arrived_flight_that_is_no_longer_needed_is_dropped() -> None:
     desk.at_rest()
 
 
-def test_an_abort_that_crosses_a_success_drops_nothing_that_others_need() -> None:
-    """The owner's end and its room's success come in either order with the same result; see above
-    for the other."""
-    desk = in_order()
-    a, b = burst(desk, tokens(1), tokens(2))
-    desk.commands()
-    desk.succeed(b.room_key)
-    desk.abort(a)
-    desk.succeed(a.room_key)
-    desk.drain(a.room_key)  # says nothing new
-    assert desk.transferred() == ["b"]
-    end_well(desk, [b])
-
-
 # --- the flight fails -----------------------------------------------------------------------------
 
 
@@ -324,8 +308,7 @@ def test_those_that_wait_for_what_fails_ask_again_in_their_order_and_share_again
 ) -> None:
     desk = in_order(32)
     a, b, c = trio(desk)
-    d = desk.add("d", tokens(5))
-    desk.admit()
+    d = desk.admitted("d", tokens(5))
     desk.commands()
     for req in (b, c, d):
         ROOMS[theirs](desk, req)
@@ -433,8 +416,7 @@ def test_one_that_comes_back_waits_for_a_flight_that_brings_all_it_has_lost_with
     for token in (4, 5, 6, 7, 8):
         desk.token(req, token=token)
     assert req.kv_len == 8
-    other = desk.add("o", [*SYSTEM, 1])
-    desk.admit()
+    other = desk.admitted("o", [*SYSTEM, 1])
     assert other.prefix_len == 4
     desk.retract(req)
     evicted = desk.pages.cache.evict(1)
@@ -452,8 +434,7 @@ def test_one_that_comes_back_waits_for_a_flight_that_brings_all_it_has_lost_with
     assert desk.admit() == ["r"]
     [ask] = desk.scheduler.pop_needs_prefill()
     assert (ask.tokens.tolist(), ask.known_token) == (SYSTEM, 8)
-    desk.succeed(req.room_key)
-    assert desk.transferred() == ["r"]
+    desk.arrive(req)
     assert req.output == [4, 5, 6, 7, 8]
     for rid in ("old", "r"):
         desk.finish(desk.scheduler.requests[rid])
@@ -489,8 +470,7 @@ def test_a_flush_sends_those_that_wait_to_ask_for_kv_of_the_new_weights(
     for key in was:
         desk.drain(key)
     if owned:
-        desk.succeed(a.room_key)
-        assert desk.transferred() == ["a"]
+        desk.arrive(a)
         assert desk.pages.cache.num_pages == 0
         desk.finish(a)
     end_well(desk, [b, c, late])

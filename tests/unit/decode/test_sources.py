@@ -13,7 +13,6 @@ import pytest
 
 from prefixkv.config import ComputeConfig
 from prefixkv.decode.sources import Lack, Source, Sources
-from prefixkv.protocol.ids import RoomKey
 
 HERE, PREFILL = Source.HERE, Source.PREFILL
 
@@ -28,9 +27,9 @@ class Scale:
         if rate := measured.get("rate"):
             self.compute(rate)
         if sent := measured.get("sent"):
-            for number in range(4):
+            for _ in range(4):
                 self.now_s += 30.0  # none waits for the one before
-                self.transfer(number, 1000, measured.get("wait_s", 0.0) + 1000 / sent)
+                self.transfer(1000, measured.get("wait_s", 0.0) + 1000 / sent)
         for _ in range(3):
             self.choose(1)  # it is computed here, whatever was measured
 
@@ -38,10 +37,9 @@ class Scale:
         for _ in range(8):
             self.sources.chunk(1000, 1000 / rate, running=0)
 
-    def transfer(self, number: int, tokens: int, seconds: float, address: str = "p") -> None:
-        key = RoomKey(number, 0)
-        self.sources.promised(address, key, self.now_s - seconds, tokens)
-        self.sources.arrived(address, key, self.now_s)
+    def transfer(self, tokens: int, seconds: float, address: str = "p") -> None:
+        room = self.sources.promised(address, self.now_s - seconds, tokens)
+        self.sources.arrived(room, self.now_s)
 
     def choose(
         self, missing: int, due: int = 0, running: int = 0, address: str = "p", again: int = 0,
@@ -68,11 +66,10 @@ def test_what_is_not_known_is_measured_by_one_request_at_a_time() -> None:
     assert scale.choose(100, due=1) is PREFILL
     scale.compute(100.0)
     assert scale.choose(100) is PREFILL
-    key = RoomKey(1, 0)
-    scale.sources.promised("p", key, scale.now_s, 100)
+    room = scale.sources.promised("p", scale.now_s, 100)
     assert scale.choose(100) is HERE
     assert scale.choose(100, due=2000) is PREFILL
-    scale.sources.arrived("p", key, scale.now_s)
+    scale.sources.arrived(room, scale.now_s)
     assert scale.choose(100) is PREFILL
 
 
@@ -118,7 +115,7 @@ def test_a_long_prompt_for_which_others_would_wait_is_prefills() -> None:
     assert scale.choose(5000) is HERE
     for _ in range(200):
         scale.choose(500, after_s=0.05)
-        scale.transfer(1, 500, 0.2)
+        scale.transfer(500, 0.2)
     assert scale.choose(5000, after_s=0.05) is PREFILL
     assert scale.choose(500, after_s=0.05) is HERE
 
@@ -166,8 +163,8 @@ def test_where_the_least_chunk_breaks_itl_share_only_some_steps_have_one() -> No
     # So a prompt takes four steps per chunk, which the rule knows: .24 s for 80 tokens.
     for sent_s, chosen in ((0.2, PREFILL), (0.4, HERE)):
         for number in range(8):
-            sources.promised("p", RoomKey(number, 0), 100.0 * number, 80)
-            sources.arrived("p", RoomKey(number, 0), 100.0 * number + sent_s)
+            room = sources.promised("p", 100.0 * number, 80)
+            sources.arrived(room, 100.0 * number + sent_s)
         assert sources.choose(80, 0, 2, "p", 1e6) is chosen
     # None waits where nothing runs.
     assert sources.chunk_tokens(0) == 256
@@ -265,24 +262,25 @@ def test_chunks_beside_a_batch_grow_no_faster_than_twice_as_long() -> None:
 def test_a_prefill_worker_answers_one_promise_after_the_other() -> None:
     """.2 s for 1,000 tokens each: the third is there after .6 s. Here they take .5 s."""
     scale = Scale(rate=2e3, sent=5e3)
+    rooms = []
     for number in range(3):
         assert scale.choose(1000, after_s=0.0) is (HERE if number == 2 else PREFILL)
-        scale.sources.promised("p", RoomKey(70 + number, 0), scale.now_s, 1000)
+        rooms.append(scale.sources.promised("p", scale.now_s, 1000))
     assert scale.choose(1000, address="other", after_s=0.0) is PREFILL
     # When one has arrived, the next one begins: it is no slower for having waited.
     for number in range(3):
         scale.now_s += 0.2
-        scale.sources.arrived("p", RoomKey(70 + number, 0), scale.now_s)
+        scale.sources.arrived(rooms[number], scale.now_s)
         assert scale.choose(1000, after_s=0.0) is (HERE if number == 0 else PREFILL)
 
 
 def test_a_prefill_worker_that_does_not_answer_counts_as_slow_as_it_is_by_now() -> None:
     scale = Scale(rate=1e4, sent=1e6)  # prefill takes no time
     assert scale.choose(1000) is PREFILL
-    scale.sources.promised("p", RoomKey(77, 0), scale.now_s, 1000)
+    room = scale.sources.promised("p", scale.now_s, 1000)
     assert scale.choose(1000, after_s=0.01) is PREFILL
     assert scale.choose(1000, after_s=1.0) is HERE
-    scale.sources.gave_up("p", RoomKey(77, 0))
+    scale.sources.gave_up(room)
     assert scale.choose(1000) is PREFILL
 
 
@@ -301,7 +299,7 @@ def test_one_slow_measure_changes_no_choice(side: str, at: int) -> None:
     for number in range(8):
         late_s = 120.0 if number == at else 0.0
         scale.sources.chunk(256, 256 / faster + late_s * (side == "here"), 0)
-        scale.transfer(number, 256, 256 / slower + late_s * (side == "prefill"))
+        scale.transfer(256, 256 / slower + late_s * (side == "prefill"))
         scale.now_s += 600.0
         if number >= 2:
             assert scale.choose(1000) is (HERE if side == "here" else PREFILL)
@@ -314,24 +312,24 @@ def test_the_slower_way_is_tried_again_at_two_hundredths_of_what_requests_take()
     """It takes ten times as long: so one request in 450 has it, which takes 9 times longer."""
     for rate, sent, slower in ((1e4, 1e3, PREFILL), (1e3, 1e4, HERE)):
         scale, tries = Scale(rate=rate, sent=sent), 0
-        for number in range(4000):
+        for _ in range(4000):
             source = scale.choose(1000)
             tries += source is slower
             if source is HERE:
                 scale.sources.chunk(1000, 1000 / rate, running=0)
             else:
-                scale.transfer(number, 1000, 1000 / sent)
+                scale.transfer(1000, 1000 / sent)
         assert tries == pytest.approx(4000 / 450, abs=1)
 
 
 def test_a_way_that_has_become_faster_is_found() -> None:
     scale, taken = Scale(rate=1e3, sent=1e4), []
-    for number in range(2000):
+    for _ in range(2000):
         taken.append(scale.choose(1000))
         if taken[-1] is HERE:
             scale.sources.chunk(1000, 0.01, running=0)
         else:
-            scale.transfer(number, 1000, 0.1)
+            scale.transfer(1000, 0.1)
     assert set(taken[:400]) == {PREFILL}
     # Four tries are the median of seven measures.
     assert set(taken[1900:]) == {HERE}
@@ -355,17 +353,16 @@ def test_prefill_takes_longer_where_decode_has_computed_the_prompts_beginning() 
     assert scale.choose(200, again=300) is PREFILL
     assert scale.choose(200, again=500) is HERE
     # What waits with the worker takes as long.
-    scale.sources.promised("p", RoomKey(90, 0), scale.now_s, 100, again=400)
+    scale.sources.promised("p", scale.now_s, 100, again=400)
     assert scale.choose(200, after_s=0.0) is HERE
 
 
 def test_what_prefill_computes_again_is_part_of_what_it_took() -> None:
     scale = Scale(rate=2e3)
-    for number in range(8):
-        key = RoomKey(number, 0)
-        scale.sources.promised("p", key, scale.now_s, 100, again=900)
+    for _ in range(8):
+        room = scale.sources.promised("p", scale.now_s, 100, again=900)
         scale.now_s += 0.2
-        scale.sources.arrived("p", key, scale.now_s)
+        scale.sources.arrived(room, scale.now_s)
     assert scale.choose(100) is PREFILL, ".02 s, and .05 here"
 
 
@@ -402,8 +399,7 @@ def test_what_is_loaded_is_sent_instead_where_that_is_much_sooner(
     sources, loaded = Sources(loads=True), Lack(300, 800, load_s)
     for number in range(3):
         assert sources.worth_loading(Lack(1100), loaded, "p", 100.0 * number), "not known yet"
-        sources.promised("p", RoomKey(number, 0), 100.0 * number, 1000)
-        sources.arrived("p", RoomKey(number, 0), 100.0 * number + 0.1)
+        sources.arrived(sources.promised("p", 100.0 * number, 1000), 100.0 * number + 0.1)
     assert sources.worth_loading(Lack(1100), loaded, "p", 1e3) is is_loaded
     assert sources.worth_loading(Lack(1100), loaded._replace(load_s=0.0), "p", 1e3), "not known"
 
@@ -514,10 +510,9 @@ def play(
                     added_s = engine.prompt * (tokens > 0) + engine.token * tokens
                     over.append(added_s / engine.mean_s(batch, 0, 0))
         else:
-            key = RoomKey(number, 0)
-            sources.promised("p", key, now_s, missing)
+            room = sources.promised("p", now_s, missing)
             now_s += prefill_s(missing) * chance.lognormvariate(0.0, 0.1)
-            sources.arrived("p", key, now_s)
+            sources.arrived(room, now_s)
         ways = engine.best_s(batch, missing), prefill_s(missing)
         if counts:
             here += source is Source.HERE
@@ -568,5 +563,5 @@ def test_where_prefill_is_down_the_other_bound_holds() -> None:
 def test_workers_that_were_asked_long_ago_are_forgotten() -> None:
     scale = Scale(rate=1e4)
     for number in range(400):
-        scale.transfer(number, 100, 0.1, address=f"p{number}")
+        scale.transfer(100, 0.1, address=f"p{number}")
     assert len(scale.sources._workers) == 256

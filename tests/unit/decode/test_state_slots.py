@@ -59,12 +59,10 @@ def test_a_full_hit_holds_a_slot_and_has_a_room(shared: bool) -> None:
     """Also where all pages are another's, on their way: an abort holds the slot alone."""
     desk = Desk(num_slots=3)
     if shared:
-        other = desk.add("a1")
-        assert desk.admit() == ["a1"]
+        other = desk.admitted("a1")
     else:
         other = desk.start("a1")
-    req = desk.add("a2")
-    assert desk.admit() == ["a2"]
+    req = desk.admitted("a2")
     assert req.prefix_len == 8
     promises = [command.promise for command in desk.commands() if isinstance(command, OpenRoom)]
     assert promises[-1].pages == b""
@@ -78,17 +76,14 @@ def test_a_full_hit_holds_a_slot_and_has_a_room(shared: bool) -> None:
 
 def test_a_flight_that_goes_on_for_others_keeps_its_slot() -> None:
     desk = Desk(num_slots=3)
-    gone = desk.add("a1")
-    desk.admit()
-    req = desk.add("a2")
-    desk.admit()
+    gone = desk.admitted("a1")
+    req = desk.admitted("a2")
     slot = gone.state_slot
     desk.abort(gone)
     assert desk.pages.slots is not None
     assert desk.pages.slots.state(slot) is PageState.OWNED
     desk.succeed(gone.room_key)
-    desk.succeed(req.room_key)
-    assert desk.transferred() == ["a2"]
+    desk.arrive(req)
     assert slots(desk) == {"FREE": 2, "OWNED": 1}
 
 
@@ -111,5 +106,4 @@ def test_a_retracted_request_asks_for_its_state_again() -> None:
         else:
             assert [ask.generation for ask in asks] == [1]
             assert desk.transferred() == []
-            desk.succeed(req.room_key)
-            assert desk.transferred() == ["young"]
+            desk.arrive(req)

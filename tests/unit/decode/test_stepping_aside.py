@@ -30,8 +30,7 @@ def with_held_pages(num_pages: int = 16, held_tokens: int = 16, **settings: Any)
     """Pages of a failed room are held, and its deadline for proof has passed."""
     settings = {"patience_s": 5.0, "waiting_timeout_s": 600.0, **settings}
     desk = Desk(num_pages, rows=256, **settings)
-    lost = desk.add("lost", held_tokens, 4, prefill="gone")
-    assert desk.admit() == ["lost"]
+    lost = desk.admitted("lost", held_tokens, 4, prefill="gone")
     desk.abort(lost)
     desk.scheduler.room_overdue(lost.room_key)
     desk.pop_failed()
@@ -112,8 +111,7 @@ def test_it_comes_back_with_its_place_in_time_as_soon_as_the_pages_are_proved_fr
 @pytest.mark.parametrize("admission", POLICIES)
 def test_pages_that_come_to_be_held_while_it_is_first_let_the_others_pass(admission: str) -> None:
     desk = Desk(16, rows=16, admission=admission, patience_s=0.0)
-    lost = desk.add("lost", 16, 4)
-    desk.admit()
+    lost = desk.admitted("lost", 16, 4)
     desk.add("B", 60, 2)
     desk.add("s", 8, 1)
     assert desk.admit() == [], "lost may end, and give its pages back"
@@ -175,8 +173,7 @@ def test_a_retry_that_needs_its_own_held_pages_steps_aside_and_ends_in_time(admi
     desk = Desk(
         16, rows=16, admission=admission, patience_s=5.0, waiting_timeout_s=600.0, max_retries=1
     )
-    retried = desk.add("b", 24, 30)
-    assert desk.admit() == ["b"]
+    retried = desk.admitted("b", 24, 30)
     desk.fail(retried.room_key)
     desk.scheduler.room_overdue(RoomKey(retried.room, 0))
     for number in range(50):
@@ -218,8 +215,7 @@ def test_a_retracted_request_waits_no_longer_than_one_that_is_new() -> None:
 
 def test_a_retry_with_a_deadline_of_its_own_has_that_one() -> None:
     desk = with_held_pages(max_retries=1, waiting_timeout_s=60.0)
-    req = desk.add("b", 24, 20, deadline_s=90.0)
-    desk.admit()
+    req = desk.admitted("b", 24, 20, deadline_s=90.0)
     desk.fail(req.room_key)
     for now_s in (1.0, 70.0):
         desk.now_s = now_s
@@ -299,8 +295,7 @@ def test_the_wait_for_a_worker_that_goes_away_begins_then(answered: bool) -> Non
         hog = desk.add("h", 62, 1)
         ready(desk, "p")
         assert desk.admit() == ["h"]
-        desk.succeed(hog.room_key)
-        assert desk.transferred() == ["h"]
+        desk.arrive(hog)
     old = [desk.add(rid, 8, 1) for rid in "ab"]
     desk.now_s = 20.0
     desk.scheduler.prefill_away("p", desk.now_s)

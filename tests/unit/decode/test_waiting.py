@@ -175,7 +175,7 @@ class Case:
     def _is_over(self, waiter: Waiter) -> bool:
         worker = waiter.worker
         others = [one for one in self.workers.all() if one.is_open and one.address]
-        has = sum(worker.promised.values())
+        has = worker.num_pages
         return has > 0 and has + waiter.new_pages > SHARE and bool({*others} - {worker})
 
     # --- the naive list ---------------------------------------------------------------------------

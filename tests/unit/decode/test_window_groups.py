@@ -44,8 +44,7 @@ def test_a_promise_names_the_pages_of_the_last_window_whatever_is_cached() -> No
     desk = make()
     desk.finish(desk.start("a", 23))
     desk.commands()
-    req = desk.add("a2", [*tokens_of("a", 23), 1, 2, 3])
-    desk.admit()
+    req = desk.admitted("a2", [*tokens_of("a", 23), 1, 2, 3])
     (promise,) = promises(desk)
     assert promise.prefix_len == 20
     assert len(promise.page_ids()) == 2
@@ -104,8 +103,7 @@ def test_a_step_of_several_tokens_has_its_pages() -> None:
 
 def test_a_room_that_failed_holds_them_until_it_is_drained() -> None:
     desk = make(windows=(3,))
-    req = desk.add("a", 10)
-    desk.admit()
+    req = desk.admitted("a", 10)
     desk.abort(desk.scheduler.requests["a"])
     (group,) = desk.pages.windows
     assert (group.allocator.held_pages, group.allocator.free_pages) == (3, 0)
@@ -121,8 +119,7 @@ def test_a_room_with_window_pages_alone_is_held_and_drained_too() -> None:
     desk = make()
     desk.finish(desk.start("a", 16))
     desk.commands()
-    req = desk.add("a2", tokens_of("a", 16))
-    desk.admit()
+    req = desk.admitted("a2", tokens_of("a", 16))
     (promise,) = promises(desk)
     assert (promise.prefix_len, promise.pages) == (16, b"")
     assert promise.groups[0] != b""
@@ -150,8 +147,7 @@ def test_one_that_was_retracted_has_its_window_sent_again_though_all_its_kv_is_c
 
 def test_a_flight_without_an_owner_keeps_them_until_it_is_committed() -> None:
     desk = make()
-    first = desk.add("a", 17, 12)
-    desk.admit()
+    first = desk.admitted("a", 17, 12)
     desk.add("b", [*tokens_of("a", 17), 1], 12)
     assert desk.admit() == ["b"]
     key = first.room_key
@@ -165,16 +161,14 @@ def test_a_flight_without_an_owner_keeps_them_until_it_is_committed() -> None:
 
 def test_one_that_fails_tries_again_with_other_pages() -> None:
     desk = make(windows=(6,), max_retries=1)
-    req = desk.add("a", 10)
-    desk.admit()
+    req = desk.admitted("a", 10)
     before, key = set(req.window_pages("w0").ids.tolist()), req.room_key
     desk.fail(key)
     desk.admit()
     after = set(req.window_pages("w0").ids.tolist())
     assert not before & after, "prefill may still write the former ones"
     desk.drain(key)
-    desk.succeed(req.room_key)
-    assert desk.transferred() == ["a"]
+    desk.arrive(req)
 
 
 def test_running_out_of_pages_is_as_ever() -> None:
@@ -260,8 +254,7 @@ def test_an_answer_leaves_none_at_a_depth_that_its_window_has_left() -> None:
 
 def test_a_chunk_beyond_the_step_of_a_window_group_is_refused() -> None:
     desk = computing(20, step=8)
-    req = desk.add("a", 24)
-    desk.admit()
+    req = desk.admitted("a", 24)
     assert desk.scheduler.pop_local() == [req]
     desk.scheduler.computed(req, 3)
     before = desk.snapshot()
@@ -273,8 +266,7 @@ def test_a_chunk_beyond_the_step_of_a_window_group_is_refused() -> None:
 
 def test_what_was_computed_before_a_flush_leaves_none() -> None:
     desk = computing(20)
-    req = desk.add("a", 24)
-    desk.admit()
+    req = desk.admitted("a", 24)
     desk.scheduler.pop_local()
     for end in range(4, 25, 4):
         desk.scheduler.computed(req, end)
@@ -308,10 +300,8 @@ def test_one_whose_window_does_not_fit_is_sent_if_that_takes_less() -> None:
     desk = computing(2 * row_pages, step=8)
     compute(desk, "a", 8, 40)
     desk.commands()
-    sent = desk.add("b", 28, 1)
-    assert desk.admit() == ["b"]
+    sent = desk.admitted("b", 28, 1)
     assert desk.scheduler.pop_local() == []
     (promise,) = promises(desk)
     assert promise.prefix_len == 0
-    desk.succeed(sent.room_key)
-    assert desk.transferred() == ["b"]
+    desk.arrive(sent)

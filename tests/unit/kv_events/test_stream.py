@@ -13,7 +13,7 @@ from prefixkv.cache.events import NO_PARENT, Cleared, EventFeed, PageRef
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import Namespace, shortened
 from prefixkv.errors import RequestError
-from prefixkv.kv_events.stream import BlockEvents, EventStream
+from prefixkv.kv_events.stream import BlockEvents, EventStream, Keep
 from tests.unit.kv_events.follower import Follower
 
 FIRST = 1_000_000
@@ -31,7 +31,9 @@ class World:
         self.page_size = page_size
         self.cache = RadixCache(page_size=page_size, policy="lru")
         worded = BlockEvents(page_size, "GPU")
-        self.stream = EventStream(page_size, worded, 0, FIRST, keep, more.pop("bytes", 1 << 20))
+        self.stream = EventStream(
+            page_size, worded, 0, FIRST, Keep(keep, more.pop("bytes", 1 << 20))
+        )
         self.namespaces = NAMESPACES
         self.prompts = [
             [self.chance.randrange(2) for _ in range(self.chance.randrange(1, 9) * page_size)]
@@ -77,7 +79,7 @@ class TwoTiers:
         self.host.chance = random.Random(seed + 1000)
         words = [BlockEvents(self.pool.page_size, medium) for medium in self.media]
         self.stream = EventStream(
-            self.pool.page_size, words[0], 0, FIRST, keep, 1 << 20, host=words[1]
+            self.pool.page_size, words[0], 0, FIRST, Keep(keep, 1 << 20), host=words[1]
         )
         self.published: list[tuple[int, bytes]] = []
 
@@ -249,7 +251,7 @@ def test_a_long_list_of_changes_is_several_batches() -> None:
     for start in range(0, 9_000, 1_000):
         cache.insert([start, *range(999)], range(start, start + 1_000))
     worded = BlockEvents(1, "GPU")
-    stream = EventStream(1, worded, 0, 0, 10, 1 << 20)
+    stream = EventStream(1, worded, 0, 0, Keep(10, 1 << 20))
     batches = list(stream.publish(cache.drain_changes(), 1.0))
     assert [seq for seq, _ in batches] == [0, 1]
     follower = Follower(1, next_seq=0)
@@ -268,7 +270,7 @@ def events_of(namespace: Any, page_size: int = 4) -> list[dict[str, Any]]:
     cache.insert([7, 8, 9, 10] * 3 + [1] * page_size, [5, 6, 7, 8], namespace)
     cache.evict(3)
     worded = BlockEvents(page_size, "GPU")
-    stream = EventStream(page_size, worded, 3, 0, 1, 1 << 20)
+    stream = EventStream(page_size, worded, 3, 0, Keep(1, 1 << 20))
     [batch] = stream.publish(cache.drain_changes(), 12.5)
     ts, events, rank = msgspec.msgpack.decode(batch.payload)
     assert (ts, rank) == (12.5, 3)

@@ -332,24 +332,30 @@ def test_first_promised_first_opened_and_a_blocked_head_is_not_matched_again(
     assert (running.state, running.pages.size) == (PrefillState.FAILED, 2)
 
 
-def test_what_ends_behind_a_blocked_head_is_forgotten() -> None:
-    desk = Desk(4)
-    desk.computing("r", 8)
-    assert desk.bootstrap(desk.add("b", 16)) == []
-    live = desk.add("live", 4)
+@pytest.mark.parametrize("has_leader", [False, True])
+def test_what_ends_while_it_waits_is_forgotten(has_leader: bool) -> None:
+    """For its leader, or behind a blocked head."""
+    desk = Desk(64, follow_s=1.0) if has_leader else Desk(4)
+    first = desk.computing("r", 8)
+    if not has_leader:
+        assert desk.bootstrap(desk.add("b", 16)) == []
+    live = desk.add("r live", 9) if has_leader else desk.add("live", 4)
     assert desk.bootstrap(live) == []
-    before = num_requests()
+    num_waiting, before = len(desk.scheduler.bootstrapped), num_requests()
     for _ in range(500):
-        req = desk.add("s", 4)
+        req = desk.add("r more", 10)
         assert desk.bootstrap(req) == []
-        desk.scheduler.abort("s")
+        desk.scheduler.abort("r more")
         assert desk.pop_failed() == [req]
         desk.source_free(req)
         desk.scheduler.take_commands()
-    assert len(desk.scheduler.bootstrapped) == 2
+    assert len(desk.scheduler.bootstrapped) == num_waiting == 2 - has_leader
     assert num_requests() - before < 100
-    desk.scheduler.abort("b")
-    assert desk.next_pass() == ["live"]
+    if has_leader:
+        desk.send(first, 8, last=True)
+    else:
+        desk.scheduler.abort("b")
+    assert desk.next_pass() == [live.rid]
 
 
 def test_only_what_waits_is_bootstrapped_and_once() -> None:

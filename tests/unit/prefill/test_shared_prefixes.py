@@ -19,7 +19,7 @@ from prefixkv.request import Request
 from tests.laws.auditor import assert_at_rest
 from tests.support.schedulers import prefill_scheduler
 from tests.support.steps import num_steps
-from tests.unit.prefill.test_prefill_scheduler import PAGE_SIZE, Desk, num_requests
+from tests.unit.prefill.test_prefill_scheduler import PAGE_SIZE, Desk
 
 SYSTEM = list(range(100, 100 + 4 * PAGE_SIZE))
 
@@ -100,24 +100,6 @@ def test_followers_come_when_the_common_part_is_there_and_not_when_the_leader_is
     desk.send(first, len(SYSTEM) + 1)
     assert desk.next_pass() == ["r1", "r2"]
     assert [req.prefix_len for req in desk.scheduler.requests.values()] == [0, 16, 16]
-
-
-def test_followers_that_end_before_their_leader_are_forgotten() -> None:
-    desk = desk_of()
-    first, _ = burst(desk, 2)
-    assert desk.next_pass() == ["r0"]
-    before = num_requests()
-    for _ in range(500):
-        req = desk.add("s", [*SYSTEM, 1, 2, 3])
-        assert desk.bootstrap(req) == []
-        desk.scheduler.abort("s")
-        assert desk.pop_failed() == [req]
-        desk.source_free(req)
-        desk.scheduler.take_commands()
-    assert len(desk.scheduler.bootstrapped) == 1
-    assert num_requests() - before < 100
-    desk.send(first, len(SYSTEM) + 1)
-    assert desk.next_pass() == ["r1"]
 
 
 def test_one_that_waits_holds_nothing_and_what_came_later_passes_it() -> None:
@@ -351,13 +333,6 @@ def test_equal_pages_behind_others_are_not_waited_for() -> None:
         desk.promised(rid, [*[start] * PAGE_SIZE, *SYSTEM, 1])
     assert desk.next_pass() == ["a", "b"]
     assert [req.prefix_len for req in desk.scheduler.requests.values()] == [4, 4, 0]
-
-
-def test_rows_that_run_out_in_a_pass_end_it() -> None:
-    desk = desk_of(rows=2)
-    for rid in "abc":
-        desk.promised(rid, 5)
-    assert desk.next_pass() == ["a", "b"]
 
 
 def test_a_chunk_within_what_was_cached_moves_no_leader_back() -> None:

@@ -514,7 +514,7 @@ _GROUPS = [
         *(((1, 0, 2), ids, why) for ids, why in [*_IDS, (bytes(68), "17 pages of a row")]),
         *(((5, 0, 3), ids, why) for ids, why in _IDS),
         *(((1, 0, 3), rows, why) for rows, why in [*_GROUPS, (None, "no groups of row 0")]),
-        *(((5, 0, 6), rows, why) for rows, why in _GROUPS),
+        *(((5, 0, 8), rows, why) for rows, why in _GROUPS),
         ((1, 0, 0), 4, "row 4, there are 4"),
         ((1, 0, 1), 1, "pages 1 on of row 0"),
         ((3, 0, 1), 1, "no pages of request 'a'"),

@@ -92,6 +92,25 @@ async def never(engine: Engine, body: dict[str, Any]) -> Response:
     raise AssertionError
 
 
+def streaming(go_on: asyncio.Event | None = None, ended: list[str] | None = None) -> Say:
+    """A stream of two pieces: the second comes when it may, if ever."""
+
+    async def say(engine: Engine, body: dict[str, Any]) -> Response:
+        async def pieces() -> AsyncGenerator[bytes, None]:
+            try:
+                yield b"data: one\n\n"
+                await (go_on or asyncio.Event()).wait()
+                yield b"data: [DONE]\n\n"
+            finally:
+                if ended is not None:
+                    ended.append(engine.name)
+
+        assert body["stream"] is True
+        return Stream(pieces(), LIMITS, "text/event-stream")
+
+    return say
+
+
 def refusing(status: int, message: str = "no") -> Say:
     async def say(engine: Engine, body: dict[str, Any]) -> Response:
         raise ApiError(status, message)
@@ -267,15 +286,6 @@ async def test_what_decode_answers_is_passed_on_as_it_is(stage: Stage) -> None:
 def test_a_stream_is_passed_on_piece_by_piece() -> None:
     go_on = asyncio.Event()
 
-    async def stream(engine: Engine, body: dict[str, Any]) -> Response:
-        async def pieces() -> AsyncGenerator[bytes, None]:
-            yield b"data: one\n\n"
-            await go_on.wait()
-            yield b"data: [DONE]\n\n"
-
-        assert body["stream"] is True
-        return Stream(pieces(), LIMITS, "text/event-stream")
-
     async def scene(stage: Stage) -> None:
         body = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
         async with stage.client.stream("POST", "/v1/chat/completions", json=body) as answer:
@@ -287,30 +297,29 @@ def test_a_stream_is_passed_on_piece_by_piece() -> None:
         send = stage.prefill[0].asked[0]
         assert (send["max_tokens"], send["max_completion_tokens"]) == (1, 1)
 
-    run(scene, None, [stream])
+    run(scene, None, [streaming(go_on)])
 
 
-def test_a_client_that_leaves_in_the_middle_of_a_stream_ends_it_on_both() -> None:
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_client_that_leaves_and_the_first_piece_of_a_stream_end_prefills_request(
+    leaves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the end of the stream, which may be minutes later; a client that leaves ends that too."""
+    monkeypatch.setattr(proxy_module, "_GRACE_S", NEVER_S if leaves else 0.01)
     ended: list[str] = []
 
-    async def stream(engine: Engine, body: dict[str, Any]) -> Response:
-        async def pieces() -> AsyncGenerator[bytes, None]:
-            try:
-                yield b"data: one\n\n"
-                await asyncio.Event().wait()
-            finally:
-                ended.append(engine.name)
-
-        return Stream(pieces(), LIMITS, "text/event-stream")
-
     async def scene(stage: Stage) -> None:
+        (prefill,) = stage.prefill
         body = {"prompt": "hello", "stream": True}
         async with stage.client.stream("POST", "/v1/completions", json=body) as answer:
-            await anext(answer.aiter_raw())
-            assert stage.prefill[0].under_way
-        await until(lambda: ended and not stage.prefill[0].under_way)
+            pieces = answer.aiter_raw()  # the client leaves when it is gone
+            await anext(pieces)
+            await until(lambda: prefill.under_way if leaves else not prefill.under_way)
+            assert not ended
+        await until(lambda: ended and not prefill.under_way)
+        assert prefill.asked
 
-    run(scene, [never], [stream])
+    run(scene, [never], [streaming(ended=ended)])
 
 
 @pytest.mark.slow
@@ -451,28 +460,6 @@ def test_decodes_answer_ends_prefills_request() -> None:
 
     for say in (well, refusing(400), refusing(404), refusing(422)):
         run(scene, [never], [say])
-
-
-def test_the_first_piece_of_a_stream_ends_prefills_request(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Not its end, which may be minutes later."""
-    monkeypatch.setattr(proxy_module, "_GRACE_S", 0.01)
-
-    async def stream(engine: Engine, body: dict[str, Any]) -> Response:
-        async def pieces() -> AsyncGenerator[bytes, None]:
-            yield b"data: one\n\n"
-            await asyncio.Event().wait()
-
-        return Stream(pieces(), LIMITS, "text/event-stream")
-
-    async def scene(stage: Stage) -> None:
-        body = {"prompt": "hello", "stream": True}
-        async with stage.client.stream("POST", "/v1/completions", json=body) as answer:
-            await anext(answer.aiter_raw())
-            await until(lambda: stage.prefill[0].asked and not stage.prefill[0].under_way)
-
-    run(scene, [never], [stream])
 
 
 @pytest.mark.slow

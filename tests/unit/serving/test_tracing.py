@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -38,7 +38,6 @@ from prefixkv.serving.config import (
 )
 from prefixkv.serving.fleet import Fleet
 from prefixkv.serving.front import Front
-from prefixkv.serving.http import Stream
 from prefixkv.serving.openai import Usage
 from prefixkv.serving.proxy import Proxy
 from prefixkv.serving.text import Texts
@@ -49,7 +48,6 @@ from tests.support.collector import Collector
 from tests.support.patience import NEVER_S, PATIENCE_S
 from tests.support.patience import until as wait_until
 from tests.unit.serving.test_proxy import (
-    LIMITS,
     Engine,
     Say,
     Stage,
@@ -57,6 +55,7 @@ from tests.unit.serving.test_proxy import (
     played,
     refusing,
     run,
+    streaming,
     until,
     well,
 )
@@ -155,13 +154,6 @@ def test_servers_of_a_proxy_are_called_within_the_clients_trace(memory: Memory) 
 def test_prefill_that_is_let_go_is_no_error_and_a_client_that_leaves_is_one(
     memory: Memory,
 ) -> None:
-    async def stream(engine: Engine, body: dict[str, Any]) -> Response:
-        async def pieces() -> AsyncGenerator[bytes, None]:
-            yield b"data: one\n\n"
-            await asyncio.Event().wait()
-
-        return Stream(pieces(), LIMITS, "text/event-stream")
-
     async def scene(stage: Stage) -> None:
         body = {"prompt": "hello", "stream": True}
         asked = stage.client.stream("POST", "/v1/completions", json=body, headers=CLIENT)
@@ -174,7 +166,7 @@ def test_prefill_that_is_let_go_is_no_error_and_a_client_that_leaves_is_one(
         assert root.attributes["error.type"] == "aborted"
         assert root.attributes["gen_ai.response.time_to_first_chunk"] > 0
 
-    run(scene, [never], [stream])
+    run(scene, [never], [streaming()])
 
 
 def test_each_attempt_of_a_proxy_has_its_spans_and_those_that_failed_say_why(

@@ -201,4 +201,4 @@ def check_order(order: tuple[str, ...]) -> None:
     assert len(ended) == len(free) == 1, order
     assert ended == free
     assert opened in ([], ended), f"{order}: it ends for who opened it, or for nobody"
-    assert len(peer.control._offers) == 0
+    assert peer.control._rooms.offers() == []

@@ -15,7 +15,7 @@ from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.engines.sglang.memory import pool_of
 from prefixkv.engines.sglang.receives import Receive, Receives
 from prefixkv.engines.sglang.sends import RoomSend, RoomSends
-from prefixkv.transfer import DecodeTransfers, PrefillTransfers
+from prefixkv.transfer import DecodeTransfers, KVPoll, PrefillTransfers
 from tests.support.patience import until
 
 PAGE = 4  # tokens
@@ -71,6 +71,14 @@ class Servers:
                  "prefix_len": prefix_len, "pages": pages, "digest": digest(prompt),
                  "ticket": next(self.tickets)}  # fmt: skip
         return self.receives.open(**{**named, **more})
+
+    def both(self, room: int = 1, waits: bool = False) -> tuple[RoomSend, Receive]:
+        """A request of three pages, on both sides; or until prefill waits for its KV."""
+        send, receive = self.begin(room, 3), self.open(room, 3, [5, 6, 7])
+        self.announce(room)
+        if waits:
+            self.until(lambda: send.poll is KVPoll.WAITING_FOR_INPUT)
+        return send, receive
 
     def step(self) -> None:
         self.sends.pump()

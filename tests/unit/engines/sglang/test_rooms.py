@@ -58,9 +58,7 @@ def test_a_prompt_that_decode_has_sends_its_row_alone(servers: Servers) -> None:
 
 
 def test_an_abort_on_decode_holds_the_pages_until_the_room_is_drained(servers: Servers) -> None:
-    send, receive = servers.begin(1, 3), servers.open(1, 3, [5, 6, 7])
-    servers.announce(1)
-    servers.until(lambda: send.poll is KVPoll.WAITING_FOR_INPUT)
+    send, receive = servers.both(waits=True)
     servers.sends.send(send, [1])
     servers.receives.abort(receive, "enough")
     assert (receive.outcome, receive.error) == (KVPoll.FAILED, "enough")
@@ -76,9 +74,7 @@ def test_an_abort_on_decode_holds_the_pages_until_the_room_is_drained(servers: S
 
 
 def test_an_abort_on_prefill_ends_when_no_write_reads_its_pages(servers: Servers) -> None:
-    send, receive = servers.begin(1, 3), servers.open(1, 3, [5, 6, 7])
-    servers.announce(1)
-    servers.until(lambda: send.poll is KVPoll.WAITING_FOR_INPUT)
+    send, receive = servers.both(waits=True)
     servers.sends.send(send, [1])
     servers.sends.abort(send, "enough")
     assert send.poll is KVPoll.TRANSFERRING  # until it is known that its pages are free
@@ -114,9 +110,7 @@ def test_a_room_is_one_requests_and_one_decode_workers(servers: Servers) -> None
 
 
 def test_too_few_pages_end_a_room(servers: Servers) -> None:
-    send, receive = servers.begin(1, 3), servers.open(1, 3, [5, 6, 7])
-    servers.announce(1)
-    servers.until(lambda: send.poll is KVPoll.WAITING_FOR_INPUT)
+    send, receive = servers.both(waits=True)
     servers.sends.send(send, [1, 2], last=True)
     assert send.error == "2 pages were given for a prompt of 3"
     servers.until(lambda: send.poll is KVPoll.FAILED)
@@ -139,9 +133,7 @@ def test_pages_that_cannot_be_promised_are_not_held(
 
 
 def test_prefill_that_has_gone_fails_decode_and_frees_its_pages(servers: Servers) -> None:
-    send, receive = servers.begin(1, 3), servers.open(1, 3, [5, 6, 7])
-    servers.announce(1)
-    servers.until(lambda: send.poll is KVPoll.WAITING_FOR_INPUT)
+    _, receive = servers.both(waits=True)
     servers.sends.transfers.close()
 
     def failed() -> bool:
@@ -233,8 +225,7 @@ def test_what_ended_on_prefill_is_refused_after_a_grace(servers: Servers) -> Non
 
 def test_a_second_request_of_a_number_fails_alone_on_both_sides(servers: Servers) -> None:
     """Decode has done with the first, and prefill's engine has not asked yet."""
-    send, receive = servers.begin(1, 3), servers.open(1, 3, [5, 6, 7])
-    servers.announce(1)
+    send, receive = servers.both()
     finish(servers, send, receive, [1, 2, 3])
     second = servers.begin(1, 3, "second")
     assert (second.poll, second.error) == (KVPoll.FAILED, "room 1 is another request's")
@@ -248,8 +239,7 @@ def test_a_second_request_of_a_number_fails_alone_on_both_sides(servers: Servers
 
 
 def test_decode_uses_a_number_again_before_prefill_knows_that_it_is_over(servers: Servers) -> None:
-    send, receive = servers.begin(1, 3), servers.open(1, 3, [5, 6, 7])
-    servers.announce(1)
+    send, receive = servers.both()
     finish(servers, send, receive, [1, 2, 3])
     other = servers.open(1, 3, [8, 9, 10], "second")
     servers.announce(1, prompt="second")
@@ -265,8 +255,7 @@ def test_a_number_that_decode_gave_up_ends_or_serves_its_next_request(
     servers: Servers, promised: str
 ) -> None:
     """Prefill never had the first one's request. The next one may be taken for its other half."""
-    met, receive = servers.begin(2, 3), servers.open(2, 3, [5, 6, 7])
-    servers.announce(2)
+    met, receive = servers.both(2)
     assert served(servers, met, receive)
     receive = servers.open(1, 3, [5, 6, 7])
     servers.announce(1)
@@ -283,11 +272,9 @@ def test_a_number_that_decode_gave_up_ends_or_serves_its_next_request(
         assert "waited for long enough" in send.error
         assert "waited for long enough" in receive.error
         # For a while the number's next use may end likewise, at once and on both sides.
-        send, receive = servers.begin(1, 3), servers.open(1, 3, [5, 6, 7])
-        servers.announce(1)
+        send, receive = servers.both()
         served(servers, send, receive)
-        send, receive = servers.begin(3, 3), servers.open(3, 3, [5, 6, 7])
-        servers.announce(3)
+        send, receive = servers.both(3)
         assert served(servers, send, receive)
 
 
@@ -318,8 +305,7 @@ def test_a_request_that_decode_has_ended_fails_now_or_as_it_comes(
         send = servers.begin(1, 3)
     assert (send.poll, send.error) == (KVPoll.FAILED, "decode: no room")
     assert len(servers.sends) == 0
-    again, receive = servers.begin(1, 3), servers.open(1, 3, [5, 6, 7])
-    servers.announce(1)
+    again, receive = servers.both()
     assert served(servers, again, receive)
 
 
@@ -327,9 +313,7 @@ def test_what_is_withdrawn_of_a_number_fails_no_other_request(servers: Servers) 
     """1. Of another prompt. 2. Of a use of the number that comes after this one. 3. What ended on
     both sides. 4. What came too long ago."""
     servers.sends.withdraw(1, "decode-0", digest("another"), "no room")
-    send, receive = servers.begin(1, 3), servers.open(1, 3, [5, 6, 7])
-    servers.announce(1)
-    servers.until(lambda: send.poll is KVPoll.WAITING_FOR_INPUT)
+    send, receive = servers.both(waits=True)
     servers.sends.withdraw(1, "decode-0", b"", "no room")
     servers.sends.withdraw(1, "decode-1", b"", "no room")
     second = servers.begin(1, 3, "second")
@@ -346,8 +330,7 @@ def test_what_is_withdrawn_of_a_number_fails_no_other_request(servers: Servers) 
     servers.sends.withdraw(3, "decode-0", b"", "no room")
     servers.now_s += sends_module.WITHDRAWN_S
     for room in (1, 2, 3):
-        send, receive = servers.begin(room, 3), servers.open(room, 3, [5, 6, 7])
-        servers.announce(room)
+        send, receive = servers.both(room)
         assert served(servers, send, receive)
 
 
@@ -426,8 +409,7 @@ def test_of_two_requests_alike_the_second_ends_on_prefill_too(servers: Servers, 
         assert servers.begin(1, 3).error == "decode: twice"
     assert not servers.sends._withdrawn
     assert bool(servers.sends._declined) == (comes == "behind")
-    send, receive = servers.begin(1, 3), servers.open(1, 3, [5, 6, 7])
-    servers.announce(1)
+    send, receive = servers.both()
     assert served(servers, send, receive)
 
 
@@ -458,8 +440,7 @@ def test_a_room_that_the_first_has_done_with_is_the_seconds(servers: Servers) ->
 
 
 def test_a_use_that_decode_ended_while_prefill_was_at_the_one_before(servers: Servers) -> None:
-    send, receive = servers.begin(1, 3), servers.open(1, 3, [5, 6, 7])
-    servers.announce(1)
+    send, receive = servers.both()
     finish(servers, send, receive, [1, 2, 3])
     servers.sends.withdraw(1, "decode-0", digest("second"), "no room")
     servers.until(lambda: send.poll is KVPoll.SUCCESS)

@@ -60,7 +60,7 @@ class Steps:
         """A load of a room takes so long."""
         self.compute.promised(FAR, room, num_tokens)
         self.now_s += seconds
-        self.compute.arrived(FAR, room)
+        self.compute.arrived(room)
 
 
 def chunk_s(compute: OwnCompute, num_tokens: int) -> float:
@@ -205,7 +205,7 @@ def slow(servers: Servers) -> None:
         compute.sources.chunk(1000, 1000.0, 0)
     for room in range(1000, 1010):
         compute.promised(servers.address, room, 100)
-        compute.arrived(servers.address, room)
+        compute.arrived(room)
 
 
 def test_where_decode_is_slow_prefill_is_asked(make_servers: MakeServers) -> None:
@@ -259,7 +259,7 @@ def test_steps_and_loads_are_measured(make_servers: MakeServers) -> None:
     servers.step()
     decode.abort("left")
     servers.until(lambda: not any(decode.scheduler.gauges().values()))
-    assert gave_up.mock_calls == [call(servers.address, left.kv_transfer_params["room"])]
+    assert gave_up.mock_calls == [call(left.kv_transfer_params["room"])]
 
 
 def test_what_is_on_its_way_is_waited_for(make_servers: MakeServers) -> None:

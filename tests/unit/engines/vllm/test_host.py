@@ -49,6 +49,13 @@ def evict(engine: Engine) -> None:
     engine.scheduler.take_counts()
 
 
+def left(servers: Servers, tokens: Sequence[int]) -> Engine:
+    """Decode's engine: a prompt is in its host memory, and not in its blocks."""
+    run(servers.decode, "1", tokens)
+    evict(servers.decode)
+    return servers.decode
+
+
 def host_of(engine: Engine) -> HostBlocks:
     assert engine.scheduler._host is not None
     return engine.scheduler._host
@@ -86,9 +93,7 @@ def test_prefill_sends_only_what_host_memory_has_not(small: Servers) -> None:
 
 
 def test_a_request_without_prefill_loads_and_computes_the_rest(small: Servers) -> None:
-    decode = small.decode
-    run(decode, "1", PROMPT)
-    evict(decode)
+    decode = left(small, PROMPT)
     again = run(decode, "2", PROMPT)
     assert (again.loaded_from, again.loaded_to) == (0, 28)
     assert decode.scheduler.take_counts()["host_loaded_blocks"] == 7
@@ -101,8 +106,7 @@ def test_a_request_without_prefill_loads_and_computes_the_rest(small: Servers) -
 def test_what_is_left_behind_host_memory_may_be_computed_here(make_servers: MakeServers) -> None:
     """12 tokens are missing behind 28 that are loaded: prefill's room is refused, uncomputed."""
     servers = make_servers(decode=SMALL | {"compute_below": 16})
-    run(servers.decode, "1", PROMPT)
-    evict(servers.decode)
+    left(servers, PROMPT)
     load, send = servers.requests("2", PROMPT + list(range(10)))
     servers.decode.add(load)
     servers.prefill.add(send)
@@ -122,8 +126,7 @@ def test_what_prefill_sends_sooner_is_not_loaded(small: Servers) -> None:
         small.ask(f"measured {i}", [7000 + 100 * i + j for j in range(12)])
         small.until_ended(f"measured {i}")
     small.settle()
-    run(small.decode, "1", PROMPT)
-    evict(small.decode)
+    left(small, PROMPT)
     host_of(small.decode).load_s = lambda num_blocks: 1e6  # type: ignore[method-assign]
     slow = small.ask("2", [*PROMPT, 1])
     small.until_ended("2")
@@ -134,9 +137,7 @@ def test_what_prefill_sends_sooner_is_not_loaded(small: Servers) -> None:
 
 
 def test_requests_that_lack_the_same_blocks_load_them_once(small: Servers) -> None:
-    decode = small.decode
-    run(decode, "1", PROMPT[:16])
-    evict(decode)
+    decode = left(small, PROMPT[:16])
     requests = [Request(f"{i}", [*PROMPT[:16], 900 + i]) for i in range(3)]
     for request in requests:
         decode.add(request)
@@ -193,9 +194,7 @@ def test_a_block_is_not_free_before_it_is_written(small: Servers, copies: HeldCo
 
 def test_a_client_leaves_while_its_blocks_are_loaded(small: Servers, copies: HeldCopies) -> None:
     """They stay its own until the copy has ended; another request may load the same meanwhile."""
-    decode = small.decode
-    run(decode, "1", PROMPT[:16])
-    evict(decode)
+    decode = left(small, PROMPT[:16])
     copies.is_open = False
     decode.add(Request("2", PROMPT[:17]))
     until(lambda: "2" in decode.loading, step=decode.step)
@@ -216,9 +215,7 @@ def test_an_id_that_comes_again_waits_for_no_copy_of_the_former(
     small: Servers, copies: HeldCopies
 ) -> None:
     """Its copy would end twice, and the request with the first of them."""
-    decode = small.decode
-    run(decode, "1", PROMPT[:16])
-    evict(decode)
+    decode = left(small, PROMPT[:16])
     copies.is_open = False
     decode.add(Request("2", PROMPT[:17]))
     until(lambda: "2" in decode.loading, step=decode.step)
@@ -235,9 +232,7 @@ def test_an_id_that_comes_again_waits_for_no_copy_of_the_former(
 def test_a_load_that_fails_is_computed_and_not_tried_again(
     small: Servers, copies: HeldCopies
 ) -> None:
-    decode = small.decode
-    run(decode, "1", PROMPT)
-    evict(decode)
+    decode = left(small, PROMPT)
     copies.fails = True
     decode.add(again := Request("2", PROMPT))
     until(lambda: "2" in decode.outputs, step=decode.step)
@@ -256,8 +251,7 @@ def test_a_load_that_fails_ends_its_request_where_vllm_says_so(
 ) -> None:
     """`kv_load_failure_policy` "fail"."""
     servers = make_servers(decode=SMALL | {"policy": "fail"})
-    run(servers.decode, "1", PROMPT)
-    evict(servers.decode)
+    left(servers, PROMPT)
     copies.fails = True
     servers.decode.add(again := Request("2", PROMPT))
     until(lambda: "2" in servers.decode.outputs, step=servers.decode.step)
@@ -269,9 +263,7 @@ def test_a_load_that_fails_ends_its_request_where_vllm_says_so(
 
 def test_a_request_that_asks_no_prefill_server_does_not_wait_for_one(small: Servers) -> None:
     """Another has loaded the same blocks, and waits for prefill, which is never asked."""
-    decode = small.decode
-    run(decode, "1", PROMPT[:16])
-    evict(decode)
+    decode = left(small, PROMPT[:16])
     load, _ = small.requests("2", PROMPT)
     decode.add(load)
     until(lambda: host_of(decode).num_copies == 0 and "2" in decode.loading, step=decode.step)
@@ -287,9 +279,7 @@ def test_a_request_that_asks_no_prefill_server_does_not_wait_for_one(small: Serv
 @pytest.mark.parametrize("moves", ["flush", "move_weights"])
 def test_new_weights_empty_host_memory(small: Servers, copies: HeldCopies, moves: str) -> None:
     """A load under way fails; a write under way is not entered behind it."""
-    decode = small.decode
-    run(decode, "1", PROMPT[:16])
-    evict(decode)
+    decode = left(small, PROMPT[:16])
     copies.is_open = False
     decode.add(loading := Request("2", PROMPT[:17]))
     until(lambda: "2" in decode.loading, step=decode.step)

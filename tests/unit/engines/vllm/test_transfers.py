@@ -99,9 +99,7 @@ def _load(room: int, address: str) -> dict[str, object]:
 
 
 def test_the_client_leaves_while_decode_loads(servers: Servers) -> None:
-    load, send = servers.requests("1", PROMPT)
-    servers.decode.add(load)
-    servers.prefill.add(send)
+    load = servers.ask("1", PROMPT)
     servers.step()
     servers.decode.abort("1")
     servers.settle()
@@ -189,9 +187,7 @@ def test_rooms_that_were_seen_are_not_kept_for_ever(
 def test_what_ends_while_prefill_computes_is_computed_by_decode(
     servers: Servers, end: Callable[[Servers], None]
 ) -> None:
-    load, send = servers.requests("1", PROMPT)
-    servers.decode.add(load)
-    servers.prefill.add(send)
+    load = servers.ask("1", PROMPT)
     servers.step()
     end(servers)
     servers.until_ended("1")
@@ -202,9 +198,7 @@ def test_what_ends_while_prefill_computes_is_computed_by_decode(
 
 def test_a_failed_load_may_fail_the_request(make_servers: MakeServers) -> None:
     servers = make_servers(decode={"policy": "fail"})
-    load, send = servers.requests("1", PROMPT)
-    servers.decode.add(load)
-    servers.prefill.add(send)
+    load = servers.ask("1", PROMPT)
     servers.step()
     servers.prefill.abort("1")
     servers.until_ended("1")
@@ -228,9 +222,7 @@ def test_blocks_of_a_failed_load_are_held_until_no_write_can_land(
 
     real = worker.take_report
     monkeypatch.setattr(worker, "take_report", without_proof)
-    load, send = servers.requests("1", PROMPT)
-    servers.decode.add(load)
-    servers.prefill.add(send)
+    load = servers.ask("1", PROMPT)
     servers.step()
     promised = {block.block_id for block in load.blocks}
     servers.prefill.abort("1")
@@ -310,8 +302,7 @@ def test_wrong_parameters_are_answered(
     servers.until(lambda: "1" in engine.outputs)
     request = engine.outputs["1"]
     assert request.status == "done"  # computed here
-    assert request.answer is not None
-    assert words in request.answer["prefixkv"]["error"]
+    assert words in error_of(request)
     servers.settle()
 
 
@@ -320,8 +311,7 @@ def test_an_address_that_is_none_fails_the_load_alone(servers: Servers) -> None:
     servers.until_ended("1")
     ended = servers.decode.outputs["1"]
     assert ended.recomputed
-    assert ended.answer is not None
-    assert "carrier pigeon" in ended.answer["prefixkv"]["error"]
+    assert "carrier pigeon" in error_of(ended)
     servers.settle()
 
 
@@ -353,8 +343,7 @@ def test_a_room_that_is_not_over_cannot_be_opened(servers: Servers) -> None:
     servers.until_ended("2")
     ended = servers.decode.outputs["2"]
     assert ended.recomputed
-    assert ended.answer is not None
-    assert "not over yet" in ended.answer["prefixkv"]["error"]
+    assert "not over yet" in error_of(ended)
     assert servers.decode.wrong_tokens(ended, len(PROMPT)) == 0
     servers.settle()
 
@@ -389,8 +378,7 @@ def test_another_prompt_under_the_room_fails_on_both(servers: Servers) -> None:
     servers.prefill.add(send)
     servers.until_ended("1")
     assert load.recomputed
-    assert load.answer is not None
-    assert "PromptMismatch" in load.answer["prefixkv"]["error"]
+    assert "PromptMismatch" in error_of(load)
     servers.settle()
 
 
@@ -426,8 +414,7 @@ def test_other_block_formats_are_refused_by_name(make_servers: MakeServers) -> N
     load = servers.ask("1", PROMPT)
     servers.until_ended("1")
     assert load.recomputed
-    assert load.answer is not None
-    assert "other kernels" in load.answer["prefixkv"]["error"]
+    assert "other kernels" in error_of(load)
     assert blocks_sent(servers) == 0
     servers.settle()
 
@@ -445,8 +432,7 @@ def test_a_pair_that_does_not_fit_is_a_line_of_the_log_and_not_one_for_each_requ
         servers.until_ended(str(number))
         servers.prefill.abort(str(number))
         assert load.recomputed
-        assert load.answer is not None
-        assert "HandshakeError: opaque (--dtype) differs" in load.answer["prefixkv"]["error"]
+        assert "HandshakeError: opaque (--dtype) differs" in error_of(load)
     servers.settle()
     warnings = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
     assert sorted(line.partition(" life")[0] for line in warnings) == [
@@ -469,8 +455,7 @@ def test_a_peer_that_an_operator_fences_is_over(servers: Servers) -> None:
     servers.decode.worker.fence(prefill.name, f"{prefill.incarnation:x}")
     until(lambda: [servers.decode.step(), "1" in servers.decode.outputs][1])
     assert load.recomputed
-    assert load.answer is not None
-    assert "PeerLost" in load.answer["prefixkv"]["error"]
+    assert "PeerLost" in error_of(load)
     assert servers.decode.wrong_tokens(load, len(PROMPT)) == 0
     until(lambda: [servers.decode.step(), servers.decode.num_used == 0][1])
     assert servers.decode.worker.lost_peers() == []

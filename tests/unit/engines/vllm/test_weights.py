@@ -50,9 +50,7 @@ def test_loads_fail_until_both_servers_have_moved(servers: Servers, first: str) 
 
 @pytest.mark.parametrize("first", ["decode", "prefill"])
 def test_what_is_under_way_at_a_move_is_not_used(servers: Servers, first: str) -> None:
-    load, send = servers.requests("1", PROMPT)
-    servers.decode.add(load)
-    servers.prefill.add(send)
+    load = servers.ask("1", PROMPT)
     servers.step()
     engines(servers, first)[0].scheduler.move_weights("v2")
     servers.until_ended("1")
