@@ -147,12 +147,6 @@ class Driver:
         memory.fill(next(_seeds))
         return self.node_of(name, memory, config, self.staging(blocks) if blocks else None, state)
 
-    def own(self, memory: Any) -> Any:
-        """The same bytes where this driver's transports can write them."""
-        owned = self.zeros(memory.shape, memory.dtype)
-        owned[:] = memory
-        return owned
-
     def staging(self, num_blocks: int) -> Staging:
         return Staging(num_blocks, next(_seeds), self.zeros)
 
