@@ -473,12 +473,8 @@ def mutated(tree: pathlib.Path, mutant: Mutant) -> tuple[pathlib.Path, str]:
 
 
 def find_test(tree: pathlib.Path, names: tuple[str, ...]) -> str:
-    """Return what pytest is to run: the first of these tests that there is.
-
-    A file that was moved is found by its last name, and where no test has one of the names it is
-    all of the file. Raises LookupError where there is no such file either.
-    """
-    whole = ""
+    """Return what pytest is to run: the first of these tests that there is. A file that was moved
+    is found by its last name. Raises LookupError where there is none of them."""
     for name in names:
         file, _, function = name.partition("::")
         path = tree / "tests" / file
@@ -490,10 +486,7 @@ def find_test(tree: pathlib.Path, names: tuple[str, ...]) -> str:
                 return relative
             if re.search(rf"^(async )?def {function}\(", one.read_text("utf-8"), re.MULTILINE):
                 return f"{relative}::{function}"
-        whole = whole or (str(near[0].relative_to(tree)) if len(near) == 1 else "")
-    if not whole:
-        raise LookupError(f"there is no test {names[0]}")
-    return whole
+    raise LookupError(f"there is no test {names[0]}")
 
 
 # --- running --------------------------------------------------------------------------------------
