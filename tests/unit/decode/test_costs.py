@@ -56,14 +56,14 @@ def test_what_is_decided_against_seems_ever_cheaper_until_it_is_measured() -> No
 
 
 def test_a_worker_answers_its_promises_in_turn() -> None:
-    sources = Sources(loads=True)
-    first, *_ = (sources.promised("p", 10.0, tokens) for tokens in (100, 50, 25))
-    assert first is not None
-    load = first.worker
+    rule = Sources(loads=True)
+    rooms = [rule.promised("p", 10.0, tokens) for tokens in (100, 50, 25)]
+    assert rooms[0] is not None
+    load = rooms[0].worker
     assert load.backlog_s(0.01, 10.25) == pytest.approx(1.75 - 0.25)
     # The answer is late: it takes as long again.
     assert load.backlog_s(0.01, 15.0) == pytest.approx(5.0 + 0.75)
-    assert load.took_s(first, 11.0) == pytest.approx(1.0)
-    sources.arrived(first, 11.0)
+    rule.arrived(rooms[0], 11.0)
+    assert rule._sent.unit_s == pytest.approx(1.0 / 100)
     assert load.backlog_s(0.01, 11.1) == pytest.approx(0.75 - 0.1)
     assert load.tokens == 75
