@@ -98,6 +98,17 @@ def test_the_deepest_flight_is_found_along_ends_and_branches() -> None:
         assert air.find(tokens) == found, tokens
 
 
+def test_the_whole_prefix_has_to_be_equal_not_the_page_where_it_begins_alone() -> None:
+    air = Air()
+    a = air.start("aaxxyy", cached_pages=1)
+    b = air.start("bbxxyy", cached_pages=1)
+    assert b.joined is None
+    assert air.find("aaxxzz", 1) == (a, 2)
+    assert air.find("bbxxyyzz", 1) == (b, 3)
+    assert air.find("ccxxyy", 1) == (None, 1)
+    assert air.find("aaxxyy", 2) == (None, 2), "nobody begins there"
+
+
 # --- who goes with whom ---------------------------------------------------------------------------
 
 
