@@ -7,7 +7,7 @@ leave one out, delete it and its lines here. `tests/repository/test_amputation.p
 from __future__ import annotations
 
 from prefixkv import policies as policies
-from prefixkv.decode.host_tier import HostSource
+from prefixkv.decode import compute_source, host_tier
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.kv_events import publisher
 from prefixkv.runtime import following_rank, host_copies, record, staging
@@ -28,7 +28,8 @@ from prefixkv.transport.transports import MAKERS
 Node.installers["kv_events"] = publisher.install
 Node.installers["record"] = record.install
 DecodeNode.make_host = host_copies.HostMemory
-DecodeScheduler.host_source = HostSource
+DecodeScheduler.source_makers.append(host_tier.make_host)
+DecodeScheduler.source_makers.append(compute_source.make_compute)
 Node.lead = following_rank.check_log, following_rank.lead
 Transfers.prover = ProverThread
 MAKERS["shm"] = ShmTransport

@@ -10,7 +10,7 @@ import msgspec
 
 from prefixkv.config import Way
 from prefixkv.protocol.commands import DecodeCommand, PrefillCommand
-from prefixkv.protocol.events import DecodeEvent, PrefillEvent, WorkerEvent
+from prefixkv.protocol.events import DecodeEvent, PrefillEvent, SourceFree, WorkerEvent
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.messages import ProcessLife
 from prefixkv.transport.base import (
@@ -255,6 +255,13 @@ class LeadersChanged(NamedTuple):
     """Prefill workers at these addresses may be ready now, or may be ready no more."""
 
     addresses: set[str]
+
+
+class Freed(NamedTuple):
+    """Nothing of a room is written any more: its source is free, and its streams of staging end."""
+
+    streams: dict[PeerId, Any]
+    source: SourceFree
 
 
 class PeerAccepted(NamedTuple):

@@ -244,15 +244,16 @@ class Admission(Waiting):
         """Return the plan of a request that was just looked at, if it fits."""
         # What it needs now has to leave what is kept back; and all that it may become could be had
         # by retracting.
-        pages, (space, most) = self._pages, self._ledger.limits()
+        pages, limits = self._pages, self._ledger.limits()
         if waiter.is_returned:
             # All it had may still be cached, so that it needs almost nothing. It would come back at
             # once, and be retracted again for the page that was missing. So it has to leave a page
             # for each of the others: then these go on by a step first.
-            space = min(space, pages.available_pages - self._ledger.budget.active)
+            space = pages.available_pages - self._ledger.budget.active
+            limits = min(limits[0], space), limits[1]
         plan = None
-        if look.fits((space, most)) and not self._workers.refuses(waiter.worker, look.new_pages):
-            plan = self._planner.plan(waiter.req, look, (space, most), now_s)
+        if look.fits(limits) and not self._workers.refuses(waiter.worker, look.new_pages):
+            plan = self._planner.plan(waiter.req, look, limits, now_s)
         if plan is None:
             waiter.seen_at = self._version
         # Before an eviction the tree has to know what the others wait for, or it evicts just that.

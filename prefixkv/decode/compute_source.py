@@ -14,10 +14,12 @@ from typing import NamedTuple
 
 from prefixkv.cache.checkpoints import Checkpoint
 from prefixkv.cache.radix_key import RadixKey
+from prefixkv.config import DecodeConfig
 from prefixkv.decode.flights import Flight, Need, Release, Segment
 from prefixkv.decode.flights import Source as FlightSource
 from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.request import DecodeRequest
+from prefixkv.decode.scheduler import DecodeParts
 from prefixkv.decode.sources import Source, Sources
 from prefixkv.decode.state_checkpoints import DecodeCheckpoints
 from prefixkv.errors import RequestError, check_laws, shown
@@ -327,3 +329,12 @@ class CheckpointedCompute(ComputeSource):
     def check_invariants(self, requests: Sequence[DecodeRequest]) -> None:
         super().check_invariants(requests)
         self.points.check_invariants(requests)
+
+
+def make_compute(ledger: Ledger, config: DecodeConfig, parts: DecodeParts) -> ComputeSource | None:
+    if parts.sources.config is None:
+        return None
+    if ledger.pages.checkpoints is None:
+        return ComputeSource(ledger, parts.sources)
+    points = DecodeCheckpoints(ledger.pages, config.checkpoint_tokens)
+    return CheckpointedCompute(ledger, parts.sources, points)

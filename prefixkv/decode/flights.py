@@ -21,14 +21,14 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from prefixkv.cache.events import EventFeed
 from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey, common_pages
 from prefixkv.cache.results import MatchResult, PrefixLock, Releases
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.sources import AwaitedRoom
-from prefixkv.errors import check_laws
+from prefixkv.errors import RequestError, check_laws
 from prefixkv.pages.manager import RequestPages
 from prefixkv.paging import Pages
 from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
@@ -174,6 +174,32 @@ class Source:
     def check_invariants(self, requests: Sequence[DecodeRequest]) -> None:
         """Check the source's own laws, and those of the requests that hold pages. Raises
         InternalError."""
+
+
+class NoCompute:
+    """What the engine's calls reach where no source computes."""
+
+    open: ClassVar[dict[Flight, None]] = {}
+    new: ClassVar[list[DecodeRequest]] = []
+
+    def has_work(self, now_s: float) -> None:
+        pass
+
+    def pop_local(self, now_s: float) -> list[DecodeRequest]:
+        return []
+
+    def computed(
+        self, req: DecodeRequest, end: int, aux: bytes, after: DeviceEvent | None, now_s: float
+    ) -> Pages | None:
+        if not req.state.ended:
+            raise RequestError(f"request {req.rid!r} is not computed here")
+        return None
+
+    def save_state(self, req: DecodeRequest, end: int) -> int:
+        raise RequestError(f"request {req.rid!r} is not computed here, it saves no state")
+
+    def save_states(self, reqs: Iterable[DecodeRequest]) -> list[tuple[int, int]]:
+        return []
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -27,9 +27,11 @@ from prefixkv.cache.eviction.policy import Policy
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey, common_pages
 from prefixkv.cache.results import MatchResult, PrefixLock, Releases
+from prefixkv.config import DecodeConfig
 from prefixkv.decode.flights import Flight, Need, Release, Segment, Source
 from prefixkv.decode.ledger import HostPages, Ledger
 from prefixkv.decode.request import DecodeRequest
+from prefixkv.decode.scheduler import DecodeParts
 from prefixkv.decode.sources import Lack, Sources
 from prefixkv.errors import UserErrors, check_laws
 from prefixkv.pages.allocator import PageAllocator
@@ -643,3 +645,7 @@ class HostSource(Source):
             ),
         }
         check_laws(laws, list(self._open))
+
+
+def make_host(ledger: Ledger, config: DecodeConfig, parts: DecodeParts) -> HostSource | None:
+    return None if parts.host is None else HostSource(ledger, parts.host, parts.sources)

@@ -9,7 +9,7 @@ of "flight" for a copy from host memory. A request that joined no flight has no 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from prefixkv.decode.flights import Flight
 from prefixkv.decode.request import DecodeRequest
@@ -17,17 +17,6 @@ from prefixkv.stats import Journal
 
 REASONS = ("pages", "transfer", "compute", "flight", "load", "engine", "first_token")
 """Reasons of a wait; `first_token` is the sum of all."""
-
-
-class Admitted(NamedTuple):
-    """Prefill is asked for `new_pages`. Of the locked prefix, `shared_tokens` are on their way with
-    another flight, and `host_tokens` come from host memory; the engine computes
-    `computed_tokens`."""
-
-    new_pages: int
-    shared_tokens: int
-    host_tokens: int
-    computed_tokens: int
 
 
 class DecodeJournal(Journal):
@@ -40,8 +29,14 @@ class DecodeJournal(Journal):
         super().__init__(REASONS)
         self.pages_received = 0
 
-    def admitted(self, req: DecodeRequest, found: Admitted, now_s: float) -> None:
-        counters, (new_pages, shared_tokens, host_tokens, computed_tokens) = self.counters, found
+    def admitted(
+        self, req: DecodeRequest, now_s: float, new_pages: int, shared_tokens: int,
+        host_tokens: int, computed_tokens: int,
+    ) -> None:  # fmt: skip
+        """Prefill is asked for `new_pages`. Of the locked prefix, `shared_tokens` are on their way
+        with another flight, and `host_tokens` come from host memory; the engine computes
+        `computed_tokens`."""
+        counters = self.counters
         counters["admitted"] += 1
         counters["prompt_tokens"] += req.fill_len
         counters["skipped_tokens"] += req.prefix_len

@@ -16,10 +16,9 @@ from typing import NamedTuple
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.cache.results import MatchResult
 from prefixkv.decode.flights import Flight, Need, Segment, Source
-from prefixkv.decode.journal import Admitted
 from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.request import DecodeRequest
-from prefixkv.pages.manager import RequestPages
+from prefixkv.decode.rooms import PrefillSource
 from prefixkv.pages.windows import WindowStart
 from prefixkv.paging import pages_for
 
@@ -61,11 +60,12 @@ class Plan(NamedTuple):
     def num_taken(self) -> int:
         return self.look.new_pages + self.look.loaded_pages
 
-    def counts(self, page_size: int) -> Admitted:
+    def counts(self, page_size: int) -> tuple[int, int, int, int]:
+        """Return what `DecodeJournal.admitted` counts."""
         look, first, last = self.look, self.segments[0], self.segments[-1]
         num_joined = look.shared_pages - (0 if look.match is None else look.match.depth)
         num_sent = pages_for(first.end, page_size) - first.start // page_size
-        return Admitted(
+        return (
             num_sent if first.source.sends else 0,
             num_joined * page_size,
             look.loaded_pages * page_size,
@@ -96,7 +96,7 @@ class Planner:
     `organs` are the sources besides `prefill`, in the order in which they are preferred.
     """
 
-    def __init__(self, ledger: Ledger, organs: Sequence[Source], prefill: Source) -> None:
+    def __init__(self, ledger: Ledger, organs: Sequence[Source], prefill: PrefillSource) -> None:
         self._ledger = ledger
         self._prefill = prefill
         self._cached = CachedSource(ledger)
@@ -126,6 +126,8 @@ class Planner:
         start = shared_pages * page_size
         if match is not None:
             for source in self._loads:
+                if len(loads) == ledger.pages.table.free_spare_rows:  # each takes one
+                    break
                 need = Need(req, key, match, start, req.kv_len, can_ask, now_s)
                 if (load := source.reach(need)) is not None:
                     loads, start = (*loads, load), load.end
@@ -140,22 +142,32 @@ class Planner:
     ) -> Plan | None:
         """Plan where a request gets what it lacks: the best way that fits, within the most pages
         needed and the most ever needed. None if none does; not whole if there is no way."""
-        need = self._need(req, look, not req.is_alone, now_s)
-        ways: list[tuple[Segment, ...]]
-        if req.resumed and (segment := self._cached.reach(need)) is not None:
-            ways = [(segment,)]
-        else:
-            ways = [(segment,) for source in self._makers if (segment := source.reach(need))]
-            if (need.can_ask or not ways) and (segment := self._prefill.reach(need)) is not None:
-                is_best = not ways or not ways[0][0].source.is_best(need, ways[0][0])
-                way = self._sent(need, segment) if self._makers else (segment,)
-                ways.insert(0 if is_best else len(ways), way)
+        ledger = self._ledger
+        start = (look.shared_pages + look.loaded_pages) * ledger.page_size
+        sent = self._prefill.sent(req, start)
+        if self._makers or req.output:
+            ways = self._ways(req, look, start, sent, now_s)
+        else:  # there is no choice
+            ways = [] if sent is None else [(sent,)]
         for way in ways:
-            plan = self._plan(req, look, need, way)
-            start = plan.group_start
-            if plan.look.fits(limits) and (start is None or self._ledger.pages.groups.fit(start)):
+            plan = self._plan(req, look, start, way)
+            fits = plan.look is look or plan.look.fits(limits)
+            if fits and (plan.group_start is None or ledger.pages.groups.fit(plan.group_start)):
                 return plan
         return None if ways else Plan(req, look)
+
+    def _ways(
+        self, req: DecodeRequest, look: Look, start: int, sent: Segment | None, now_s: float
+    ) -> list[tuple[Segment, ...]]:
+        need = Need(req, look.key, look.match, start, req.kv_len, not req.is_alone, now_s)
+        if req.resumed and (segment := self._cached.reach(need)) is not None:
+            return [(segment,)]
+        ways = [(segment,) for source in self._makers if (segment := source.reach(need))]
+        if sent is None or (ways and not need.can_ask):
+            return [*ways]
+        is_best = not ways or not ways[0][0].source.is_best(need, ways[0][0])
+        way = self._sent(need, sent)
+        return [way, *ways] if is_best else [*ways, way]
 
     def needs_no_prefill(self, req: DecodeRequest, now_s: float, *, joins: bool = True) -> bool:
         """Tell whether the plan of a request would be whole with prefill closed. `joins`: whether
@@ -163,13 +175,10 @@ class Planner:
         if not self._makers:
             return False
         look = self.look(req, None, now_s, can_ask=False, joins=joins)
-        need = self._need(req, look, False, now_s)
+        start = (look.shared_pages + look.loaded_pages) * self._ledger.page_size
+        need = Need(req, look.key, look.match, start, req.kv_len, False, now_s)
         sources = (self._cached, *self._makers) if req.resumed else self._makers
         return any(source.reach(need) is not None for source in sources)
-
-    def _need(self, req: DecodeRequest, look: Look, can_ask: bool, now_s: float) -> Need:
-        start = look.loads[-1].end if look.loads else look.shared_pages * self._ledger.page_size
-        return Need(req, look.key, look.match, start, req.kv_len, can_ask, now_s)
 
     def _sent(self, need: Need, segment: Segment) -> tuple[Segment, ...]:
         for source in self._makers:
@@ -177,14 +186,14 @@ class Planner:
                 return segment._replace(end=at), Segment(source, at, segment.end)
         return (segment,)
 
-    def _plan(self, req: DecodeRequest, look: Look, need: Need, way: tuple[Segment, ...]) -> Plan:
+    def _plan(self, req: DecodeRequest, look: Look, start: int, way: tuple[Segment, ...]) -> Plan:
         ledger, first = self._ledger, way[0]
         is_found = first.start < look.shared_pages * ledger.page_size or (
             # A last page that is not taken, since a token is sampled from it, may be on its way.
-            len(look.key) < len(req.key)
-            and ledger.flights.find(req.key, need.start // ledger.page_size)[0] is not None
+            look.key is not req.key
+            and ledger.flights.find(req.key, start // ledger.page_size)[0] is not None
         )
-        if first.start < need.start:
+        if first.start < start:
             # It begins before the end of what is there, so it joins and loads nothing. What is
             # cached behind its start, or on its way, is found there.
             match, depth = look.match, first.start // ledger.page_size
@@ -192,11 +201,11 @@ class Planner:
                 match = ledger.pages.match(look.key.prefix(first.start))
             counts = ledger.count(req, depth, 0 if match is None else match.unprotected_pages)
             look = Look(look.key, match, None, depth, (), *counts, 0)
-        start = None
+        groups = None
         if ledger.has_more:
             at = first.end if first.source.sends else first.start
-            start = WindowStart(at, req.max_pages, *(first.found.windows if first.found else ()))
-        return Plan(req, look, way, start, look.match is not None and not is_found)
+            groups = WindowStart(at, req.max_pages, *(first.found.windows if first.found else ()))
+        return Plan(req, look, way, groups, look.match is not None and not is_found)
 
     def take(self, plan: Plan, now_s: float) -> list[tuple[Flight, Segment]]:
         """Lock what a plan has found, take its pages, and enter a flight for each of its segments;
@@ -211,19 +220,19 @@ class Planner:
         for load in look.loads:
             key = req.key.prefix(load.end)
             start, shared_pages = shared_pages, load.end // page_size
-            row = pages.open(
-                look.match, shared_pages - start, now_s, _row(joined), start, is_load=True
-            )
+            above = None if joined is None else joined.pages
+            row = pages.open(look.match, shared_pages - start, now_s, above, start, is_load=True)
             joined = Flight(
                 load.source, None, req.request, "", req.room_key, key, row, start, shared_pages,
                 joined,
             )  # fmt: skip
             ledger.flights.enter(joined, shareable=True)
             flights.append((joined, load))
-        first, *rest = plan.segments
+        first, rest = plan.segments[0], plan.segments[1:]
+        above = None if joined is None else joined.pages
         first.source.opening(req, first)
         req.pages_held = row = pages.open(
-            look.match, look.new_pages, now_s, _row(joined), shared_pages,
+            look.match, look.new_pages, now_s, above, shared_pages,
             is_used=bool(flights), start=plan.group_start,
         )  # fmt: skip
         req.prefix_len = shared_pages * page_size
@@ -236,8 +245,5 @@ class Planner:
         )  # fmt: skip
         ledger.flights.enter(own, plan.shareable)
         ledger.budget.start(req.rid, req.max_pages - row.num_pages, 0)
-        return [*flights, (own, first)]
-
-
-def _row(flight: Flight | None) -> RequestPages | None:
-    return None if flight is None else flight.pages
+        flights.append((own, first))
+        return flights

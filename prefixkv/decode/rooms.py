@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from prefixkv.decode.flights import Flight, Need, Release, Segment, Source
+from prefixkv.decode.flights import Flight, Release, Segment, Source
 from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.request import DecodeRequest, PrefillAsk
 from prefixkv.decode.sources import Sources
@@ -169,10 +169,11 @@ class PrefillSource(Source):
         self.open: dict[RoomKey, Flight] = {}
         self.asks: list[PrefillAsk] = []
 
-    def reach(self, need: Need) -> Segment | None:
-        worker = self._ledger.workers.get(need.req.prefill)
-        is_open = need.req.prefill and worker is not None and worker.is_open
-        return Segment(self, need.start, need.end) if is_open else None
+    def sent(self, req: DecodeRequest, start: int) -> Segment | None:
+        """Return what it sends: all behind `start`, if it answers."""
+        worker = self._ledger.workers.get(req.prefill)
+        is_open = req.prefill and worker is not None and worker.is_open
+        return Segment(self, start, req.kv_len) if is_open else None
 
     def may_have(self, req: DecodeRequest) -> bool:
         """True if prefill may have the present attempt before it is asked for it."""

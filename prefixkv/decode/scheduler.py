@@ -25,9 +25,8 @@ from prefixkv.cache.radix_key import token_list
 from prefixkv.config import DecodeConfig
 from prefixkv.decode.admission import Admission
 from prefixkv.decode.audit import check_decode
-from prefixkv.decode.compute_source import CheckpointedCompute, ComputeSource
 from prefixkv.decode.ending import End, Ending
-from prefixkv.decode.flights import Flight, Source
+from prefixkv.decode.flights import Flight, NoCompute, Source
 from prefixkv.decode.growth import BatchGrowth
 from prefixkv.decode.journal import DecodeJournal
 from prefixkv.decode.ledger import HostPages as HostPages
@@ -43,12 +42,12 @@ from prefixkv.decode.request import (
 )
 from prefixkv.decode.rooms import PrefillSource, Rooms
 from prefixkv.decode.sources import Sources
-from prefixkv.decode.state_checkpoints import DecodeCheckpoints
 from prefixkv.decode.workers import ALONE, Workers
 from prefixkv.errors import (
     AbortedError,
     AdmissionTimeoutError,
     CallerError,
+    ConfigError,
     InternalError,
     PeerLostError,
     RequestError,
@@ -114,8 +113,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     here of requests with extra state or windows.
     """
 
-    # What loads from the pages of `DecodeParts.host`; `assembly.py` puts it here.
-    host_source: ClassVar[Any]
+    # Each makes a source of the ledger, the config and the parts; None: they do not ask for it. In
+    # the order in which sources are preferred; `assembly.py` puts them here.
+    source_makers: ClassVar[list[Callable[[Ledger, DecodeConfig, DecodeParts], Source | None]]] = []
     journal: DecodeJournal
     max_waiting = 1_000_000
 
@@ -131,19 +131,13 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         super().__init__(pages, self.ledger.journal, version)
         self.budget, self.flights = self.ledger.budget, self.ledger.flights
         # What brings pages, in the order in which it is preferred; prefill is always there.
-        self.points: DecodeCheckpoints | None = None
-        self.host: Any = None  # the tier of that source
-        self.compute = ComputeSource(self.ledger, parts.sources)
-        self._organs: list[Source] = []
-        if parts.host is not None:
-            host = self.host_source(self.ledger, parts.host, parts.sources)
-            self.host = host.tier
-            self._organs.append(host)
-        if parts.sources.config is not None:
-            if pages.checkpoints is not None:
-                self.points = DecodeCheckpoints(pages, config.checkpoint_tokens)
-                self.compute = CheckpointedCompute(self.ledger, parts.sources, self.points)
-            self._organs.append(self.compute)
+        made = [make(self.ledger, config, parts) for make in self.source_makers]
+        self._organs = [source for source in made if source is not None]
+        by_name: dict[str, Any] = {source.name: source for source in self._organs}
+        self.compute: NoCompute = by_name.get("computed", NoCompute())
+        self.host = getattr(by_name.get("loaded"), "tier", None)
+        if parts.sources.config is not None and "computed" not in by_name:
+            raise ConfigError("compute: this installation has no part for it")
         # Rooms outlive requests: a number stays in use until the control plane has proved that its
         # room is drained, so that two requests never share one.
         self.rooms = Rooms(self._commands, parts.ticket, self.counters)
@@ -796,7 +790,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         flights = self._planner.take(plan, now_s)
         req.become(DecodeState.PREALLOCATED)
         self.waiting.remove(req)
-        self.journal.admitted(req, plan.counts(self.pages.page_size), now_s)
+        self.journal.admitted(req, now_s, *plan.counts(self.pages.page_size))
         # A worker may have the first attempt, where that is not asked late.
         if not plan.segments[0].source.sends and not req.is_alone and self.prefill.may_have(req):
             self._refuse_waiting(req, AbortedError(f"request {req.rid!r} is computed by decode"))

@@ -28,7 +28,7 @@ from prefixkv.cache.events import Change, Cleared, stored_pages
 from prefixkv.config import KVEventsConfig
 from prefixkv.connections import Newcomers, set_bounds
 from prefixkv.errors import ConfigError
-from prefixkv.kv_events.stream import Batch, BlockEvents, EventStream
+from prefixkv.kv_events.stream import Batch, BlockEvents, EventStream, Keep
 from prefixkv.protocol.ids import PeerId
 from prefixkv.request import Request
 from prefixkv.runtime.node import Node
@@ -144,7 +144,7 @@ class KVEventPublisher:
             host = BlockEvents(page_size, BlockEvents.host_medium, config.checkpoint_blocks)
         self._stream = EventStream(
             page_size, self.blocks, config.dp_rank, first_seq,
-            config.keep_batches, config.keep_bytes, host,
+            Keep(config.keep_batches, config.keep_bytes), host,
         )  # fmt: skip
         self._epoch = worker.incarnation.to_bytes(EPOCH_BYTES)
         self._topic_frame = self.topic.encode()

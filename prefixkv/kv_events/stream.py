@@ -173,6 +173,11 @@ BATCH_PAGES = 4096
 """Pages after which a batch ends; the change that reaches it is still part of it."""
 
 
+class Keep(NamedTuple):
+    batches: int
+    num_bytes: int
+
+
 class Batch(NamedTuple):
     """A batch's number, and its msgpack."""
 
@@ -193,7 +198,7 @@ class EventStream:
     Args:
         rank: data-parallel rank that batches name.
         first_seq: number of the first batch.
-        keep_batches, keep_bytes: most that is kept for repeats; a longer batch is not kept.
+        keep: the most that is kept for repeats; a longer batch is not kept.
         host: the format of events for the cache in host memory, tier 1; None: there is none.
     """
 
@@ -203,16 +208,14 @@ class EventStream:
         blocks: BlockEvents,
         rank: int,
         first_seq: int,
-        keep_batches: int,
-        keep_bytes: int,
+        keep: Keep,
         host: BlockEvents | None = None,
     ) -> None:
         self.blocks = blocks
         self.next_seq = first_seq
         self.kept_bytes = 0
         self._rank = rank
-        self._keep_batches = keep_batches
-        self._keep_bytes = keep_bytes
+        self._keep = keep
         self._kept: dict[int, bytes] = {}  # by number, without a gap up to the newest batch
         tiers = [blocks] if host is None else [blocks, host]
         self._tiers = [_Tier(one, PagePaths(page_size, keep_tokens=True)) for one in tiers]
@@ -315,7 +318,7 @@ class EventStream:
         self.kept_bytes += len(payload)
         # The oldest go first, so what is kept has no gap. The new one goes too if it alone is too
         # long.
-        while len(self._kept) > self._keep_batches or self.kept_bytes > self._keep_bytes:
+        while len(self._kept) > self._keep.batches or self.kept_bytes > self._keep.num_bytes:
             oldest = next(iter(self._kept))
             self.kept_bytes -= len(self._kept.pop(oldest))
         return batch
@@ -326,8 +329,8 @@ class EventStream:
         laws = {
             "what is kept has no gap": kept
             == list(range(self.next_seq - len(kept), self.next_seq)),
-            "no more batches are kept than may be": len(kept) <= self._keep_batches,
-            "no more bytes are kept than may be": self.kept_bytes <= self._keep_bytes,
+            "no more batches are kept than may be": len(kept) <= self._keep.batches,
+            "no more bytes are kept than may be": self.kept_bytes <= self._keep.num_bytes,
             "kept bytes are counted": self.kept_bytes == sum(map(len, self._kept.values())),
         }
         check_laws(laws, f"{len(kept)} batches before {self.next_seq}, {self.kept_bytes} bytes")

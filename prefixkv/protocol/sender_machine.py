@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from prefixkv.config import ControlConfig
 from prefixkv.errors import (
@@ -86,6 +86,7 @@ class SenderMachine:
         self.readers: dict[int, _RoomReader] = {}  # by decode rank, from its first frame on
         self.met_before = 0  # count of decode ranks, kept by its control
         self.worker: PeerId | None = None  # the life of decode that they are of, kept by it too
+        self.streams: dict[PeerId, Any] = {}  # of staging, by reader
         self.ticket = 0  # that of the promise, or of an abort that came without one
         # Jobs that read our pages or may write decode's. A job leaves `in_flight` when it ends, for
         # `undrained` if it may still land.

@@ -111,6 +111,10 @@ class _Stream:
         return [piece for piece in self.open.values() if piece.job is job]
 
 
+Streams = dict[PeerId, _Stream]
+"""Those of one room, which keeps them."""
+
+
 @dataclass(slots=True, eq=False)
 class _ChunkJob:
     job_id: int
@@ -166,7 +170,6 @@ class StagingSender:
         self._rank, self._window = rank, window
         self._resend_s, self._next_id = resend_s, next_id
         self.peers: dict[PeerId, LeaseCut] = {}  # for reading only
-        self._streams: dict[RoomKey, dict[PeerId, _Stream]] = {}
         # Each slot is in `free_slots`, or held by one entry of `_holding`, which an answer of the
         # transport or of a copy ends.
         self.jobs: dict[int, _ChunkJob] = {}  # that have not ended, by id; for reading only
@@ -196,6 +199,7 @@ class StagingSender:
         self,
         job_id: int,
         key: RoomKey,
+        streams: Streams,
         ticket: int,
         peer: PeerId,
         first_unit: int,
@@ -204,15 +208,14 @@ class StagingSender:
         now_s: float,
     ) -> list[StagedWriteAction]:
         """Stage a chunk: unit pages, from `first_unit` behind the promised prefix on. A room's
-        chunks for one reader come in order. A JobEnded follows.
+        chunks for one reader come in order. A JobEnded follows. `streams` are the room's.
 
-        Raises InternalError for a chunk out of order, or of another use of a room that was not
-        forgotten.
+        Raises InternalError for a chunk out of order, or of another use of the room.
         """
         if (cut := self.peers.get(peer)) is None:
             return [JobEnded(job_id, PeerLostError(f"{peer} takes no staged writes"))]
         fresh = _Stream(key, peer, ticket, cut, Backoff(self._resend_s))
-        stream = self._streams.setdefault(key, {}).setdefault(peer, fresh)
+        stream = streams.setdefault(peer, fresh)
         # 1. Both sides cut a chunk from its first unit on, so a gap or another use of the room
         # would put KV into wrong pages.
         if (stream.ticket, stream.next_unit) != (ticket, first_unit):
@@ -252,15 +255,14 @@ class StagingSender:
             self._fail(job, AbortedError("the staged write was cancelled"), out)
         return out
 
-    def forget(self, key: RoomKey) -> None:
-        """Drop a room that is over. Unknown: no-op. Raises InternalError if a job has not ended."""
-        streams = self._streams.get(key, {}).values()
-        if any(stream.queued or stream.open for stream in streams):
-            raise InternalError(f"{key} is over and has jobs under way: {list(streams)}")
-        for stream in streams:
+    def forget(self, streams: Streams) -> None:
+        """Drop those of a room that is over. Raises InternalError if a job has not ended."""
+        if any(stream.queued or stream.open for stream in streams.values()):
+            raise InternalError(f"a room is over and has jobs under way: {streams}")
+        for stream in streams.values():
             self._timers.forget(stream)
             self._unready.pop(stream, None)
-        self._streams.pop(key, None)
+        streams.clear()
 
     def owns(self, write_id: int) -> bool:
         """Return True if this write's end is to be reported to `on_write_ended` or
@@ -270,10 +272,9 @@ class StagingSender:
 
     # --- input ------------------------------------------------------------------------------------
 
-    def on_grant(self, peer: PeerId, key: RoomKey, grant: LeaseGrant) -> list[StagedWriteAction]:
+    def on_grant(self, stream: _Stream | None, grant: LeaseGrant) -> list[StagedWriteAction]:
         """Take a lease for a piece. Not awaited, or outside the area: counted, no-op."""
         out: list[StagedWriteAction] = []
-        stream = self._streams.get(key, {}).get(peer)
         piece = None if stream is None else stream.open.get(grant.piece)
         # 1. Repeated, late or invented. A second grant must not move a piece that is being written.
         awaited = PieceState.ASKED, grant.ticket
@@ -482,14 +483,9 @@ class StagingSender:
         if job.undrained and job.job_id not in self.jobs and not holds:
             out.append(JobDrained(job.job_id))
 
-    @property
-    def num_rooms(self) -> int:
-        """Number of rooms that have not been forgotten."""
-        return len(self._streams)
-
     def check_invariants(self) -> None:
         """Check every law. Raises InternalError that names the broken one, with the state."""
-        streams = [stream for by_peer in self._streams.values() for stream in by_peer.values()]
+        streams = {job.stream: None for job in self.jobs.values()} | self._unready
         opened = [piece for stream in streams for piece in stream.open.values()]
         queued = [piece for stream in streams for piece in stream.queued]
         asked = [piece for piece in opened if piece.state is PieceState.ASKED]

@@ -237,7 +237,6 @@ class Reference:
         tokens = np.asarray(tokens, np.int64)
         rows = torch.log_softmax(torch.from_numpy(self.logits(tokens, len(given))), -1).numpy()
         for token, one, row in zip(tokens[-len(given) :], given, rows, strict=True):
-            assert one is not None
             assert one.token == token
             assert abs(one.logprob - row[token]) < self.near
             likely, values = zip(*one.top, strict=True) if one.top else ((), ())

@@ -117,7 +117,6 @@ def routes(writers: Mesh, readers: Mesh, reader: int) -> tuple[tuple[int, Shard,
     found = []
     for writer in writers_to(writers, readers, reader):
         share = sent_share(writers, writer, readers, reader)
-        assert share is not None
         found.append(
             (writer, share.inside(writers.shard(writer)), share.inside(readers.shard(reader)))
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+import prefixkv.assembly  # noqa: F401 - its parts, also where no conftest is loaded
 from prefixkv.config import ControlConfig, DecodeConfig, ModelConfig, PrefillConfig
 from prefixkv.decode.scheduler import DecodeParts, DecodeScheduler
 from prefixkv.pages.manager import PageManager

@@ -19,8 +19,10 @@ import msgspec
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.shared import SharedBlock, block_of
 from prefixkv.protocol.ids import PeerId
-from prefixkv.transport.shm.wire import MAGIC, TOKEN_BYTES, ShmOffer, listen
+from prefixkv.transport.base import PeerMemory
+from prefixkv.transport.shm.wire import MAGIC, TOKEN_BYTES, ShmOffer, listen, pack_offer
 from tests.support.patience import PATIENCE_S
+from tests.support.transport_driver import Node
 from tests.support.transport_pools import make_pool, shared_zeros
 
 _doors = itertools.count()
@@ -62,6 +64,10 @@ class Liar:
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds).tobytes())
         link.sendmsg([MAGIC + msgspec.msgpack.encode((blocks, ranges))], [rights] if fds else [])
         return link
+
+    def greeted_by(self, writer: Node) -> Node:
+        writer.transport.add_peer(self.me, pack_offer(self.offer), PeerMemory(self.layout))
+        return writer
 
     def answer_truly(self) -> socket.socket:
         return self.answer([self.block[:2]], [*self.layout.regions], [self.block.fd])

@@ -329,7 +329,7 @@ class PrefillRank(SimRank):
         if control.staging is not None and self.staging is not None:
             machine = control.staging
             taken = machine.num_slots - len(machine.free_slots)
-            left["staged"] = len(machine.jobs) + machine.num_rooms + taken
+            left["staged"] = len(machine.jobs) + taken
             left["forgotten peers"] = set(machine.peers) - {peer.id for peer in peers}
             left["peers of the copies"] = len(self.staging.to_peers) - len(machine.peers)
         return left

@@ -23,6 +23,7 @@ from prefixkv.control.effects import (
     Examine,
     FrameFailed,
     FrameReceived,
+    Freed,
     PeerAccepted,
     Reached,
     RemovePeer,
@@ -171,7 +172,6 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
             else:
                 self._offer(command, now_s)
         except RequestError as error:
-            # Straight out: staging is not to forget the room that has this number now.
             self._out += [RoomEnded(command.key, KVPoll.FAILED, error), SourceFree(command.key)]
 
     def _add(self, command: AddRoom, now_s: float) -> None:
@@ -420,7 +420,9 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
                     self._rooms.on(room, sender.OutcomeAcked(peer.hello.rank), now_s)
             case LeaseGrant():
                 if self.staging is not None:
-                    self.say_all(self.staging.on_grant(peer.id, peer.key(body), body))
+                    room = self._rooms.get(peer.key(body))
+                    stream = None if room is None else room.streams.get(peer.id)
+                    self.say_all(self.staging.on_grant(stream, body))
             case messages.Fenced():
                 self._peers.lives.end(peer.id, LEFT)
                 self._lose_peer(peer, PeerLostError(f"{peer.id} {LEFT}", peer.id), now_s)
@@ -700,8 +702,9 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         staging = self.staging
         # Pages of groups are never staged: they go straight where they belong.
         if staging is not None and post.peer in staging.peers and post.group < 0:
+            use = post.key, self._rooms.jobs[post.job_id].streams, post.ticket
             what = post.first_unit, post.src_pages, post.ready, now_s
-            self.say_all(staging.write(post.job_id, post.key, post.ticket, post.peer, *what))
+            self.say_all(staging.write(post.job_id, *use, post.peer, *what))
             return
         pages = post.src_pages, post.dst_pages
         route: Route = "pages"
@@ -772,11 +775,11 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         if self.staging is not None:
             self.say_all(self.staging.remove_peer(removed.peer))
 
-    def _free(self, free: SourceFree, now_s: float) -> None:
+    def _free(self, freed: Freed, now_s: float) -> None:
         # None of the room's writes is under way, so staging has no job of it either.
         if self.staging is not None:
-            self.staging.forget(free.key)
-        self._out.append(free)
+            self.staging.forget(freed.streams)
+        self._out.append(freed.source)
 
     def _unreachable(self, what: PeerUnreachable, now_s: float) -> None:
         self.counters["peers_unreachable"] += 1
@@ -824,9 +827,9 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         JobEnded: _job_ended,
         JobDrained: _job_drained,
         StagingTick: _tick_staging,
-        SourceFree: _free,
+        Freed: _free,
         RoomEnded: ControlInbox._end,
         PeerAccepted: _accept,
         RemovePeer: _remove,
     }
-    EFFECTS: ClassVar[Set[type]] = {SendFrame, Examine, Renew, Bootstrapped}
+    EFFECTS: ClassVar[Set[type]] = {SendFrame, Examine, Renew, Bootstrapped, SourceFree}

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any, Final, NamedTuple, TypeVar
 
+from prefixkv.control.effects import Freed
 from prefixkv.control.handshake import OurSide
 from prefixkv.control.inbox import ControlInbox
 from prefixkv.control.lives import LostPeers
@@ -275,6 +276,8 @@ class SenderRooms:
                     self._peers.send(peer, action.body, now_s)
             elif isinstance(action, RoomEnded | SourceFree) and not room.added:
                 continue  # the engine has never heard of it
+            elif isinstance(action, SourceFree):
+                self._say(Freed(room.streams, action))
             else:
                 if isinstance(action, PostWrite):
                     self.jobs[action.job_id] = room

@@ -150,7 +150,8 @@ def _offers_end_unsaid(patch: Patch) -> None:
     """A decode worker that comes for an offer that was withdrawn hears nothing."""
 
     def close(self: Any, key: RoomKey, error: Exception, now_s: float) -> list[Any]:
-        ended = self._offers.pop(key.numbers, None) is not None
+        if ended := self._rooms.offer(key.numbers) is not None:
+            self._rooms.set_offer(key.numbers, None)
         offered = RoomKey(*key.numbers)
         return [RoomEnded(offered, KVPoll.FAILED, error), SourceFree(offered)] if ended else []
 

@@ -31,7 +31,7 @@ KNOWN = {"type", "extra_keys", "cache_salt"}
 
 
 class Follower:
-    """What one worker holds, by its batches. `next_seq` is None until the first.
+    """What one worker holds, by its batches. `next_seq` is None until one is known.
 
     `media`: those that the worker has; `blocks` are of the first. With `groups` events name theirs:
     0 has all attention, and a block of group 1 says that computing can go on behind the block of
@@ -43,11 +43,12 @@ class Follower:
         page_size: int,
         media: tuple[str, ...] = ("GPU",),
         groups: bool = False,
+        next_seq: int | None = None,
     ) -> None:
         self.page_size = page_size
         self.groups = groups
         self.checkpoints: dict[int, Any] = {}  # by hash, what `blocks` has of it
-        self.next_seq: int | None = None
+        self.next_seq = next_seq
         self.num_events = 0
         # By medium; hash: its parent's; what a router looks up by
         self.held: dict[str, dict[int, tuple[int | None, Any]]] = {one: {} for one in media}

@@ -21,7 +21,7 @@ from prefixkv.cache.events import (
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.errors import CallerError
-from prefixkv.kv_events.stream import BlockEvents, EventStream
+from prefixkv.kv_events.stream import BlockEvents, EventStream, Keep
 from prefixkv.pages.windows import WindowGroups
 from prefixkv.serving.router import BoundedAffinityRouter, WorkerIndex
 from tests.unit.kv_events.follower import Follower
@@ -43,7 +43,7 @@ class Told(World):
         self.points = Checkpoints(self.cache, POOL, SLOTS, NO_WINDOWS)
         self.free = list(range(POOL))
         blocks = BlockEvents(self.page_size, "GPU", True)
-        self.stream = EventStream(self.page_size, blocks, 0, FIRST, 8, 1 << 20)
+        self.stream = EventStream(self.page_size, blocks, 0, FIRST, Keep(8, 1 << 20))
         self.feed = EventFeed(self.cache, "prefill-0", 7, at_checkpoints=True)
         self.feed.listen(self)
         self.index = WorkerIndex(10_000)
@@ -104,8 +104,7 @@ class Told(World):
 @pytest.mark.parametrize("seed", [2, 3])
 def test_routers_know_where_computing_can_go_on(seed: int) -> None:
     told = Told(seed)
-    follower = Follower(told.page_size, groups=True)
-    follower.next_seq = FIRST
+    follower = Follower(told.page_size, groups=True, next_seq=FIRST)
     seen = 0
     for number in range(160):
         told.step()
@@ -131,9 +130,8 @@ def test_another_tier_that_is_emptied_keeps_what_the_first_has() -> None:
     """Its blocks and checkpoints end one by one, since AllBlocksCleared would end all."""
     told = Told(0)
     words = BlockEvents(2, "GPU", True), BlockEvents(2, "CPU", True)
-    stream = EventStream(2, words[0], 0, FIRST, 8, 1 << 20, host=words[1])
-    follower = Follower(2, media=("GPU", "CPU"), groups=True)
-    follower.next_seq = FIRST
+    stream = EventStream(2, words[0], 0, FIRST, Keep(8, 1 << 20), host=words[1])
+    follower = Follower(2, media=("GPU", "CPU"), groups=True, next_seq=FIRST)
     host = World(1)
     host.namespaces = [None]
 

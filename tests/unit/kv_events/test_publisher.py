@@ -77,6 +77,11 @@ def make() -> Iterator[Make]:
     assert "prefixkv-kv-events" not in [thread.name for thread in threading.enumerate()]
 
 
+def told(make: Make, **config: Any) -> tuple[Worker, Subscriber]:
+    worker = make(Worker, **config)
+    return worker, make(Subscriber, worker.publisher, PAGE_SIZE)
+
+
 @contextmanager
 def standing_still(worker: Worker, seed: int = 1_000, num_pages: int = 3) -> Iterator[None]:
     """The publisher's thread is in the midst of telling of an insertion, and stays there."""
@@ -109,8 +114,7 @@ def agrees(worker: Worker, subscriber: Subscriber, seeds: range) -> None:
 
 
 def test_events_have_three_frames_and_dense_numbers(make: Make) -> None:
-    worker = make(Worker)
-    subscriber = make(Subscriber, worker.publisher, PAGE_SIZE)
+    worker, subscriber = told(make)
     topic, before, _ = subscriber.event()  # a heartbeat, or the first
     assert topic == b"kv@decode-0@llama"
     worker.insert(1)
@@ -130,8 +134,7 @@ def test_a_router_that_starts_late_is_given_what_there_is(make: Make) -> None:
 
 
 def test_a_repeat_begins_where_it_was_asked_and_ends_with_a_mark(make: Make) -> None:
-    worker = make(Worker, heartbeat_s=NEVER_S)
-    subscriber = make(Subscriber, worker.publisher, PAGE_SIZE)
+    worker, subscriber = told(make, heartbeat_s=NEVER_S)
     last = worker.published()
     for seed in range(5):
         worker.insert(seed)
@@ -155,8 +158,7 @@ def test_a_req_socket_is_answered_too(make: Make) -> None:
 
 
 def test_a_repeat_from_before_what_is_kept_is_a_snapshot(make: Make) -> None:
-    worker = make(Worker, keep_batches=2, heartbeat_s=NEVER_S)
-    subscriber = make(Subscriber, worker.publisher, PAGE_SIZE)
+    worker, subscriber = told(make, keep_batches=2, heartbeat_s=NEVER_S)
     first = worker.published()
     for seed in range(6):
         worker.insert(seed)
@@ -170,8 +172,7 @@ def test_a_repeat_from_before_what_is_kept_is_a_snapshot(make: Make) -> None:
 
 def test_a_snapshot_says_where_to_go_on(make: Make) -> None:
     """And the batches from there on lead to the tree as it is then."""
-    worker = make(Worker)
-    subscriber = make(Subscriber, worker.publisher, PAGE_SIZE)
+    worker, subscriber = told(make)
     subscriber.event()  # it is subscribed
     for seed in range(4):
         worker.insert(seed)
@@ -187,8 +188,7 @@ def test_a_snapshot_says_where_to_go_on(make: Make) -> None:
 
 
 def test_llm_d_s_frames_name_the_life(make: Make) -> None:
-    worker = make(Worker, epoch_frames=True)
-    subscriber = make(Subscriber, worker.publisher, PAGE_SIZE)
+    _, subscriber = told(make, epoch_frames=True)
     _, number, _ = subscriber.receive(subscriber.sub)
     _, life, _ = subscriber.snapshot()
     assert number[8:] == life
@@ -206,8 +206,7 @@ GARBAGE = [
 def test_garbage_on_the_replay_socket_is_answered_with_an_error(
     make: Make, frames: list[bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
-    worker = make(Worker, heartbeat_s=NEVER_S)
-    subscriber = make(Subscriber, worker.publisher, PAGE_SIZE)
+    worker, subscriber = told(make, heartbeat_s=NEVER_S)
     subscriber.dealer.send_multipart(frames or [b""])
     *_, number, text = subscriber.receive(subscriber.dealer)
     assert number == END
@@ -223,8 +222,7 @@ def test_each_of_many_requests_is_answered_where_a_turn_takes_but_one(
     """They came in one turn, so nothing wakes the thread for those that it has left there."""
     monkeypatch.setattr(publisher_module, "_REQUESTS_A_TURN", 1)
     monkeypatch.setattr(publisher_module, "_AWAKE_S", 0.0)
-    worker = make(Worker, heartbeat_s=NEVER_S)
-    subscriber = make(Subscriber, worker.publisher, PAGE_SIZE)
+    worker, subscriber = told(make, heartbeat_s=NEVER_S)
     assert subscriber.replay(worker.published()) == []  # it is connected
     with standing_still(worker):
         for _ in range(10):
@@ -236,8 +234,7 @@ def test_each_of_many_requests_is_answered_where_a_turn_takes_but_one(
 
 
 def test_garbage_on_the_snapshot_socket_is_answered_with_an_error(make: Make) -> None:
-    worker = make(Worker)
-    subscriber = make(Subscriber, worker.publisher, PAGE_SIZE)
+    _, subscriber = told(make)
     subscriber.req.send(b"everything")
     number, life, text = subscriber.receive(subscriber.req)
     assert int.from_bytes(number, signed=True) == -2
@@ -246,8 +243,7 @@ def test_garbage_on_the_snapshot_socket_is_answered_with_an_error(make: Make) ->
 
 
 def test_a_request_that_is_too_long_ends_its_connection_alone(make: Make) -> None:
-    worker = make(Worker)
-    subscriber = make(Subscriber, worker.publisher, PAGE_SIZE)
+    worker, subscriber = told(make)
     other = make(Subscriber, worker.publisher, PAGE_SIZE)
     other.dealer.send_multipart([b"", bytes(1 << 20)])
     worker.insert(1)
@@ -258,11 +254,10 @@ def test_a_request_that_is_too_long_ends_its_connection_alone(make: Make) -> Non
 def test_a_port_in_use_is_named_and_nothing_is_left_open(make: Make, name: str) -> None:
     first = make(Worker)
     address = getattr(first.publisher, name)
-    names = {"endpoint", "replay_endpoint", "snapshot_endpoint"}
     with pytest.raises(ConfigError, match=rf"kv_events: {name} is '{address}'.* in use"):
         Worker(**{name: address})
     # The ports that it did bind are free again.
-    others = {one: getattr(first.publisher, one) for one in names}
+    others = {one: getattr(first.publisher, one) for one in NAMES}
     first.close()
     with pytest.raises(ConfigError, match="in use"), closing(make(Worker, **others)):
         Worker(**others)
@@ -387,11 +382,8 @@ def test_a_publisher_with_nothing_to_do_sleeps(make: Make) -> None:
 
 
 def test_a_worker_that_comes_back_is_heard_as_a_new_one(make: Make) -> None:
-    where = {
-        name: lasting_address() for name in ("endpoint", "replay_endpoint", "snapshot_endpoint")
-    }
-    worker = make(Worker, life=1, **where)
-    subscriber = make(Subscriber, worker.publisher, PAGE_SIZE)
+    where = {name: lasting_address() for name in NAMES}
+    worker, subscriber = told(make, life=1, **where)
     for seed in range(4):
         worker.insert(seed)
     agrees(worker, subscriber, range(5))
@@ -404,8 +396,7 @@ def test_a_worker_that_comes_back_is_heard_as_a_new_one(make: Make) -> None:
 
 
 def test_a_worker_that_leaves_says_that_nothing_is_held(make: Make) -> None:
-    worker = make(Worker)
-    subscriber = make(Subscriber, worker.publisher, PAGE_SIZE)
+    worker, subscriber = told(make)
     worker.insert(1)
     agrees(worker, subscriber, range(2))
     worker.close()
@@ -416,8 +407,7 @@ def test_a_worker_that_leaves_says_that_nothing_is_held(make: Make) -> None:
 
 def test_the_last_events_cannot_be_missed_unseen(make: Make) -> None:
     """After them come batches without events, which have numbers too."""
-    worker = make(Worker)
-    subscriber = make(Subscriber, worker.publisher, PAGE_SIZE)
+    worker, subscriber = told(make)
     before = subscriber.event()[1]
     assert [subscriber.event()[1] for _ in range(3)] == [before + 1, before + 2, before + 3]
     # A batch is counted after it is sent.
@@ -428,8 +418,7 @@ def test_the_last_events_cannot_be_missed_unseen(make: Make) -> None:
 
 
 def test_a_publisher_too_far_behind_restarts_with_a_snapshot(make: Make) -> None:
-    worker = make(Worker, max_backlog_pages=4)
-    subscriber = make(Subscriber, worker.publisher, PAGE_SIZE)
+    worker, subscriber = told(make, max_backlog_pages=4)
     for number in range(1, 4):  # and again
         seed = 10 * number
         with standing_still(worker, seed, num_pages=5):
@@ -444,8 +433,7 @@ def test_a_publisher_too_far_behind_restarts_with_a_snapshot(make: Make) -> None
 
 def test_a_defect_in_making_events_is_no_lie(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     """Nothing is held, until a snapshot was sent; the third time it is given up."""
-    worker = make(Worker)
-    subscriber = make(Subscriber, worker.publisher, PAGE_SIZE)
+    worker, subscriber = told(make)
     stored = worker.publisher.blocks.stored
     worker.insert(1)
     agrees(worker, subscriber, range(2))

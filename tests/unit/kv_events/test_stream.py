@@ -13,7 +13,7 @@ from prefixkv.cache.events import NO_PARENT, Cleared, EventFeed, PageRef
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import Namespace, shortened
 from prefixkv.errors import RequestError
-from prefixkv.kv_events.stream import BlockEvents, EventStream
+from prefixkv.kv_events.stream import BlockEvents, EventStream, Keep
 from tests.unit.kv_events.follower import Follower
 
 FIRST = 1_000_000
@@ -31,7 +31,9 @@ class World:
         self.page_size = page_size
         self.cache = RadixCache(page_size=page_size, policy="lru")
         worded = BlockEvents(page_size, "GPU")
-        self.stream = EventStream(page_size, worded, 0, FIRST, keep, more.pop("bytes", 1 << 20))
+        self.stream = EventStream(
+            page_size, worded, 0, FIRST, Keep(keep, more.pop("bytes", 1 << 20))
+        )
         self.namespaces = NAMESPACES
         self.prompts = [
             [self.chance.randrange(2) for _ in range(self.chance.randrange(1, 9) * page_size)]
@@ -77,7 +79,7 @@ class TwoTiers:
         self.host.chance = random.Random(seed + 1000)
         words = [BlockEvents(self.pool.page_size, medium) for medium in self.media]
         self.stream = EventStream(
-            self.pool.page_size, words[0], 0, FIRST, keep, 1 << 20, host=words[1]
+            self.pool.page_size, words[0], 0, FIRST, Keep(keep, 1 << 20), host=words[1]
         )
         self.published: list[tuple[int, bytes]] = []
 
@@ -95,7 +97,7 @@ class TwoTiers:
             self.stream.check_invariants()
 
     def follower(self) -> Follower:
-        return Follower(self.pool.page_size, self.media)
+        return Follower(self.pool.page_size, self.media, next_seq=FIRST)
 
     def agrees(self, follower: Follower) -> None:
         for medium, world in zip(self.media, (self.pool, self.host), strict=True):
@@ -111,7 +113,6 @@ def test_a_follower_knows_both_tiers(seed: int) -> None:
     """What ends in one goes on in the other, also where one of the two starts over."""
     tiers = TwoTiers(seed)
     follower = tiers.follower()
-    follower.next_seq = FIRST
     for number in range(120):
         tiers.step()
         if tiers.pool.chance.random() < 0.6:
@@ -149,8 +150,7 @@ def test_a_long_tier_that_ends_is_several_batches(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("seed", range(4))
 def test_a_follower_knows_the_tree(seed: int) -> None:
     world = World(seed)
-    follower = Follower(world.page_size)
-    follower.next_seq = FIRST
+    follower = Follower(world.page_size, next_seq=FIRST)
     for number in range(120):
         world.step()
         if world.chance.random() < 0.6:
@@ -211,8 +211,7 @@ def test_what_follows_goes_first(num_pages: int) -> None:
     world.cache.insert([1, 2, 4, 5], [0, 1, 3, 4])
     world.cache.evict(num_pages)
     world.publish()
-    follower = Follower(1)
-    follower.next_seq = FIRST
+    follower = Follower(1, next_seq=FIRST)
     assert all(follower.take(*batch) for batch in world.published)
     assert len(follower.blocks) == 5 - num_pages
 
@@ -252,11 +251,10 @@ def test_a_long_list_of_changes_is_several_batches() -> None:
     for start in range(0, 9_000, 1_000):
         cache.insert([start, *range(999)], range(start, start + 1_000))
     worded = BlockEvents(1, "GPU")
-    stream = EventStream(1, worded, 0, 0, 10, 1 << 20)
+    stream = EventStream(1, worded, 0, 0, Keep(10, 1 << 20))
     batches = list(stream.publish(cache.drain_changes(), 1.0))
     assert [seq for seq, _ in batches] == [0, 1]
-    follower = Follower(1)
-    follower.next_seq = 0
+    follower = Follower(1, next_seq=0)
     assert all(follower.take(*batch) for batch in batches)
     assert len(follower.blocks) == 9_000
 
@@ -272,7 +270,7 @@ def events_of(namespace: Any, page_size: int = 4) -> list[dict[str, Any]]:
     cache.insert([7, 8, 9, 10] * 3 + [1] * page_size, [5, 6, 7, 8], namespace)
     cache.evict(3)
     worded = BlockEvents(page_size, "GPU")
-    stream = EventStream(page_size, worded, 3, 0, 1, 1 << 20)
+    stream = EventStream(page_size, worded, 3, 0, Keep(1, 1 << 20))
     [batch] = stream.publish(cache.drain_changes(), 12.5)
     ts, events, rank = msgspec.msgpack.decode(batch.payload)
     assert (ts, rank) == (12.5, 3)
@@ -317,14 +315,10 @@ def test_equal_tokens_in_two_namespaces_are_two_blocks() -> None:
 def test_no_hash_is_0_which_llm_d_takes_for_no_parent() -> None:
     key, worded = b"\x01" * 8 + bytes(8), BlockEvents(1, "GPU")
     assert worded.hash(key, None) == 1
+    assert worded.hash(b"\xff" * 8 + bytes(7) + b"\x05", None) == 5  # the last bytes, unsigned
     [stored] = [worded.stored([PageRef(None, key, b"\x02" * 16, 1, bytes(4))])]
     assert stored.parent_block_hash == 1
     assert worded.stored([PageRef(None, NO_PARENT, key, 0, bytes(4))]).parent_block_hash is None
-
-
-def test_hashes_are_the_last_bytes_unsigned() -> None:
-    key = b"\xff" * 8 + bytes(7) + b"\x05"
-    assert BlockEvents(1, "GPU").hash(key, None) == 5
 
 
 @pytest.mark.parametrize("namespace", ["lora", 7, b"salt", ("lora", None, ()), True])

@@ -220,8 +220,6 @@ sys.stdin.read()
 def test_processes_share_what_the_host_has(ends: str) -> None:
     command = [sys.executable, "-c", HOLDER]
     with Popen(command, stdin=PIPE, stdout=PIPE, text=True) as holder:
-        assert holder.stdin is not None
-        assert holder.stdout is not None
         held = int(holder.stdout.readline())
         with host_pool.locked() as shares:
             theirs = shares.num_bytes
@@ -298,7 +296,6 @@ def test_a_fork_under_the_lock_does_not_keep_it(folder: Path) -> None:
 def test_a_fork_that_outlives_its_parent_keeps_no_share(folder: Path) -> None:
     command = [sys.executable, "-c", FORKER, str(folder.parent)]
     with Popen(command, stdin=PIPE, stdout=PIPE, text=True) as parent:
-        assert parent.stdout is not None
         assert parent.stdout.readline() == "forked\n"
         parent.wait(WAIT_S)
         assert [*folder.glob("share-*")]

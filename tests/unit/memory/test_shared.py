@@ -26,14 +26,12 @@ def test_a_block_is_zero_and_whole_pages_long() -> None:
     assert not memory.any()
     assert memory.data_ptr() % mmap.PAGESIZE == 0
     block = block_of(memory.data_ptr(), 5000)
-    assert block is not None
     assert block[:2] == (memory.data_ptr(), 2 * mmap.PAGESIZE)
 
 
 def test_a_block_can_neither_shrink_nor_grow() -> None:
     memory = shared_bytes(2 * mmap.PAGESIZE)
     block = block_of(memory.data_ptr(), 1)
-    assert block is not None
     assert fcntl.fcntl(block.fd, fcntl.F_GET_SEALS) == SEALS
     for size in (0, mmap.PAGESIZE, 3 * mmap.PAGESIZE):
         with pytest.raises(PermissionError) as caught:
@@ -47,7 +45,6 @@ def test_a_block_can_neither_shrink_nor_grow() -> None:
 def test_memory_and_descriptor_go_with_the_last_tensor() -> None:
     memory = shared_bytes(100)
     block = block_of(memory.data_ptr(), 100)
-    assert block is not None
     view = memory[3:5].view(1, 2)
     del memory
     gc.collect()

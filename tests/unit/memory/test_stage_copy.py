@@ -21,13 +21,12 @@ from prefixkv.errors import ConfigError, PageStateError
 from prefixkv.memory import stage_copy
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.kv_pool import KVPool, PoolGroup
-from prefixkv.memory.mesh import Mesh, Shard, sent_share, sent_shares
+from prefixkv.memory.mesh import Shard
 from prefixkv.memory.stage_copy import StagingCopy, scatter_together, staging_copy
-from prefixkv.memory.staging_area import BLOCK_BYTES, StagePlan, StagingArea
+from prefixkv.memory.staging_area import StagePlan
 from prefixkv.paging import unit_pages
-from prefixkv.staging.leases import LeaseCut
 from tests.support.engine_tensors import DTYPES
-from tests.support.mesh_pools import ORDERS, mesh_layout, shards
+from tests.support.mesh_pools import ORDERS, mesh_layout
 from tests.support.rank_memory import Memory
 
 Make = Callable[[KVLayout, Shard, int], StagingCopy]
@@ -142,82 +141,6 @@ def test_kv_of_any_dtype_moves_between_our_layouts(
     scatter_into(to, np.array([1, 2, 0], np.int32), stage)
     assert torch.equal(target.read_pages([1, 2, 0]), data[[4, 0, 5]])
     assert not target.read_pages([3, 4, 5]).any()
-
-
-MESHES = [
-    (Mesh(2, 8, 4), Mesh(2, 8)),
-    (Mesh(2, 8), Mesh(2, 8, 4)),
-    (Mesh(2, 2, 4, 2), Mesh(2, 2, 2)),
-    (Mesh(3, 4, 2, 2), Mesh(3, 4, 4)),
-    (Mesh(2, 1, 4, 2), Mesh(2, 1, 2)),
-]
-
-
-@pytest.mark.parametrize(("src_size", "dst_size"), [(2, 8), (4, 2)])
-@pytest.mark.parametrize(("writers", "readers"), MESHES)
-def test_a_lease_carries_the_sections_of_all_writers(
-    make: Make, device: str, writers: Mesh, readers: Mesh, src_size: int, dst_size: int
-) -> None:
-    attention = "mla" if writers.num_kv_heads == 1 else "mha"
-    kinds, unit, num_units = 1 if attention == "mla" else 2, min(src_size, dst_size), 4
-    stop = num_units * unit
-    src_pages, dst_pages = (
-        (4, 1, 3, 2, 0, 6, 5)[: -(-stop // size)] for size in (src_size, dst_size)
-    )
-    kv = np.random.default_rng(3).integers(
-        0, 256, (writers.num_layers, kinds, stop, writers.num_kv_heads, 8), np.uint8
-    )
-
-    def sides(mesh: Mesh, order: str, size: int) -> list[Memory]:
-        return [
-            Memory(
-                mesh_layout(order, 8, size, shard.num_layers, shard.num_heads, attention, 8),
-                device,
-                seed,
-            )
-            for seed, shard in enumerate(shards(mesh))
-        ]
-
-    def part_of(shard: Shard) -> np.ndarray:
-        layers = slice(shard.first_layer, shard.first_layer + shard.num_layers)
-        return kv[layers, :, :, shard.first_head : shard.first_head + shard.num_heads].ravel()
-
-    sources, targets = (
-        sides(writers, "layer_major", src_size),
-        sides(readers, "page_major", dst_size),
-    )
-    for memory, shard in zip(sources, shards(writers), strict=True):
-        whole = Shard.whole(memory.layout)
-        at = torch.from_numpy(memory.places(src_pages, whole, unit, 0, num_units)).to(device)
-        memory.tensor[at] = torch.from_numpy(part_of(shard)).to(device)
-    src_units, dst_units = (
-        unit_pages(np.array(pages, np.int32), size // unit, 0, num_units)
-        for pages, size in ((src_pages, src_size), (dst_pages, dst_size))
-    )
-    for reader, memory in enumerate(targets):
-        shard = shards(readers)[reader]
-        expected = memory.bytes()
-        expected[memory.places(dst_pages, Shard.whole(memory.layout), unit, 0, num_units)] = (
-            part_of(shard)
-        )
-        area = StagingArea(BLOCK_BYTES, 1 << 24, 1 << 24)
-        shares = tuple(
-            (rank, share.num_layers * share.num_heads * kinds * stop * 8)
-            for rank, share in sent_shares(writers, readers, reader).items()
-        )
-        sections = LeaseCut.of(shares, area).sections(1)
-        ends = [offset + num_bytes for _, offset, num_bytes in sections.values()]
-        assert all(a <= b for a, (_, b, _) in zip(ends, list(sections.values())[1:], strict=False))
-        lease = torch.zeros(max(ends), dtype=torch.uint8, device=device)
-        for writer, offset, num_bytes in sections.values():
-            share = sent_share(writers, writer, readers, reader)
-            assert share is not None
-            section = lease[offset : offset + num_bytes]
-            make(sources[writer].layout, share.inside(shards(writers)[writer]), unit).gather(
-                src_units, section
-            )
-            scatter_into(make(memory.layout, share.inside(shard), unit), dst_units, section)
-        assert np.array_equal(memory.bytes(), expected)
 
 
 @pytest.mark.parametrize("num_units", [1, 3])

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixkv.errors import AbortedError, InternalError, TransferError
+from prefixkv.errors import AbortedError, TransferError
 from prefixkv.protocol.events import RoomDrained, RoomEnded, RoomOverdue
 from prefixkv.protocol.ids import KVPoll
 from prefixkv.protocol.messages import Abort, Outcome, OutcomeAck
@@ -203,13 +203,6 @@ def test_every_event_in_every_state_does_as_the_table_says_and_no_step_is_listed
         if step := ReceiverMachine.TABLE[before].get(type(event)):
             taken |= {(before, type(event), machine.poll)} if step.method else set()
     check_all_steps_are_taken(ReceiverMachine.TABLE, taken)
-
-
-@pytest.mark.parametrize("script", ["promised", "transferring", "success"])
-def test_a_second_promise_of_ours_raises_and_names_state_and_event(script: str) -> None:
-    laws = run(SCRIPTS[script])
-    with pytest.raises(InternalError, match=f"PeerReady must not come in {laws.machine.poll.name}"):
-        laws.machine.on(PeerReady((0,)), 0.0)
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)

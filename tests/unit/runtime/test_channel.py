@@ -306,28 +306,28 @@ def test_an_oversize_frame_does_not_get_in_and_its_sender_may_go_on(ends: Ends) 
 # --- addresses ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("address", "local"),
-    [
-        ("tcp://127.0.0.1:1", True),
-        ("tcp://127.9.9.9:1", True),
-        ("tcp://localhost:1", True),
-        ("tcp://[::1]:1", True),
-        ("ipc:///run/kv", True),
-        ("inproc://kv", True),
-        ("tcp://*:1", False),
-        ("tcp://0.0.0.0:1", False),
-        ("tcp://[::]:1", False),
-        ("tcp://10.0.0.1:1", False),
-        ("tcp://eth0:1", False),
-        ("tcp://localhost.example.com:1", False),
-        ("tcp://[::1", False),
-        ("", False),
-        ("127.0.0.1", False),
-    ],
-)
-def test_what_is_loopback(address: str, local: bool) -> None:
-    assert is_loopback(address) is local
+HERE = ["127.0.0.1:1", "127.9.9.9:1", "localhost:1", "[::1]:1"]
+ELSEWHERE = [
+    "*:1",
+    "0.0.0.0:1",
+    "[::]:1",
+    "10.0.0.1:1",
+    "eth0:1",
+    "localhost.example.com:1",
+    "[::1",
+]
+
+
+@pytest.mark.parametrize("host", [*HERE, *ELSEWHERE])
+def test_what_is_loopback(host: str) -> None:
+    assert is_loopback(f"tcp://{host}") is (host in HERE)
+
+
+def test_what_is_no_tcp_address_is_loopback_by_its_kind() -> None:
+    assert is_loopback("ipc:///run/kv")
+    assert is_loopback("inproc://kv")
+    assert not is_loopback("")
+    assert not is_loopback("127.0.0.1")
 
 
 @pytest.mark.parametrize("bind", ["tcp://*:*", "tcp://0.0.0.0:*"])

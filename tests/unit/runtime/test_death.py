@@ -56,7 +56,6 @@ def process(code: str, *args: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def read_life(child: subprocess.Popen[bytes]) -> tuple[ProcessLife, int | None]:
-    assert child.stdout is not None
     line = child.stdout.readline()
     return msgspec.json.decode(line, type=tuple[ProcessLife, int | None])
 
@@ -145,7 +144,6 @@ def test_a_process_of_another_pid_namespace(mounts: bool) -> None:
     ) as child:
         try:
             if not mounts:
-                assert child.stderr is not None
                 assert b"OSError" in child.stderr.read()
                 return
             life, _ = read_life(child)
@@ -175,7 +173,6 @@ def test_what_a_dead_writer_sent_is_on_its_way_until_it_is_read(is_reset: bool) 
     with socket.create_server(("127.0.0.1", 0)) as server:
         with process(WRITER, str(server.getsockname()[1])) as child:
             conn, _ = server.accept()
-            assert child.stdout is not None
             left = int(child.stdout.readline())
             assert has_read_the_dead(), "its writer lives"
             if is_reset:
@@ -208,7 +205,6 @@ signal.pause()
 """
         with process("sock = None\n" + code, str(server.getsockname()[1])) as child:
             conn, _ = server.accept()
-            assert child.stdout is not None
             child.stdout.readline()
         with conn:
             assert conn.recv(1) == b"a"
@@ -231,7 +227,6 @@ def test_what_a_row_without_another_end_says(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         row = connection_of(server)
-        assert row is not None
         rows = [row._replace(state=state, waiting=waiting, remote=remote)]
         monkeypatch.setattr(death, "_connections", lambda name: rows if name == "tcp" else [])
         assert has_read_the_dead() is read

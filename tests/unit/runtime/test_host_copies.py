@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -32,6 +32,7 @@ from tests.support.patience import until
 WAIT_S = 60.0
 
 Results = SimpleQueue[HostCopyDone]
+Worlds = Callable[..., "World"]
 
 
 def _k_and_v_of_a_page_together() -> KVPool:
@@ -124,12 +125,29 @@ class World:
         self.host.close()
 
 
+@pytest.fixture
+def worlds() -> Iterator[Worlds]:
+    """At the end each is closed, and has nothing more to say."""
+    made: list[World] = []
+    yield lambda *what, **more: made.append(World(*what, **more)) or made[-1]
+    for world in made:
+        world.close()
+        assert world.results.empty()
+
+
+@pytest.fixture
+def world(worlds: Worlds) -> World:
+    return worlds()
+
+
 @pytest.mark.parametrize("name", POOLS)
 @pytest.mark.parametrize("seed", range(3))
-def test_loads_and_writes_in_any_order_keep_every_byte(name: str, seed: int) -> None:
+def test_loads_and_writes_in_any_order_keep_every_byte(
+    name: str, seed: int, worlds: Worlds
+) -> None:
     """Against a model that copies a page at once: which bytes each page of both pools has."""
     draw = random.Random(seed)
-    world = World(name, threads=2, piece_pages=draw.choice([1, 2, 5]))
+    world = worlds(name, threads=2, piece_pages=draw.choice([1, 2, 5]))
     on_device, on_host = list(range(24)), [page % 24 for page in range(40)]
     for page, tag in enumerate(on_device):
         world.fill(page, tag)
@@ -184,11 +202,10 @@ def test_loads_and_writes_in_any_order_keep_every_byte(name: str, seed: int) -> 
         world.copies.submit(load(1000, there, np.arange(24, dtype=np.int32)))
         assert world.take(1)[0].error is None
         assert all(world.holds(page, on_host[first + page]) for page in range(24))
-    world.close()
 
 
-def test_pieces_of_one_load_run_at_once_and_its_end_comes_once() -> None:
-    world = World(threads=3, piece_pages=2)
+def test_pieces_of_one_load_run_at_once_and_its_end_comes_once(worlds: Worlds) -> None:
+    world = worlds(threads=3, piece_pages=2)
     gate = Gate(world.copies, 0, 2)
     world.copies.submit(load(7, pages(*range(8)), pages(*range(8))))
     # Two pieces are held, and the third thread makes the others.
@@ -198,12 +215,9 @@ def test_pieces_of_one_load_run_at_once_and_its_end_comes_once() -> None:
     gate.let_go()
     (done,) = world.take(1)
     assert done == HostCopyDone(7, None, 8 * world.page_bytes, done.seconds)
-    world.close()
-    assert world.results.empty()
 
 
-def test_a_load_overtakes_writes_and_waits_for_the_piece_that_runs() -> None:
-    world = World()
+def test_a_load_overtakes_writes_and_waits_for_the_piece_that_runs(world: World) -> None:
     gate = Gate(world.copies, 20)
     world.copies.submit(write(1, pages(20, 21, 22), pages(0, 1, 2)))
     world.copies.submit(write(2, pages(23), pages(3)))
@@ -216,7 +230,6 @@ def test_a_load_overtakes_writes_and_waits_for_the_piece_that_runs() -> None:
         ("write", [20]), ("load", [8]), ("load", [9]), ("load", [10]),
         ("write", [21]), ("write", [22]), ("write", [23]),
     ]  # fmt: skip
-    world.close()
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -251,8 +264,8 @@ def test_a_write_has_its_turns_beside_loads_that_follow_each_other(
     world.close()
 
 
-def test_an_order_that_fails_ends_after_its_pieces_that_run() -> None:
-    world = World(threads=2)
+def test_an_order_that_fails_ends_after_its_pieces_that_run(worlds: Worlds) -> None:
+    world = worlds(threads=2)
     for page in range(4):
         world.fill(page, page)
     world.copies.submit(write(0, pages(0, 1, 2, 3), pages(0, 1, 2, 3)))
@@ -273,12 +286,10 @@ def test_an_order_that_fails_ends_after_its_pieces_that_run() -> None:
     assert world.holds(10, 0)
     assert not world.pool.read_pages([11]).any()
     assert world.holds(12, 3)
-    world.close()
-    assert world.results.empty()
 
 
-def test_close_waits_for_what_runs_and_ends_the_rest() -> None:
-    world = World(threads=2)
+def test_close_waits_for_what_runs_and_ends_the_rest(worlds: Worlds) -> None:
+    world = worlds(threads=2)
     for page in range(24):
         world.fill(page, page)
     gate = Gate(world.copies, 20, 21)
@@ -306,17 +317,12 @@ def test_close_waits_for_what_runs_and_ends_the_rest() -> None:
     world.copies.close()
     with pytest.raises(ClosedError):
         world.copies.submit(load(6, pages(0), pages(0)))
-    world.close()
-    assert world.results.empty()
 
 
-def test_an_order_of_unequal_or_no_pages_is_refused() -> None:
-    world = World()
+def test_an_order_of_unequal_or_no_pages_is_refused(world: World) -> None:
     for host, device in ((pages(0, 1), pages(0)), (pages(), pages())):
         with pytest.raises(PageStateError, match="order 1 has"):
             world.copies.submit(load(1, host, device))
-    world.close()
-    assert world.results.empty()
 
 
 def test_threads_are_named_and_gone_after_close() -> None:
@@ -386,8 +392,8 @@ class Event:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_an_order_waits_for_the_device_and_others_overtake_it(threads: int) -> None:
-    world = World(threads=threads)
+def test_an_order_waits_for_the_device_and_others_overtake_it(threads: int, worlds: Worlds) -> None:
+    world = worlds(threads=threads)
     world.fill(0, 0)
     world.fill(1, 1)
     late, later = Event(), Event()
@@ -407,10 +413,11 @@ def test_an_order_waits_for_the_device_and_others_overtake_it(threads: int) -> N
     world.copies.submit(load(5, pages(1), pages(5)))
     world.take(1)
     assert world.holds(5, 7)
-    world.close()
 
 
-def test_threads_sleep_once_no_order_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_sleep_once_no_order_waits_for_the_device(
+    worlds: Worlds, monkeypatch: pytest.MonkeyPatch
+) -> None:
     waits: list[float | None] = []
 
     class Wakes(SimpleQueue[None]):
@@ -419,7 +426,7 @@ def test_threads_sleep_once_no_order_waits_for_the_device(monkeypatch: pytest.Mo
             super().get(block, timeout)
 
     monkeypatch.setattr(copies, "SimpleQueue", Wakes)
-    world, event = World(), Event()
+    world, event = worlds(), Event()
     world.copies.submit(write(1, pages(0), pages(0)), event)
     # Nothing wakes a thread when the device is done, so it has to look now and then.
     until(lambda: event.looks > 3)
@@ -427,11 +434,9 @@ def test_threads_sleep_once_no_order_waits_for_the_device(monkeypatch: pytest.Mo
     event.is_over = True
     world.take(1)
     until(lambda: waits[-1] is None, state=lambda: f"waiting without a limit: {waits[-1]}")
-    world.close()
 
 
-def test_an_event_that_raises_fails_its_order_alone() -> None:
-    world = World()
+def test_an_event_that_raises_fails_its_order_alone(world: World) -> None:
     lost, late = Event(), Event()
     lost.error = True
     world.copies.submit(write(1, pages(0), pages(0)), lost)

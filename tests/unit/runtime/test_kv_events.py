@@ -22,7 +22,7 @@ from prefixkv.config import (
 from prefixkv.errors import ConfigError, RequestError
 from prefixkv.request import Request
 from prefixkv.serving.router import WorkerIndex
-from tests.support.node_pair import NodePair, make_pool, tokens_of
+from tests.support.node_pair import make_pool, tokens_of
 from tests.support.patience import until
 from tests.unit.kv_events.follower import Subscriber
 from tests.unit.runtime.conftest import QUICK, MakePair, node_threads
@@ -50,7 +50,6 @@ def agrees(node: Any, namespace: Namespace | None = None) -> int:
 
 def test_routers_know_both_trees(make_pair: MakePair) -> None:
     pair = make_pair(decode={"kv_events": EVENTS}, prefill={"kv_events": EVENTS})
-    assert pair.decode.kv_events is not None
     assert pair.decode.kv_events.topic == f"kv@{pair.decode.peer_id.name}@unnamed"
     for seed in range(1, 8):  # more than the pools have pages
         pair.submit(f"r{seed}", tokens_of(seed, 50), max_new_tokens=2)
@@ -67,8 +66,6 @@ def test_routers_know_what_is_in_host_memory(make_pair: MakePair) -> None:
     decode = {"kv_events": EVENTS, "host_memory": host, "reserve_tokens": 0}
     pair = make_pair(pool={"num_pages": 40}, decode=decode)
     node, index = pair.decode, WorkerIndex(1000)
-    assert node.host is not None
-    assert node.kv_events is not None
     caches = {"GPU": node.pages.cache, "CPU": node.host.cache}
     prompts = [tokens_of(seed, 50) for seed in range(1, 8)]  # more than the pool has pages
 
@@ -125,15 +122,6 @@ def test_a_node_tells_without_being_asked_for_anything_else(make_pair: MakePair)
             subscriber.follow()
 
 
-def test_one_feed_serves_routers_and_takers_of_batches(make_pair: MakePair) -> None:
-    pair = make_pair(decode={"kv_events": EVENTS})
-    pair.decode.take_cache_events()
-    pair.submit("a", tokens_of(1, 40), max_new_tokens=2)
-    pair.run("a")
-    taken = pair.decode.take_cache_events().events
-    assert sum(len(event.page_keys) for event in taken) == agrees(pair.decode)
-
-
 def test_a_namespace_that_has_no_words_is_refused_on_both_sides(make_pair: MakePair) -> None:
     pair = make_pair(decode={"kv_events": EVENTS}, prefill={"kv_events": EVENTS})
     prompt = tokens_of(1, 40)
@@ -155,14 +143,6 @@ def test_a_namespace_with_words_travels_to_both(make_pair: MakePair) -> None:
     pair.run("a")
     for node in (pair.decode, pair.prefill):
         assert agrees(node, named) >= 10
-
-
-def test_a_port_in_use_closes_the_node(pair: NodePair) -> None:
-    with closing(DecodeNode(make_pool(), DecodeConfig(control=QUICK, kv_events=EVENTS))) as node:
-        assert node.kv_events is not None
-        taken = KVEventsConfig(node.kv_events.endpoint, FREE, FREE)
-        with pytest.raises(ConfigError, match="in use"):
-            DecodeNode(make_pool(), DecodeConfig(control=QUICK, kv_events=taken))
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from prefixkv.transfer import DecodeTransfers, PrefillTransfers, RankSpec
 from tests.support.node_pair import NodePair, drive_until, left, make_pool, tokens_of
 from tests.support.node_stages import Proceed, computing, promised, queued, transferring
 from tests.support.patience import NEVER_S, PATIENCE_S, SkippableClock, lasting_address, until
+from tests.support.wires import wired
 from tests.unit.runtime.conftest import QUICK, MakePair, node_threads, open_descriptors
 
 
@@ -132,7 +133,7 @@ def patient_farewells(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_wire")
+@pytest.mark.usefixtures("_any_wire")
 @pytest.mark.parametrize("stage", [promised, computing, transferring])
 def test_prefill_closes_and_its_pages_are_free_at_once(
     make_pair: MakePair, stage: Callable[[NodePair], Proceed], patient_farewells: None
@@ -144,9 +145,8 @@ def test_prefill_closes_and_its_pages_are_free_at_once(
     pair.p.hold = False
     drive_until(lambda: "r" in pair.d.ended and not left(pair.decode), [pair.d])
     assert isinstance(pair.d.ended["r"], TransferError)
-    pair.prefill = PrefillNode(
-        make_pool(), PrefillConfig(bind=pair.prefill.endpoint, control=QUICK)
-    )
+    config = PrefillConfig(bind=pair.prefill.endpoint, control=QUICK)
+    pair.prefill = PrefillNode(make_pool(), wired(config))
     again = NodePair(pair.decode, pair.prefill)  # under the same name and address
     again.submit("again", tokens_of(2, 20), room=77)
     again.run("again")
@@ -201,12 +201,6 @@ def test_a_node_whose_agent_lives_on_claims_no_fence(
     monkeypatch.undo()
     pair.prefill = PrefillNode(make_pool(), PrefillConfig(control=QUICK))
     pair.p = NodePair(pair.decode, pair.prefill).p
-
-
-def test_closing_twice_from_two_ends_of_a_with() -> None:
-    with PrefillNode(make_pool(), PrefillConfig(control=QUICK)) as node:
-        node.close()
-    assert not node_threads()
 
 
 # --- drained before a restart ---------------------------------------------------------------------

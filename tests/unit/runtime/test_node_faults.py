@@ -33,7 +33,6 @@ from prefixkv.protocol import messages
 from prefixkv.protocol.ids import PeerId
 from prefixkv.request import Request
 from prefixkv.runtime.logs import REPEAT_S
-from prefixkv.transport.base import Arrived
 from tests.support.node_pair import NodePair, PrefillDriver, left, make_pool, tokens_of
 from tests.support.node_stages import end_of, lone_decode, queued
 from tests.support.patience import NEVER_S, PATIENCE_S, SkippableClock, lasting_address, until
@@ -231,14 +230,6 @@ def test_decode_lives_through_junk(clock: SkippableClock) -> None:
         until(lambda: not node.transfers.thread.inbox.pending)
         clock.skip(NEVER_S, [node])  # it tries to tell prefill, for as long as prefill may wait
         until(lambda: not left(node))
-
-
-def test_a_notification_that_is_no_tag_is_counted(pair: NodePair) -> None:
-    for tag in (b"", b"junk", bytes(100)):
-        pair.decode.transfers.thread.inbox.put(Arrived(tag))
-    until(lambda: pair.decode.stats().get("tags_dropped") == 3)
-    pair.submit("r", tokens_of(1, 10))
-    pair.run("r")
 
 
 def test_keys_and_names(clock: SkippableClock, caplog: pytest.LogCaptureFixture) -> None:

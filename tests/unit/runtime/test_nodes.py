@@ -299,29 +299,20 @@ def test_no_call_waits_for_a_write(make_pair: MakePair) -> None:
 
 
 def test_stats_and_peers(pair: NodePair) -> None:
-    assert pair.decode.peers() == {}
-    assert pair.prefill.peers() == {}
+    assert pair.decode.peers() == pair.prefill.peers() == {}
     pair.d.hold_running = True
     pair.submit("r", tokens_of(1, 10), max_new_tokens=1)
     pair.until(lambda: "r" in pair.d.running)
     stats = pair.decode.stats()
     wanted = {
-        "admitted": 1, "prompt_tokens": 10, "skipped_tokens": 0, "transferred": 1, "requests": 1,
-        "rooms": 0, "locks": 1, "protected_pages": 2, "evictable_pages": 0, "pages_cached": 2,
-        "pages_owned": 1, "pages_free": 61, "pages_held": 0, "pages_quarantined": 0,
-        "evicted_pages": 0,
+        "admitted": 1, "transferred": 1, "requests": 1, "rooms": 0, "locks": 1,
+        "protected_pages": 2, "evictable_pages": 0, "pages_cached": 2, "pages_owned": 1,
+        "pages_free": 61, "pages_held": 0, "pages_quarantined": 0,
     }  # fmt: skip
     assert {name: stats[name] for name in wanted} == wanted
     pair.d.hold_running = False
     pair.run("r")
-    stats = pair.prefill.stats()
-    wanted = {
-        "prompt_tokens": 10, "hit_tokens": 0, "decode_hit_tokens": 0, "sent": 1, "bytes_skipped": 0,
-        "requests": 0, "bytes_sent": page_bytes(pair, 3), "pages_cached": 2, "pages_owned": 0,
-        "locks": 0,
-    }  # fmt: skip
-    assert {name: stats[name] for name in wanted} == wanted
-    assert pair.decode.stats()["finished"] == 1
+    assert pair.decode.stats()["finished"] == pair.prefill.stats()["sent"] == 1
     assert pair.decode.peers() == {pair.prefill.endpoint: (pair.prefill.peer_id, "ready")}
     assert pair.prefill.peers() == {pair.decode.peer_id: "ready"}
     assert isinstance(pair.decode.peer_id, PeerId)

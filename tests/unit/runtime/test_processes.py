@@ -12,7 +12,7 @@ import pytest
 
 from prefixkv import DecodeNode, PrefillNode
 from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig
-from prefixkv.errors import PeerLostError, TransferError, TransferTimeoutError
+from prefixkv.errors import PeerLostError, TransferTimeoutError
 from prefixkv.pages.allocator import PageState
 from tests.support.node_pair import (
     DecodeDriver,
@@ -85,6 +85,8 @@ class WithPrefillChild:
         self.until(lambda: not left(self.node))
         node_at_rest(self.node)
         assert self.d.mismatches == self.d.wrong_aux == 0
+        until(lambda: not left_there(self.child))
+        self.child.call("check_at_rest")
 
 
 @pytest.mark.slow
@@ -130,8 +132,6 @@ def test_prefill_is_killed(
     there.until(lambda: "again" in there.d.ended)
     assert there.d.ended["again"] is None, there.d.ended
     there.check_at_rest()
-    until(lambda: not left_there(there.child))
-    there.child.call("check_at_rest")
 
 
 @pytest.mark.slow
@@ -168,8 +168,6 @@ def test_prefill_stands_still_past_every_deadline_and_goes_on(
     until(lambda: "r" in there.child.call("names", "failed") + there.child.call("get", "sent"))
     there.run("again", 2)
     there.check_at_rest()
-    until(lambda: not left_there(there.child))
-    there.child.call("check_at_rest")
 
 
 @pytest.mark.parametrize("_any_wire", ["tcp"], indirect=True)
@@ -191,8 +189,6 @@ def test_a_data_plane_that_is_cut_costs_a_request_and_no_page(start: Any, stack:
         raise AssertionError("no write has failed: the test has shown nothing")
     there.run("again", 99)
     there.check_at_rest()
-    until(lambda: not left_there(there.child))
-    there.child.call("check_at_rest")
 
 
 def left_there(child: NodeProcess) -> int:
@@ -201,31 +197,11 @@ def left_there(child: NodeProcess) -> int:
 
 
 @pytest.mark.slow
-def test_prefill_leaves_in_the_middle_and_another_takes_its_place(
-    start: Any, stack: ExitStack
-) -> None:
-    """Its farewell is a fence: all pages are back before the deadlines that would only quarantine
-    them."""
-    there = WithPrefillChild(start, stack)
-    there.submit("half", 1, 2, "never")
-    there.submit("none", 2, 0, "never")
-    there.until(lambda: there.child.call("stats").get("writes_done", 0) >= 4 + 2)
-    there.child.close()
-    there.until(lambda: len(there.d.ended) == 3 and not left(there.node))
-    assert there.node.stats().get("quarantined_pages", 0) == 0
-    for rid in ("half", "none"):
-        assert isinstance(there.d.ended[rid], TransferError)
-        assert "has left" in str(there.d.ended[rid])
-    there.restart()
-    there.run("again", 1)
-    there.check_at_rest()
-
-
-@pytest.mark.slow
-def test_decode_is_killed(start: Any, stack: ExitStack) -> None:
+@pytest.mark.parametrize("proves", [False, True])
+def test_decode_is_killed(start: Any, stack: ExitStack, proves: bool) -> None:
     """Prefill's requests fail, its pages are free again, and it serves whoever comes next under the
-    name; also where its death is not to be proved."""
-    control = replace(QUICK, prove_death=False)
+    name. One that no write has met fails once the death is proved, or with the next life."""
+    control = replace(QUICK, prove_death=proves)
     config = DecodeConfig(control=control, reserve_tokens=0)  # four of these have room at once
     child = start("decode", config, POOL)
     node = stack.enter_context(
@@ -254,8 +230,14 @@ def test_decode_is_killed(start: Any, stack: ExitStack) -> None:
     child.kill()
     gate.open = True
     drive_until(lambda: {"1", "2", "3"} <= p.failed.keys(), [p])
-    source = "prefixkv.errors" if is_shm() else "nixl"
-    assert all(type(error).__module__.startswith(source) for error in p.failed.values()), p.failed
+    if proves:
+        drive_until(lambda: "4" in p.failed and not left(node), [p])
+        assert "proved dead" in str(p.failed["4"])
+        assert (node.stats()["peers_proved_dead"], node.peers()) == (1, {})
+        node_at_rest(node)
+    else:
+        source = "prefixkv.errors" if is_shm() else "nixl"
+        assert all(type(error).__module__.startswith(source) for error in p.failed.values())
 
     other = start("decode", config, POOL)
     submit(other, "9", 9)  # another life of the same name: what is meant for the old one fails

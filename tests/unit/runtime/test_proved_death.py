@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from prefixkv import PrefillNode
-from prefixkv.config import DecodeConfig, PrefillConfig
+from prefixkv.config import PrefillConfig
 from prefixkv.errors import PeerLostError
 from prefixkv.protocol.messages import ProcessLife
 from prefixkv.runtime import death
@@ -20,18 +19,12 @@ from prefixkv.runtime.death import HeldLife
 from tests.support import node_process
 from tests.support.node_pair import (
     DecodeDriver,
-    PrefillDriver,
-    drive_until,
     left,
-    make_pool,
-    node_at_rest,
     tokens_of,
 )
 from tests.support.node_process import NodeProcess
-from tests.support.node_stages import Gate
 from tests.support.patience import NEVER_S, SkippableClock, lasting_address, until
 from tests.support.processes import children
-from tests.support.wires import wired
 from tests.unit.runtime.conftest import QUICK
 from tests.unit.runtime.test_death import a_dead_life
 from tests.unit.runtime.test_processes import NUM_TOKENS, POOL, WithPrefillChild
@@ -129,38 +122,6 @@ def test_a_prefill_whose_fork_lives_is_not_fenced_before_that_has_ended(
         assert left(there.node)["pages_quarantined"] == 32
     there.until(lambda: "r" in there.d.ended and not left(there.node))
     assert there.node.stats()["peers_proved_dead"] == 1
-
-
-@pytest.mark.slow
-def test_decode_is_killed(start: Start, stack: ExitStack) -> None:
-    """A write to it fails; so does the request that is still being computed, which no write has
-    met, and its pages are free."""
-    child = start("decode", DecodeConfig(control=QUICK, reserve_tokens=0), POOL)
-    node = stack.enter_context(PrefillNode(make_pool(**POOL), wired(PrefillConfig(control=QUICK))))
-    p = PrefillDriver(node, chunk=32)
-
-    def submit(rid: str, seed: int) -> None:
-        tokens = tokens_of(seed, NUM_TOKENS)
-        child.call("submit", rid, tokens, node.endpoint, 2, room=int(rid), tell=False)
-        p.add(rid, tokens, int(rid))
-
-    submit("0", 0)
-    drive_until(lambda: p.sent == ["0"] and not left(node), [p])
-    gate = p.ready["1", 0] = Gate()
-    submit("1", 1)
-    drive_until(lambda: "1" in p.computing, [p])
-    drive_until(lambda: not p.computing, [p])
-    p.hold = True
-    submit("2", 2)
-    drive_until(lambda: "2" in p.computing, [p])
-    child.kill()
-    gate.open = True
-    drive_until(lambda: {"1", "2"} <= p.failed.keys() and not left(node), [p])
-    assert isinstance(p.failed["2"], PeerLostError)
-    assert "proved dead" in str(p.failed["2"])
-    assert node.stats()["peers_proved_dead"] == 1
-    assert node.peers() == {}
-    node_at_rest(node)
 
 
 # --- a peer that lies -----------------------------------------------------------------------------

@@ -160,7 +160,6 @@ def test_sockets_tell_routers_of_checkpoints() -> None:
                 said += [turn] * 30
                 pair.serve(said)
             points = pair.prefill.pages.checkpoints
-            assert points is not None
             follower = subscriber.follower
             while len(follower.checkpoints) != 2 or follower.matched(said) != 88:
                 subscriber.follow()

@@ -53,10 +53,11 @@ def test_wait_returns_at_once_if_something_is_there_and_takes_nothing(inbox: Inb
     assert not inbox.wait(0)
 
 
-def test_wait_is_woken_by_a_put(inbox: Inbox[int]) -> None:
+@pytest.mark.parametrize("timeout_s", [None, math.inf])
+def test_a_wait_without_end_is_woken_by_a_put(inbox: Inbox[int], timeout_s: float | None) -> None:
     timer = threading.Timer(0.05, inbox.put, (1,))
     timer.start()
-    assert returned(lambda: inbox.wait(None))
+    assert returned(lambda: inbox.wait(timeout_s))
     timer.join()
 
 
@@ -82,11 +83,6 @@ def test_a_wait_of_less_than_a_millisecond_is_not_a_whole_one(inbox: Inbox[int])
 @pytest.mark.parametrize("timeout_s", [-1.0, float("nan"), -math.inf])
 def test_a_wait_for_less_than_no_time_looks_once(inbox: Inbox[int], timeout_s: float) -> None:
     assert not inbox.wait(timeout_s)
-
-
-def test_a_wait_without_end_ends_with_a_put(inbox: Inbox[int]) -> None:
-    threading.Timer(0.05, inbox.put, (1,)).start()
-    assert returned(lambda: inbox.wait(math.inf))
 
 
 def test_a_descriptor_beyond_those_of_select_is_waited_for() -> None:

@@ -9,7 +9,7 @@ import pytest
 from prefixkv.config import TransportConfig
 from prefixkv.errors import HandshakeError
 from prefixkv.protocol.messages import Libraries
-from prefixkv.runtime import rank_spec
+from prefixkv.runtime import decode_transfers, rank_spec
 from prefixkv.transport.nixl.loop import NixlLoop
 from prefixkv.transport.shm import peer as shm_peer
 from prefixkv.transport.shm.copy import CopyPlan
@@ -49,7 +49,7 @@ def test_decode_is_written_by_shm_where_both_are_in_one_place(
     make_pair: MakePair, copies: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even where their versions of NIXL differ."""
-    monkeypatch.setattr(rank_spec, "loaded_libraries", lambda: Libraries("0.1", "0.1"))
+    monkeypatch.setattr(decode_transfers, "loaded_libraries", lambda: Libraries("0.1", "0.1"))
     serve(made(make_pair), "a", "b")
     assert copies["shm"] > 0 == copies["nixl"]
 

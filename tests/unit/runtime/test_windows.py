@@ -7,7 +7,6 @@ import random
 import re
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -140,7 +139,6 @@ def test_chats_with_small_pools_aborts_and_retractions(
         if seed == NO_CHECKPOINTS:
             return
         points = pair.prefills[0].pages.checkpoints
-        assert points is not None
         assert points.evicted
         assert min(pair.computed.values()) < 12
 
@@ -232,52 +230,36 @@ def test_workers_of_other_groups_refuse_each_other_by_name(
 
 
 STATE = StateTensor("s", 0, 1, (1,))
+NEAR, KEPT = {"compute": ComputeConfig()}, {"checkpoints": 2}
 
 
 @pytest.mark.parametrize(
-    ("make", "why"),
+    ("node", "sizes", "config", "more", "why"),
     [
+        (DecodeNode, {}, NEAR, {}, "compute: with window groups it needs checkpoints"),
         (
-            lambda: DecodeNode(grouped(), DecodeConfig(compute=ComputeConfig())),
-            "compute: with window groups it needs checkpoints",
+            DecodeNode,
+            {"window": 0, "num_pages": 12},
+            NEAR,
+            {},
+            "compute: not with .* aligned group",
         ),
-        (
-            lambda: DecodeNode(grouped(0, num_pages=12), DecodeConfig(compute=ComputeConfig())),
-            "compute: not with .* aligned groups",
-        ),
-        (
-            lambda: PrefillNode(grouped(num_layers=1), mesh=Mesh(2, 1, 1, 2)),
-            "is of one stage, not 2",
-        ),
-        (
-            lambda: PrefillNode(grouped(), PrefillConfig(checkpoints=2), mesh=Mesh(1, 2, 2)),
-            "a mesh of 2 ranks needs a RankLog",
-        ),
-        (
-            lambda: PrefillNode(grouped(), PrefillConfig(usable_prefix=lambda _, num: num)),
-            "usable_prefix: ",
-        ),
-        (lambda: DecodeNode(grouped(60)), "'sliding' has 12 pages; one request may need 17"),
-        (
-            lambda: PrefillNode(grouped(30), PrefillConfig(checkpoints=2)),
-            "'sliding' has 12 pages; one request may need 17",
-        ),
-        (
-            lambda: PrefillNode(
-                grouped(), PrefillConfig(checkpoints=2), state=StatePool.create((STATE,), 2)
-            ),
-            "the extra state has 2 slots",
-        ),
+        (PrefillNode, {}, {}, {"mesh": Mesh(2, 1, 1, 2)}, "is of one stage, not 2"),
+        (PrefillNode, {}, KEPT, {"mesh": Mesh(1, 2, 2)}, "a mesh of 2 ranks needs a RankLog"),
+        (PrefillNode, {}, {"usable_prefix": lambda _, num: num}, {}, "usable_prefix: "),
+        (DecodeNode, {"window": 60}, {}, {}, "'sliding' has 12 pages; one request may need 17"),
+        (PrefillNode, {"window": 30}, KEPT, {}, "'sliding' has 12 pages; one request may need 17"),
+        (PrefillNode, {}, KEPT, {"state": 2}, "the extra state has 2 slots"),
     ],
 )
-def test_what_groups_do_not_go_with_is_refused_by_name(make: Any, why: str) -> None:
+def test_what_groups_do_not_go_with_is_refused_by_name(
+    node: Any, sizes: dict[str, int], config: dict[str, Any], more: dict[str, Any], why: str
+) -> None:
+    if "state" in more:
+        more = {"state": StatePool.create((STATE,), more["state"])}
+    settings = (DecodeConfig if node is DecodeNode else PrefillConfig)(**config)
     with pytest.raises(ConfigError, match=why):
-        make()
-
-
-def test_checkpoints_of_windows_need_no_extra_state() -> None:
-    with PrefillNode(grouped(), PrefillConfig(checkpoints=2)) as node:
-        assert node.num_slots == 0
+        node(grouped(**sizes), settings, **more)
 
 
 def test_a_group_that_there_is_not_has_no_pages() -> None:
@@ -289,48 +271,6 @@ def test_a_group_that_there_is_not_has_no_pages() -> None:
                 req.window_pages(name)  # type: ignore[arg-type]
         with pytest.raises(RequestError):
             pair.prefill.save_state(None, 4)  # type: ignore[arg-type]
-
-
-def test_each_group_gets_its_own_bytes_in_the_right_place() -> None:
-    """Random bytes, and no model: page by page, in every group, and nowhere else."""
-    with WindowPair(window=10, **QUICKLY) as pair:
-        pair.hold = True
-        models = pair.p_model, pair.d_model
-        chance = torch.Generator().manual_seed(5)
-        for model in models:
-            for pool in (model.full, model.last, model.draft):
-                every = range(pool.layout.num_pages)
-                old = pool.read_pages(every)
-                pool.write_pages(
-                    every, torch.randint(0, 256, old.shape, generator=chance, dtype=torch.uint8)
-                )
-        before = [
-            pool.read_pages(range(pool.layout.num_pages))
-            for pool in (pair.d_model.full, pair.d_model.last, pair.d_model.draft)
-        ]
-        pair.submit("r", list(range(27)))
-        until(lambda: bool(pair.computing), step=pair.step)
-        (req,) = pair.computing
-        first, ids = req.window_pages("sliding")
-        mine: dict[int, int] = {}
-        for end in (8, 16, 24, 27):
-            first, ids = req.window_pages("sliding")
-            mine |= {first + at: page for at, page in enumerate(ids.tolist())}
-            pair.prefill.send_chunk(req, end, last=end == 27)
-        arrived: list[Any] = []
-        until(lambda: bool(arrived), step=lambda: arrived.extend(pair.decode.pop_transferred()))
-        (got,) = arrived
-        first, ids = got.window_pages("sliding")
-        assert first == 4
-        want_full, want_last, want_draft = before
-        # Rows of pages, tokens of the last one that are beyond the prompt included.
-        want_full[got.pages.tolist()] = pair.p_model.full.read_pages(req.pages)
-        want_draft[got.pages.tolist()] = pair.p_model.draft.read_pages(req.pages)
-        sent = [mine[number] for number in range(4, 7)]
-        want_last[ids[:3].tolist()] = pair.p_model.last.read_pages(np.array(sent, np.int32))
-        pools = (pair.d_model.full, want_full), (pair.d_model.last, want_last)
-        for pool, want in (*pools, (pair.d_model.draft, want_draft)):
-            assert torch.equal(pool.read_pages(range(pool.layout.num_pages)), want)
 
 
 def randomly(pools: list[KVPool], seed: int) -> None:

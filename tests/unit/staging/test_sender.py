@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from itertools import count
 from typing import TypeVar
 
@@ -23,6 +24,7 @@ from prefixkv.staging.sender import (
     SendLeaseAsk,
     StagedWriteAction,
     StagingSender,
+    Streams,
 )
 
 P, Q = PeerId("decode-0", 1), PeerId("decode-1", 1)
@@ -61,6 +63,7 @@ class Desk:
         self.sender.add_peer(Q, CUT)
         self.next_unit: dict[tuple[RoomKey, PeerId], int] = {}
         self.leases = count(50)
+        self.rooms: dict[RoomKey, Streams] = defaultdict(dict)
 
     def checked(self, out: list[StagedWriteAction]) -> list[StagedWriteAction]:
         self.sender.check_invariants()
@@ -78,13 +81,14 @@ class Desk:
         first = self.next_unit.get((key, peer), 0)
         self.next_unit[key, peer] = first + units
         src = np.arange(100 * job, 100 * job + units, dtype=np.int32)
-        return self.checked(self.sender.write(job, key, TICKET, peer, first, src, ready, now_s))
+        use = key, self.rooms[key], TICKET, peer
+        return self.checked(self.sender.write(job, *use, first, src, ready, now_s))
 
     def grant(
         self, piece: int, key: RoomKey = A, peer: PeerId = P, offset: int = 0
     ) -> list[StagedWriteAction]:
         grant = LeaseGrant(*key.numbers, piece, next(self.leases), offset, TICKET)
-        return self.checked(self.sender.on_grant(peer, key, grant))
+        return self.checked(self.sender.on_grant(self.rooms[key].get(peer), grant))
 
     def gathered(self, gather: Gather, error: Exception | None = None) -> list[StagedWriteAction]:
         return self.checked(self.sender.on_gathered(gather.gather_id, error))
@@ -173,7 +177,7 @@ def test_a_section_larger_than_a_slot_is_refused() -> None:
     sender.add_peer(P, CUT)
     with pytest.raises(HandshakeError, match=r"slot_bytes .* ours 4096, theirs 5120"):
         sender.add_peer(Q, LeaseCut(CUT.shares, 5, CUT.area_bytes))
-    assert sender.write(1, A, TICKET, Q, 0, np.arange(1, dtype=np.int32), None, 0.0) != []
+    assert sender.write(1, A, {}, TICKET, Q, 0, np.arange(1, dtype=np.int32), None, 0.0) != []
 
 
 @pytest.mark.parametrize(
@@ -220,9 +224,13 @@ def test_pieces_and_units_go_on_over_the_chunks_of_a_room_and_reader() -> None:
     assert asks(desk.write(3, 1, peer=Q)) == [(0, 0, 1)]
     assert asks(desk.write(4, 1, key=B)) == [(0, 0, 1)]
     with pytest.raises(InternalError, match="unit 9 under 9 is next"):
-        desk.sender.write(5, A, TICKET, P, 8, np.arange(1, dtype=np.int32), None, 0.0)
+        desk.sender.write(
+            5, A, desk.rooms[A], TICKET, P, 8, np.arange(1, dtype=np.int32), None, 0.0
+        )
     with pytest.raises(InternalError, match="under ticket 10"):
-        desk.sender.write(5, A, TICKET + 1, P, 9, np.arange(1, dtype=np.int32), None, 0.0)
+        desk.sender.write(
+            5, A, desk.rooms[A], TICKET + 1, P, 9, np.arange(1, dtype=np.int32), None, 0.0
+        )
 
 
 def test_the_window_bounds_what_is_asked_and_not_done() -> None:
@@ -254,7 +262,7 @@ def test_grants_that_are_not_awaited_or_lie_outside_are_counted_and_ignored() ->
     desk = Desk()
     desk.write(1, 8)
     assert desk.grant(0, key=B) + desk.grant(0, peer=Q) + desk.grant(2) == []
-    assert desk.sender.on_grant(P, A, LeaseGrant(*A.numbers, 0, 1, 0, TICKET + 1)) == []
+    assert desk.sender.on_grant(desk.rooms[A][P], LeaseGrant(*A.numbers, 0, 1, 0, TICKET + 1)) == []
     assert desk.sender.counters["grants_not_awaited"] == 4
     assert desk.grant(0, offset=1) + desk.grant(0, offset=15 * BLOCK_BYTES) == []
     assert desk.sender.counters["grants_outside"] == 2
@@ -348,7 +356,7 @@ def test_an_undrained_write_holds_its_slot_until_it_is_drained() -> None:
     assert desk.ended(post, error, drained=False) == [JobEnded(1, error, False)]
     assert desk.sender.owns(post.write_id)
     assert len(desk.sender.free_slots) == 0
-    desk.sender.forget(A)
+    desk.sender.forget(desk.rooms[A])
     desk.sender.check_invariants()
     drained, gather = desk.checked(desk.sender.on_write_drained(post.write_id))
     assert drained == JobDrained(1)
@@ -409,12 +417,14 @@ def test_a_room_that_is_over_is_forgotten_and_its_number_may_come_again() -> Non
     desk = Desk()
     desk.write(1, 4)
     with pytest.raises(InternalError, match="jobs under way"):
-        desk.sender.forget(A)
+        desk.sender.forget(desk.rooms[A])
     desk.ended(desk.posted(0))
-    desk.sender.forget(A)
-    desk.sender.forget(A)
-    assert desk.sender.num_rooms == 0
+    desk.sender.forget(desk.rooms[A])
+    desk.sender.forget(desk.rooms[A])
+    assert not desk.rooms[A]
     assert desk.sender.wake_s == float("inf") or desk.tick(desk.sender.wake_s) == []
-    out = desk.sender.write(2, A, TICKET + 1, P, 0, np.arange(4, dtype=np.int32), None, 0.0)
+    out = desk.sender.write(
+        2, A, desk.rooms[A], TICKET + 1, P, 0, np.arange(4, dtype=np.int32), None, 0.0
+    )
     assert isinstance(out[0], SendLeaseAsk)
     assert (out[0].ask.piece, out[0].ask.ticket) == (0, TICKET + 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
@@ -10,31 +11,15 @@ from tests.support.devices import TCP
 from tests.support.transport_driver import Driver, FakeDriver, NixlDriver, ShmDriver
 
 
-@pytest.fixture(params=["fake", "shm", "nixl", "nixl-tcp"])
-def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+def _driven(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     if request.param == "nixl-tcp":
         monkeypatch.setenv("UCX_TLS", TCP)  # read when an agent is created
-    made: Driver
-    if request.param == "fake":
-        made = FakeDriver()
-    elif request.param == "shm":
-        made = ShmDriver()
-    else:
-        made = NixlDriver()
-    try:
+    with closing({"fake": FakeDriver, "shm": ShmDriver}.get(request.param, NixlDriver)()) as made:
         yield made
-    finally:
-        made.close()
 
 
-@pytest.fixture(params=["nixl", "nixl-tcp"])
-def nixl_driver(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[NixlDriver]:
-    if request.param == "nixl-tcp":
-        monkeypatch.setenv("UCX_TLS", TCP)
-    made = NixlDriver()
-    try:
-        yield made
-    finally:
-        made.close()
+driver = pytest.fixture(_driven, params=["fake", "shm", "nixl", "nixl-tcp"], name="driver")
+nixl_driver = pytest.fixture(_driven, params=["nixl", "nixl-tcp"], name="nixl_driver")
+tcp_driver = pytest.fixture(_driven, params=["nixl-tcp"], name="tcp_driver")
+"""TCP only: there a post needs the target's help, so it stays under way as long as the target
+stands still."""

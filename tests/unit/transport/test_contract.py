@@ -63,15 +63,6 @@ def test_pages_arrive_whole_and_nothing_else_changes(
     assert target.pool.pages() == after
 
 
-def test_mla_pages_arrive(driver: Driver) -> None:
-    writer, target = driver.pair(shape=Shape(num_kv_heads=1, attention="mla", num_layers=3))
-    src, dst = some_pages(5), some_pages(5)
-    after = expected(writer, target, src, dst)
-    writer.transport.write(writer.job(1, target, src, dst))
-    driver.until(writer.ends)
-    assert target.pool.pages() == after
-
-
 def test_every_part_notifies_with_its_tag(driver: Driver) -> None:
     writer, target = driver.pair(config=TransportConfig(post_bytes=128))
     job = writer.job(1, target, some_pages(20), some_pages(20))

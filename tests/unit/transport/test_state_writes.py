@@ -26,12 +26,10 @@ CONFIG = TransportConfig(post_bytes=100)
 
 
 def link(writers: Mesh, writer: int, readers: Mesh, reader: int, target: Node) -> StateLink:
-    assert target.state is not None
     return StateLink(target.state.layout, state_blocks(TENSORS, writers, writer, readers, reader))
 
 
 def memory_of(node: Node) -> Any:
-    assert node.state is not None
     return [raw.copy() for raw in node.state.raw]
 
 
@@ -56,7 +54,6 @@ def test_all_writers_together_fill_the_slot_and_nothing_else(
     before = [memory_of(target) for target in targets]
     jobs: list[tuple[Node, int]] = []
     for rank, source in enumerate(sources):
-        assert source.state is not None
         source.state.fill(2, owner=17)
         for reader, target in enumerate(targets):
             share = link(writers, rank, readers, reader, target)
@@ -67,7 +64,6 @@ def test_all_writers_together_fill_the_slot_and_nothing_else(
     driver.until(lambda: all(source.ends(job) for source, job in jobs))
     assert all(isinstance(source.ends(job)[0], WriteDone) for source, job in jobs)
     for target, was in zip(targets, before, strict=True):
-        assert target.state is not None
         assert target.state.is_of(4, owner=17)
         target.state.scribble([4], 0xCA)
         assert all(
@@ -90,7 +86,6 @@ def test_what_a_peer_says_of_its_state_is_not_taken_for_granted(
     driver: Driver, pair: tuple[Node, Node]
 ) -> None:
     writer, target = pair
-    assert target.state is not None
     layout = target.state.layout
     first = layout.entries[0]
     far = StateLayout(

@@ -32,7 +32,6 @@ from prefixkv.transport.nixl import agent as nixl_agent
 from prefixkv.transport.nixl import loop as nixl_loop
 from prefixkv.transport.nixl.loop import NixlTransport
 from prefixkv.transport.nixl.ucx import loaded_libraries
-from tests.support.devices import TCP
 from tests.support.patience import PATIENCE_S, until
 from tests.support.transport_child import BIG, Child, children
 from tests.support.transport_driver import NixlDriver, Node
@@ -214,18 +213,6 @@ def test_a_killed_peer_fails_its_own_jobs_only_and_may_come_back(nixl_driver: Ni
             to = add_child(writer, reborn)
             nixl_driver.done(writer, writer.job(4, to, [3], [0]))
             assert reborn.pages()[0] == writer.pool.page(3)
-
-
-@pytest.fixture
-def tcp_driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[NixlDriver]:
-    """TCP only: there a post needs the target's help, so it stays under way as long as the target
-    stands still."""
-    monkeypatch.setenv("UCX_TLS", TCP)
-    driver = NixlDriver()
-    try:
-        yield driver
-    finally:
-        driver.close()
 
 
 def test_a_cut_connection_is_reopened_at_the_next_write(tcp_driver: NixlDriver) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
@@ -12,11 +13,8 @@ from tests.support.transport_driver import ShmDriver
 
 @pytest.fixture
 def driver() -> Iterator[ShmDriver]:
-    made = ShmDriver()
-    try:
+    with closing(ShmDriver()) as made:
         yield made
-    finally:
-        made.close()
 
 
 @pytest.fixture

@@ -291,7 +291,6 @@ def test_a_door_whose_name_is_taken_leaves_nothing_open() -> None:
 def test_no_more_blocks_are_taken_than_ranges_were_named() -> None:
     memory = shared_zeros((mmap.PAGESIZE,))
     block = block_of(memory.ctypes.data, 1)
-    assert block is not None
     blocks = [block._replace(address=at * block.num_bytes) for at in range(1, 11)]
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ends[0], ends[1]:
@@ -311,7 +310,6 @@ def test_no_more_blocks_are_taken_than_ranges_were_named() -> None:
 def test_an_answer_of_another_version_is_refused(magic: bytes, is_taken: bool) -> None:
     memory = shared_zeros((mmap.PAGESIZE,))
     block = block_of(memory.ctypes.data, 1)
-    assert block is not None
     words = magic + msgspec.msgpack.encode(([block[:2]], [block[:2]]))
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ends[0], ends[1]:
@@ -328,7 +326,6 @@ def test_an_answer_of_another_version_is_refused(magic: bytes, is_taken: bool) -
 def test_descriptors_do_not_go_to_programs_that_this_process_starts() -> None:
     pool = make_pool("layer_major", 4, zeros=shared_zeros)
     block = block_of(*pool.layout.regions[0])
-    assert block is not None
     assert not os.get_inheritable(block.fd)
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ends[0], ends[1]:

@@ -64,16 +64,14 @@ def is_connected(writer: Node, target: Node) -> bool:
     return peer is not None and peer.routes is not None
 
 
-def waiting_job(driver: ShmDriver, liar: Liar) -> tuple[Node, Node, Gate, socket.socket]:
+def waiting_job(driver: ShmDriver, liar: Liar) -> tuple[Node, Gate, socket.socket]:
     """A writer that is connected to the liar, whose job 1 waits for a gate; and the liar's end."""
-    writer, gate = driver.node("prefill"), Gate(driver)
-    to = Node(liar.me, writer.pool, None)
-    writer.transport.add_peer(liar.me, pack_offer(liar.offer), PeerMemory(liar.layout))
+    writer, gate = liar.greeted_by(driver.node("prefill")), Gate(driver)
     link = liar.answer_truly()
-    until(lambda: is_connected(writer, to))
-    writer.transport.write(writer.job(1, to, [1], [2], ready=gate))
+    until(lambda: is_connected(writer, liar))
+    writer.transport.write(writer.job(1, liar, [1], [2], ready=gate))
     driver.until(lambda: gate.queries)
-    return writer, to, gate, link
+    return writer, gate, link
 
 
 # --- order ----------------------------------------------------------------------------------------
@@ -274,7 +272,7 @@ def test_a_removed_peers_memory_is_given_back_with_its_job_waiting(driver: ShmDr
 
 
 def test_jobs_go_on_where_the_same_memory_has_another_door(driver: ShmDriver, liar: Liar) -> None:
-    writer, to, gate, first = waiting_job(driver, liar)
+    writer, gate, first = waiting_job(driver, liar)
     door = f"{liar.offer.door}-again"
     with listen(door) as listener, first:
         offer = msgspec.structs.replace(liar.offer, door=door)
@@ -283,7 +281,7 @@ def test_jobs_go_on_where_the_same_memory_has_another_door(driver: ShmDriver, li
             gate.answer = True
             driver.until(lambda: writer.ends(1))
             assert isinstance(writer.ends(1)[0], WriteDone)
-            assert link.recv(1000) == writer.job(1, to, [1], [2]).tag._replace(num_pages=1).pack()
+            assert link.recv(1000) == writer.job(1, liar, [1], [2]).tag._replace(num_pages=1).pack()
             assert first.recv(1000) == b""
 
 
@@ -294,8 +292,7 @@ def test_a_door_that_does_not_answer_is_given_up(
     driver: ShmDriver, liar: Liar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shm_peer, "GREETING_S", 0.05)
-    writer = driver.node("prefill")
-    writer.transport.add_peer(liar.me, pack_offer(liar.offer), PeerMemory(liar.layout))
+    writer = liar.greeted_by(driver.node("prefill"))
     with liar.accept():
         event = driver.unreachable(writer)
     assert isinstance(event.error, TransferTimeoutError)
@@ -313,11 +310,9 @@ def test_a_door_that_is_shut_is_not_tried_at_every_write(
 
     monkeypatch.setattr(shm_peer, "connect", counted)
     liar.listener.close()
-    writer = driver.node("prefill")
-    writer.transport.add_peer(liar.me, pack_offer(liar.offer), PeerMemory(liar.layout))
-    to = Node(liar.me, writer.pool, None)
+    writer = liar.greeted_by(driver.node("prefill"))
     for number in range(3):
-        writer.transport.write(writer.job(number, to, [0], [0]))
+        writer.transport.write(writer.job(number, liar, [0], [0]))
         driver.until(lambda n=number: writer.ends(n))
     assert all(isinstance(end, WriteFailed) and end.drained for end in writer.ends())
     gaps = [later - sooner for sooner, later in itertools.pairwise(tried)]
@@ -334,14 +329,12 @@ def test_writes_to_a_peer_that_does_not_read_its_tags_fail_beyond_a_bound(
     monkeypatch.setattr(
         ShmLink, "on_ready", lambda link, events: (calls.append(events), on_ready(link, events))[1]
     )
-    writer = driver.node("prefill", config=SMALL)
-    writer.transport.add_peer(liar.me, pack_offer(liar.offer), PeerMemory(liar.layout))
+    writer = liar.greeted_by(driver.node("prefill", config=SMALL))
     link = liar.answer_truly()
-    to = Node(liar.me, writer.pool, None)
     pages = list(range(5))
-    driver.done(writer, writer.job(0, to, pages, pages))
+    driver.done(writer, writer.job(0, liar, pages, pages))
     for number in range(1, 200):
-        writer.transport.write(writer.job(number, to, pages, pages))
+        writer.transport.write(writer.job(number, liar, pages, pages))
     driver.until(lambda: len(writer.ends()) == 200)
     failed = [end for end in writer.ends() if isinstance(end, WriteFailed)]
     assert failed
@@ -375,7 +368,7 @@ def test_a_file_with_a_hole_is_refused_before_a_page_is_touched(
     """What its Hello names is not there: a page that this process touched would be new memory."""
     writer = driver.node("prefill")
     with sparse(liar.block.num_bytes) as fd:
-        writer.transport.add_peer(liar.me, pack_offer(liar.offer), PeerMemory(liar.layout))
+        liar.greeted_by(writer)
         with liar.answer([liar.block[:2]], [*liar.layout.regions], [fd]):
             event = driver.unreachable(writer)
         assert (event.error.field, event.error.reason) == ("shm pages", "are there, then a hole")
@@ -384,16 +377,15 @@ def test_a_file_with_a_hole_is_refused_before_a_page_is_touched(
 
 def test_no_more_is_touched_than_the_hello_names(driver: ShmDriver, liar: Liar) -> None:
     """Whatever the file has, and whatever is handed over beside it."""
-    writer, to = driver.node("prefill"), None
+    writer = driver.node("prefill")
     address, num_bytes, fd = liar.block
     most = 1 << 32
     with sparse(most) as large:
-        writer.transport.add_peer(liar.me, pack_offer(liar.offer), PeerMemory(liar.layout))
+        liar.greeted_by(writer)
         blocks = [(address, num_bytes), (address + num_bytes, most)]
         ranges = [*liar.layout.regions, (address + num_bytes, most)]
         with liar.answer(blocks, ranges, [fd, large]):
-            to = Node(liar.me, writer.pool, None)
-            until(lambda: is_connected(writer, to))
+            until(lambda: is_connected(writer, liar))
         assert os.fstat(large).st_blocks == 0
 
 
@@ -543,8 +535,7 @@ def test_what_a_peer_says_behind_its_answer_keeps_no_writer_awake(
         on_ready(link, events)
 
     monkeypatch.setattr(ShmLink, "on_ready", counted)
-    writer = driver.node("prefill")
-    writer.transport.add_peer(liar.me, pack_offer(liar.offer), PeerMemory(liar.layout))
+    writer = liar.greeted_by(driver.node("prefill"))
     with liar.answer_truly() as link:
         until(lambda: (of_liar := link_to(writer, liar)) is not None and of_liar.answered)
         heard = len(calls)
@@ -554,7 +545,7 @@ def test_what_a_peer_says_behind_its_answer_keeps_no_writer_awake(
 
 
 def test_a_peer_that_is_lost_while_a_job_waits_is_said(driver: ShmDriver, liar: Liar) -> None:
-    writer, _, _, link = waiting_job(driver, liar)
+    writer, _, link = waiting_job(driver, liar)
     link.close()
     driver.until(lambda: writer.ends(1) and writer.of(PeerUnreachable))
     assert [(type(end.error), end.drained) for end in writer.ends(1)] == [(PeerLostError, True)]

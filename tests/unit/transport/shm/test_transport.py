@@ -240,7 +240,7 @@ def test_a_peer_that_lies_is_unreachable_and_harms_nothing(
     blocks = [liar.block[:2]] if blocks is None else blocks
     ranges = [*liar.layout.regions] if ranges is None else ranges
     blocks, ranges = (of(liar.block) if callable(of) else of for of in (blocks, ranges))
-    writer.transport.add_peer(liar.me, pack_offer(liar.offer), PeerMemory(liar.layout))
+    liar.greeted_by(writer)
     fds = make_fds(liar.block)
     link = liar.answer(blocks, ranges, fds)
     shm_wire.close_all(set(fds))
@@ -254,29 +254,25 @@ def test_a_peer_that_lies_is_unreachable_and_harms_nothing(
 
 def test_the_truth_from_the_same_door_is_taken(driver: ShmDriver, liar: Liar) -> None:
     """What the lies differ from."""
-    writer = driver.node("prefill")
-    writer.transport.add_peer(liar.me, pack_offer(liar.offer), PeerMemory(liar.layout))
+    writer = liar.greeted_by(driver.node("prefill"))
     link = liar.answer_truly()
-    to = Node(liar.me, writer.pool, None)
-    driver.done(writer, writer.job(1, to, [3], [2]))
-    assert link.recv(1000) == writer.job(1, to, [3], [2]).tag._replace(num_pages=1).pack()
+    driver.done(writer, writer.job(1, liar, [3], [2]))
+    assert link.recv(1000) == writer.job(1, liar, [3], [2]).tag._replace(num_pages=1).pack()
     link.close()
 
 
 def test_what_the_owner_punches_out_or_cuts_off_ends_no_process(
     driver: ShmDriver, liar: Liar
 ) -> None:
-    writer = driver.node("prefill")
-    writer.transport.add_peer(liar.me, pack_offer(liar.offer), PeerMemory(liar.layout))
+    writer = liar.greeted_by(driver.node("prefill"))
     link = liar.answer_truly()
-    to = Node(liar.me, writer.pool, None)
-    driver.end(writer, writer.job(1, to, [3], [2]))
+    driver.end(writer, writer.job(1, liar, [3], [2]))
     with pytest.raises(PermissionError):
         os.ftruncate(liar.block.fd, 0)
     with mmap.mmap(liar.block.fd, liar.block.num_bytes) as theirs:
         theirs.madvise(mmap.MADV_REMOVE)
         assert not any(theirs[:])
-        driver.done(writer, writer.job(2, to, [1], [0]))
+        driver.done(writer, writer.job(2, liar, [1], [0]))
         assert theirs[: writer.pool.layout.page_bytes] == writer.pool.page(1)
     link.close()
 
@@ -306,8 +302,7 @@ def test_an_offer_of_another_is_refused(
 def test_a_door_that_closes_instead_of_answering_is_a_refusal(
     driver: ShmDriver, liar: Liar
 ) -> None:
-    writer = driver.node("prefill")
-    writer.transport.add_peer(liar.me, pack_offer(liar.offer), PeerMemory(liar.layout))
+    writer = liar.greeted_by(driver.node("prefill"))
     liar.accept().close()
     event = driver.unreachable(writer)
     assert (event.error.field, event.error.theirs) == ("shm", "the end")

@@ -1,0 +1,72 @@
+"""A source in one file: it reads the KV of whole pages from a file, behind what is cached."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from prefixkv.config import DecodeConfig
+from prefixkv.decode.flights import Flight, Need, Segment, Source
+from prefixkv.decode.ledger import Ledger
+from prefixkv.decode.scheduler import DecodeParts, DecodeScheduler
+from tests.unit.decode.desk import PAGE_SIZE, Desk
+
+KV = np.zeros((16, PAGE_SIZE), np.int32)  # the pool: of each token a number
+
+
+class FileSource(Source):
+    """One prompt's tokens, then their KV, as int32. A request goes on behind its whole pages."""
+
+    name, brings_pages_only = "read", True
+    path: Path
+
+    def __init__(self, ledger: Ledger, config: DecodeConfig, parts: DecodeParts) -> None:
+        self._ledger = ledger
+
+    def reach(self, need: Need) -> Segment | None:
+        has = np.fromfile(self.path, np.int32).reshape(2, -1)[0]
+        wanted = np.frombuffer(need.key.data, np.int32)
+        most = min(len(has), len(wanted))
+        same = int(np.append(has[:most] == wanted[:most], False).argmin())
+        end = same // PAGE_SIZE * PAGE_SIZE
+        return Segment(self, need.start, end) if end > need.start else None
+
+    def begin(self, flight: Flight, segment: Segment, now_s: float) -> None:
+        kv = np.fromfile(self.path, np.int32).reshape(2, -1)[1, segment.start : segment.end]
+        table = self._ledger.pages.table
+        pages = table.pages(flight.pages.row)[flight.start_pages : flight.end_pages]
+        KV[pages] = kv.reshape(-1, PAGE_SIZE)
+        self._ledger.flights.arrived(flight)
+
+
+class Scheduler(DecodeScheduler):
+    source_makers = [*DecodeScheduler.source_makers, FileSource]
+
+
+def test_a_request_has_from_the_file_what_the_tree_lacks(tmp_path: Path) -> None:
+    FileSource.path = tmp_path / "kv"
+    tokens = list(range(100, 122))
+    np.array([tokens[:18], [7 * token for token in tokens[:18]]], np.int32).tofile(FileSource.path)
+    desk = Desk(kind=Scheduler, spare_rows=1)
+    before = desk.start("a", tokens[:4])
+    desk.finish(before)
+
+    req = desk.add("b", tokens)
+    assert desk.admit() == ["b"]
+    assert req.prefix_len == 16  # so prefill sends the last six alone
+    desk.succeed(req.room_key)
+    assert desk.transferred() == ["b"]
+    assert KV[req.pages[1:4]].ravel().tolist() == [7 * token for token in tokens[4:16]]
+    desk.finish(req)
+    desk.commands()
+    desk.at_rest()
+
+
+def test_without_a_spare_row_prefill_sends_all(tmp_path: Path) -> None:
+    FileSource.path = tmp_path / "kv"
+    np.array([range(16), range(16)], np.int32).tofile(FileSource.path)
+    desk = Desk(kind=Scheduler)
+    req = desk.add("b", list(range(16)))
+    assert desk.admit() == ["b"]
+    assert req.prefix_len == 0
