@@ -83,7 +83,9 @@ class Desk:
         req = self.scheduler.add(self.request(rid, tokens, max_new, **fields))
         return self._checked(req)
 
-    def admit(self) -> list[str]:
+    def admit(self, at_s: float | None = None) -> list[str]:
+        if at_s is not None:
+            self.now_s = at_s
         admitted = [req.rid for req in self.scheduler.pop_preallocated()]
         assert self.scheduler.wake_s > self.now_s, "else a sleep ends at once, again and again"
         return self._checked(admitted)

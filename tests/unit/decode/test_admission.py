@@ -308,8 +308,7 @@ def test_an_engine_that_only_sleeps_wakes_when_the_patience_of_the_oldest_ends()
     assert desk.admit() == []
     assert not desk.scheduler.has_results, "it may sleep"
     assert desk.scheduler.wake_s == 5.0
-    desk.now_s = 5.0
-    assert desk.admit() == ["L"]
+    assert desk.admit(at_s=5.0) == ["L"]
     assert late.prefix_len == 32
 
 
@@ -448,16 +447,14 @@ def test_a_request_that_waits_too_long_fails_and_prefill_is_told() -> None:
     assert (desk.admit(), desk.pop_failed()) == ([], [])
     assert desk.scheduler.wake_s == 5.0
     desk.commands()
-    desk.now_s = 5.0
-    assert desk.admit() == []
+    assert desk.admit(at_s=5.0) == []
     assert desk.pop_failed() == [own]
     assert isinstance(own.error, AdmissionTimeoutError)
     assert str(own.error) == (
         "request 'o' was not admitted by its deadline_s, 5.0: waited 5.000 s for pages"
     )
     assert desk.commands() == [RefuseRoom(own.room_key, 2, "p", str(own.error), own.request.digest)]
-    desk.now_s = 20.0
-    desk.admit()
+    desk.admit(at_s=20.0)
     assert desk.pop_failed() == [late]
     with pytest.raises(RequestError, match=f"room {late.room} is in use"):
         desk.add("again", 4, room=late.room)
@@ -533,8 +530,7 @@ def test_what_fits_when_its_time_is_over_is_admitted_and_has_no_deadline_any_mor
     second = desk.start("s", 4, max_new=12)
     desk.token(second)
     desk.retract(second)
-    desk.now_s = 1000.0
-    assert desk.admit() == ["s"]
+    assert desk.admit(at_s=1000.0) == ["s"]
     assert desk.pop_failed() == []
 
 

@@ -39,6 +39,11 @@ class Alone(Desk):
         self.now_s += 0.01
         self._checked(self.scheduler.computed(req, end, aux))
 
+    def whole(self, req: DecodeRequest, end: int) -> None:
+        """The engine has computed all of it, and it may run."""
+        self.computed(req, end)
+        assert self.transferred() == [req.rid]
+
     def compute(self, rid: str, tokens: int | list[int] = 8, **fields: Any) -> DecodeRequest:
         """Add, admit, and have the engine begin with it."""
         req = self.add(rid, tokens, **fields)
@@ -219,8 +224,7 @@ def test_a_retracted_request_comes_back_without_prefill() -> None:
     assert (req.prefix_len, req.fill_len) == (8, 11)
     with pytest.raises(CallerError):
         desk.computed(req, 10, b"early")
-    desk.computed(req, 11)
-    assert desk.transferred() == ["a"]
+    desk.whole(req, 11)
     assert req.resumed
     assert desk.commands() == []
 
@@ -237,8 +241,7 @@ def test_one_that_joins_is_computed_once_what_it_joined_is_there() -> None:
     desk.computed(first, 9)
     assert not desk.scheduler.has_results or desk.transferred() == ["a"]
     assert desk.local() == ["a2"]
-    desk.computed(second, 13)
-    assert desk.transferred() == ["a2"]
+    desk.whole(second, 13)
 
 
 def test_it_may_join_what_prefill_sends_and_prefill_what_is_computed() -> None:
@@ -306,8 +309,7 @@ def test_an_abort_frees_its_pages_once_the_device_is_done() -> None:
 def test_a_deadline_keeps_its_pages_until_the_engine_has_heard_and_its_device_is_done() -> None:
     desk, event = Alone(), Event()
     req = desk.compute("a", deadline_s=1.0)
-    desk.now_s = 2.0
-    desk.admit()
+    desk.admit(at_s=2.0)
     assert isinstance(req.error, TransferTimeoutError)
     assert desk.states() == {"FREE": 14, "OWNED": 2}, "its engine may be computing it"
     assert dict(desk.scheduler.holders()) == {"a": req.pages_held}
@@ -323,8 +325,7 @@ def test_a_deadline_keeps_its_pages_until_the_engine_has_heard_and_its_device_is
 def test_what_no_engine_has_begun_is_free_at_once() -> None:
     desk = Alone()
     req = desk.admitted("a", deadline_s=1.0)
-    desk.now_s = 2.0
-    desk.admit()
+    desk.admit(at_s=2.0)
     assert req.state is DecodeState.FAILED
     assert desk.states() == {"FREE": 16}
     assert desk.local() == []
@@ -334,8 +335,7 @@ def test_a_flush_lets_it_go_on_for_itself_alone() -> None:
     desk = Alone()
     req = desk.compute("a", 9)
     desk.scheduler.flush()
-    desk.computed(req, 9)
-    assert desk.transferred() == ["a"]
+    desk.whole(req, 9)
     desk.token(req)
     desk.finish(req)
     assert desk.prefix_of(req) == 0, "it is of the old weights"
@@ -431,8 +431,7 @@ def test_the_pages_of_what_is_computed_here_come_back_though_its_worker_is_away(
     assert desk.admit() == []
     assert desk.scheduler.waiting.aside()["pages"] == 0
     assert "for pages: it may need" not in desk.scheduler.waiting.why(big, 0.0)
-    desk.computed(req, 8)
-    assert desk.transferred() == ["a"]
+    desk.whole(req, 8)
     desk.finish(req)
     assert desk.admit() == ["B"]
 
@@ -478,8 +477,7 @@ def test_a_retracted_request_that_lacks_nothing_comes_back_alone(prefill: str) -
     desk.down()
     desk.start_local("o", 8)
     req = desk.compute("a", 10, max_new=9, prefill=prefill)
-    desk.computed(req, 10)
-    assert desk.transferred() == ["a"]
+    desk.whole(req, 10)
     for _ in range(3):
         desk.token(req)
     assert req.kv_len == 12
@@ -528,8 +526,7 @@ def test_nothing_waits_for_one_that_lacks_too_much() -> None:
     assert sorted(req.rid for req in desk.pop_failed()) == ["a", "ab"]
     assert isinstance(first.error, PeerLostError)
     assert desk.local() == ["ac"]
-    desk.computed(short, 8)
-    assert desk.transferred() == ["ac"]
+    desk.whole(short, 8)
     desk.finish(short)
     desk.at_rest()
 
@@ -539,8 +536,7 @@ def test_a_transfer_that_failed_is_computed_here() -> None:
     req = desk.admitted("a")
     desk.fail(req.room_key, drained=True)
     assert desk.admit() == desk.local() == ["a"]
-    desk.computed(req, 8)
-    assert desk.transferred() == ["a"]
+    desk.whole(req, 8)
 
 
 def test_without_the_policy_a_transfer_that_failed_fails() -> None:
@@ -569,8 +565,7 @@ def test_a_prompt_that_did_not_reach_prefill_is_computed_here() -> None:
     assert not desk._checked(gave_up("a", "no route"))
     assert not desk._checked(gave_up("nobody", "no route"))
     desk.carry_out_aborts()
-    desk.computed(req, 8)
-    assert desk.transferred() == ["a"]
+    desk.whole(req, 8)
 
 
 def test_without_the_policy_a_prompt_that_did_not_reach_prefill_fails_at_once() -> None:
@@ -696,8 +691,7 @@ def test_what_named_no_prefill_worker_is_asked_for_where_it_goes_after_a_retract
     desk.commands()
     req = desk.add("a", 8, max_new=40, prefill="")
     assert (desk.admit(), desk.local()) == (["a"], ["a"])
-    desk.computed(req, 8)
-    assert desk.transferred() == ["a"]
+    desk.whole(req, 8)
     for _ in range(2 * PAGE_SIZE):
         desk.token(req)
     desk.retract(req)

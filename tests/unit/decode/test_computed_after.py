@@ -220,8 +220,7 @@ def test_a_deadline_before_it_is_committed_ends_it(is_broken: bool) -> None:
         assert desk.transferred() == []
         with pytest.raises(RuntimeError, match="the device is lost"):
             desk.admit()
-    desk.now_s = 6.0
-    desk.admit()
+    desk.admit(at_s=6.0)
     assert b.state is DecodeState.FAILED
     assert desk._checked(desk.scheduler.pop_failed(end)) == [b]
     assert own <= owned(desk)
@@ -268,8 +267,7 @@ def test_the_deadline_of_a_prompt_that_was_whole_and_is_in_the_tree_by_another_e
     for token in prompt("b", 13)[6:]:
         desk.token(a, token=token)
     desk.computed(b, 20, event)
-    desk.now_s = 6.0
-    desk.admit()
+    desk.admit(at_s=6.0)
     assert b.state is DecodeState.PREALLOCATED
     desk.finish(a)
     assert desk.transferred() == []
@@ -295,8 +293,7 @@ def test_its_pages_wait_for_its_own_event_without_another(how: str, is_whole: bo
     desk.computed(req, 18 if is_whole else 10, event)
     own = set(req.pages.tolist())
     if how == "deadline":
-        desk.now_s = 6.0
-        desk.admit()
+        desk.admit(at_s=6.0)
     elif how == "abort":
         desk.abort(req)
     elif how == "fail":

@@ -81,8 +81,7 @@ def test_one_that_needs_held_pages_holds_up_no_small_ones_and_fails_with_the_rea
         desk.now_s += 9.0
     assert waits == [0.0] * 60
     assert desk.scheduler.waiting.aside()["pages"] == 1
-    desk.now_s = 600.0
-    assert desk.admit() == []
+    assert desk.admit(at_s=600.0) == []
     (failed,) = desk.pop_failed()
     assert failed is big
     assert isinstance(big.error, AdmissionTimeoutError)
@@ -98,8 +97,7 @@ def test_it_comes_back_with_its_place_in_time_as_soon_as_the_pages_are_proved_fr
     desk = with_held_pages(admission=admission)
     desk.add("B", 50, 2)
     running = desk.start("r", 16, 1)
-    desk.now_s = 50.0
-    assert desk.admit() == []
+    assert desk.admit(at_s=50.0) == []
     desk.drain(RoomKey(1, 0))
     late = desk.add("s", 8, 1)
     assert desk.admit() == [], "B fits once r has ended, and nothing overtakes it now"
@@ -159,8 +157,7 @@ def test_pages_whose_device_event_has_raised_are_no_hope_either() -> None:
     big = desk.add("B", 60, 2)
     desk.now_s = 20.0
     assert serve(desk, "s") == 0.0
-    desk.now_s = 61.0
-    desk.admit()
+    desk.admit(at_s=61.0)
     assert desk.pop_failed() == [big]
     assert "device event that has raised" in str(big.error)
 
@@ -180,8 +177,7 @@ def test_a_retry_that_needs_its_own_held_pages_steps_aside_and_ends_in_time(admi
         desk.now_s += 10.0
         assert serve(desk, f"{chr(300 + number)}") == 0.0
     assert retried.state is DecodeState.RETRACTED
-    desk.now_s = 700.0
-    assert desk.admit() == []
+    assert desk.admit(at_s=700.0) == []
     assert desk.pop_failed() == [retried]
     assert isinstance(retried.error, AdmissionTimeoutError)
     assert "6 are held" in str(retried.error)
@@ -203,11 +199,9 @@ def test_a_retracted_request_waits_no_longer_than_one_that_is_new() -> None:
     desk.scheduler.flush()
     for _ in range(3):
         desk.token(a, b)
-    desk.now_s = 100.0
-    assert desk.admit() == []
+    assert desk.admit(at_s=100.0) == []
     assert desk.scheduler.wake_s == 160.0, "its time begins with the pass after it came back"
-    desk.now_s = 160.0
-    assert desk.admit() == []
+    assert desk.admit(at_s=160.0) == []
     assert desk.pop_failed() == [c]
     assert isinstance(c.error, AdmissionTimeoutError)
     assert "waited 60.000 s for pages" in str(c.error)
@@ -221,8 +215,7 @@ def test_a_retry_with_a_deadline_of_its_own_has_that_one() -> None:
         desk.now_s = now_s
         desk.admit()
         assert desk.pop_failed() == []
-    desk.now_s = 90.0
-    desk.admit()
+    desk.admit(at_s=90.0)
     assert desk.pop_failed() == [req]
     assert "held for failed rooms" in str(req.error)
 
@@ -322,8 +315,7 @@ def test_one_that_comes_back_to_a_worker_that_is_away_waits_no_longer_than_other
     desk.scheduler.flush()
     assert desk.admit() == []
     assert desk.scheduler.wake_s <= 40.0
-    desk.now_s = 40.0
-    assert desk.admit() == []
+    assert desk.admit(at_s=40.0) == []
     assert desk.pop_failed() == [oldest[1]]
 
 
@@ -333,13 +325,11 @@ def test_what_is_never_answered_fails_in_time() -> None:
     desk.now_s = 10.0
     second = desk.add("b", 8, 4, prefill="mute")
     assert desk.scheduler.wake_s == 30.0
-    desk.now_s = 30.0
-    desk.admit()
+    desk.admit(at_s=30.0)
     assert desk.pop_failed() == [first]
     assert isinstance(first.error, TransferTimeoutError)
     assert "waited 30.000 s for prefill worker mute, which does not answer" in str(first.error)
-    desk.now_s = 40.0
-    desk.admit()
+    desk.admit(at_s=40.0)
     assert desk.pop_failed() == [second]
     desk.at_rest()
 
@@ -365,8 +355,7 @@ def test_pages_promised_to_a_worker_that_answers_no_more_are_not_counted_on() ->
     desk.add("s", 8, 1, prefill="p")
     assert desk.admit() == [], "the stopped one may answer still"
     desk.scheduler.prefill_away("stopped", 6.0)
-    desk.now_s = 6.0
-    assert desk.admit() == ["s"]
+    assert desk.admit(at_s=6.0) == ["s"]
     assert "promised to prefill workers that do not answer" in desk.scheduler.waiting.why(big, 6.0)
     ready(desk, "stopped")
     assert desk.admit() == []

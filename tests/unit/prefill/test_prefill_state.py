@@ -50,25 +50,22 @@ def test_without_extra_state_no_slot_is_taken() -> None:
         desk.send(req, 10, last=True, state_slot=0)
 
 
-def test_a_request_with_its_state_handed_over_fails_once_no_write_reads_it() -> None:
+@pytest.mark.parametrize("is_free_first", [False, True])
+def test_a_request_with_its_state_handed_over_fails_once_no_write_reads_it(
+    is_free_first: bool,
+) -> None:
     desk = state_desk()
     req = handed_over(desk)
-    desk.end(req, ok=False)
-    assert desk.pop_failed() == []
-    assert not desk.scheduler.has_results
-    desk.source_free(req)
-    desk.source_free(req)
-    assert desk.pop_failed() == [req]
-    assert desk.pop_failed() == []
-    assert desk.scheduler.idle
-
-
-def test_word_of_the_free_source_may_come_first() -> None:
-    desk = state_desk()
-    req = handed_over(desk)
-    desk.source_free(req)
-    desk.end(req, ok=False)
-    assert desk.pop_failed() == [req]
+    if is_free_first:
+        desk.source_free(req)
+        desk.end(req, ok=False)
+    else:
+        desk.end(req, ok=False)
+        assert desk.pop_failed() == []
+        assert not desk.scheduler.has_results
+        desk.source_free(req)
+        desk.source_free(req)
+    assert (desk.pop_failed(), desk.pop_failed()) == ([req], [])
     assert desk.scheduler.idle
 
 

@@ -139,14 +139,18 @@ class Worker:
         self.scheduler.pop_failed()
         self.check()
 
-    def serve(self, rid: str, tokens: list[int], **fields: Any) -> PrefillRequest:
+    def serve(self, rid: str, tokens: list[int], most: int = 1000) -> None:
         """All of it. `resumed` has how much was computed before."""
-        req = self.add(rid, tokens, **fields)
+        req = self.add(rid, tokens)
         assert self.begin() == [req]
-        while not self.compute(req):
-            pass
-        self.end(req)
-        return req
+        self.finish(req, most=most)
+
+    def finish(self, *reqs: PrefillRequest, most: int = 1000) -> None:
+        for req in reqs:
+            while not self.compute(req, most):
+                pass
+        for req in reqs:
+            self.end(req)
 
     def check(self) -> None:
         self.scheduler.check_invariants()
@@ -165,15 +169,6 @@ class Worker:
 def turns(chat: int, num: int) -> list[int]:
     """The first tokens of a chat; all chats begin alike."""
     return [7] * 6 + [1000 * chat + at for at in range(num)]
-
-
-def test_the_next_turn_goes_on_from_the_end_of_the_last_one() -> None:
-    worker = Worker()
-    for num in (10, 21, 40, 41):
-        worker.serve(f"a{num}", turns(1, num))
-    # Prompts have six tokens more; a page has four.
-    assert [worker.resumed[rid] for rid in ("a10", "a21", "a40", "a41")] == [0, 16, 24, 44]
-    worker.at_rest()
 
 
 def test_the_last_token_is_always_computed() -> None:
@@ -236,10 +231,8 @@ def test_a_flush_forgets_them_and_frees_a_slot_only_when_it_is_read_no_more() ->
         pass
     # The engine has not copied it yet: the slot is as it was.
     assert worker.slots[req.checkpoint_slot] == tuple(req.tokens[:16].tolist())
-    while not worker.compute(req):
-        pass
-    for one in (req, other):
-        worker.end(one)
+    worker.finish(req)
+    worker.end(other)
     worker.serve("a3", turns(1, 30))
     assert worker.resumed["a3"] == 0, "what was computed with old weights is not gone on from"
     worker.at_rest()
@@ -255,12 +248,7 @@ def test_one_that_waits_for_another_s_prefix_has_it_saved_where_they_part() -> N
     worker.compute(first)
     assert worker.begin() == [second]
     assert worker.resumed["b"] == 12
-    while not worker.compute(second):
-        pass
-    while not worker.compute(first):
-        pass
-    for req in (first, second):
-        worker.end(req)
+    worker.finish(second, first)
     worker.at_rest()
 
 
@@ -382,28 +370,25 @@ def windows_of(chance: random.Random, *sizes: int) -> list[WindowSpec]:
     ]
 
 
-@pytest.mark.parametrize("has_state", [True, False])
-def test_a_next_turn_goes_on_with_the_pages_of_its_window(has_state: bool) -> None:
-    worker = Worker(windows=windows_of(random.Random(1), 6, 9), has_state=has_state)
+@pytest.mark.parametrize(
+    ("has_state", "sizes"), [(True, ()), (True, (6, 9)), (False, (6, 9))], ids=str
+)
+def test_the_next_turn_goes_on_from_the_end_of_the_last_one(
+    has_state: bool, sizes: tuple[int, ...]
+) -> None:
+    """With the pages of its windows."""
+    worker = Worker(windows=windows_of(random.Random(1), *sizes), has_state=has_state)
     for num in (10, 21, 40, 41):
-        req = worker.add(f"a{num}", turns(1, num))
-        assert worker.begin() == [req]
-        while not worker.compute(req, most=STEP):
-            pass
-        worker.end(req)
+        worker.serve(f"a{num}", turns(1, num), STEP)
+    # Prompts have six tokens more; a page has four.
     assert [worker.resumed[rid] for rid in ("a10", "a21", "a40", "a41")] == [0, 16, 24, 44]
     worker.at_rest()
 
 
 def test_without_checkpoints_a_model_with_windows_computes_all() -> None:
-    chance = random.Random(2)
-    worker = Worker(num_checkpoints=0, windows=windows_of(chance, 6), has_state=False)
+    worker = Worker(num_checkpoints=0, windows=windows_of(random.Random(2), 6), has_state=False)
     for num in (10, 21):
-        req = worker.add(f"a{num}", turns(1, num))
-        worker.begin()
-        while not worker.compute(req, most=STEP):
-            pass
-        worker.end(req)
+        worker.serve(f"a{num}", turns(1, num), STEP)
     assert worker.resumed == {"a10": 0, "a21": 0}
 
 
@@ -431,10 +416,7 @@ def test_a_checkpoint_is_whole_in_all_groups_or_is_not() -> None:
             worker.compute(req, most=STEP)
     kept = [group.allocator.cached_pages for group in worker.pages.windows]
     assert kept[0] == kept[1]
-    for req in reqs:
-        while not worker.compute(req, most=STEP):
-            pass
-        worker.end(req)
+    worker.finish(*reqs, most=STEP)
     worker.at_rest()
 
 
