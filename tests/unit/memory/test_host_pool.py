@@ -409,6 +409,7 @@ class Pinning:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
 
+@pytest.mark.usefixtures("folder")
 def test_pinned_pages_become_ready_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     pinning = Pinning(monkeypatch)
     pool = HostPool(layout(), 10, "cuda:0", chunk_bytes=1024)
