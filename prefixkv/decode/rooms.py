@@ -201,22 +201,23 @@ class PrefillSource(Source):
         """Costs a match and a digest, where that is not its whole prompt."""
         pages, manager = flight.pages, self._ledger.pages
         end = pages_for(fill_len, manager.page_size)
-        promise = Promise(
-            *flight.room_key.numbers,
-            fill_len=fill_len,
-            prefix_len=req.prefix_len,
-            pages=manager.table.packed(pages.row, flight.start_pages, end),
-            ticket=self._rooms.ticket(),
-            weights_version=self._ledger.weights_version,
-            groups=manager.groups.promised(pages.row, end),
-        )
         # After some output the tokens to compute are more than the prompt, and without its end they
         # are fewer, so their digest is another.
         digest = req.request.digest
         if fill_len != req.prompt_len:
             key = req.key if fill_len == len(req.key) else req.key.prefix(fill_len)
             digest, _ = manager.digest(key, manager.match(key, req.request.cacheable))
-        return OpenRoom(promise, req.prefill, digest)
+        promise = Promise(
+            *flight.room_key.numbers,
+            fill_len=fill_len,
+            prefix_len=req.prefix_len,
+            pages=manager.table.packed(pages.row, flight.start_pages, end),
+            ticket=self._rooms.ticket(),
+            digest=digest,
+            weights_version=self._ledger.weights_version,
+            groups=manager.groups.promised(pages.row, end),
+        )
+        return OpenRoom(promise, req.prefill)
 
     def answered(self, key: RoomKey, aux: bytes, now_s: float) -> Flight | None:
         """Note that prefill has sent all that a room was promised for. Return its flight; None if

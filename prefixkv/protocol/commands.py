@@ -23,7 +23,6 @@ class OpenRoom(_Command, frozen=True, tag="open"):
 
     promise: Promise
     address: str
-    digest: bytes
 
 
 class MeetPrefill(_Command, frozen=True, tag="meet"):

@@ -156,10 +156,10 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         raw, ticket = ids.astype("<i4").tobytes(), ticket or secret_number()
         # Little-endian int32, whatever the machine: the promise travels.
         promise = Promise(
-            *key.numbers, num_tokens, prefix_len, raw, ticket,
+            *key.numbers, num_tokens, prefix_len, raw, ticket, digest,
             weights_version=self._weights_version, groups=groups,
         )  # fmt: skip
-        self.submit(OpenRoom(promise, prefill, digest))
+        self.submit(OpenRoom(promise, prefill))
 
     def _window_ids(self, num_tokens: int, windows: Sequence[PageIds]) -> tuple[bytes, ...]:
         groups = self._windows

@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Set
 from typing import Any, ClassVar, assert_never
 
-import msgspec
-
 from prefixkv.config import ControlConfig
 from prefixkv.control import handshake
 from prefixkv.control.decode.links import Link, Links
@@ -172,8 +170,7 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
 
     def _open(self, command: OpenRoom, now_s: float) -> None:
         """Promise the pages once the prefill worker answers."""
-        promise = msgspec.structs.replace(command.promise, digest=command.digest)
-        self._enter(promise, command.address, now_s)
+        self._enter(command.promise, command.address, now_s)
 
     def _watch_worker(self, command: MeetPrefill, now_s: float) -> None:
         """Report once whether a worker that the scheduler asks about answers."""

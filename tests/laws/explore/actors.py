@@ -96,8 +96,8 @@ class Use(NamedTuple):
 
     def open(self) -> commands.OpenRoom:
         pages = np.array(self.pages, "<i4").tobytes()
-        promise = Promise(*self.decode_key().numbers, self.fill_len, 0, pages, self.ticket)
-        return commands.OpenRoom(promise, address(0), self.digest)
+        what = self.fill_len, 0, pages, self.ticket, self.digest
+        return commands.OpenRoom(Promise(*self.decode_key().numbers, *what), address(0))
 
     def refuse(self) -> commands.RefuseRoom:
         return commands.RefuseRoom(self.decode_key(), self.ticket, address(0), "refused")

@@ -144,7 +144,7 @@ class Writers(_Opposite):
         return said
 
     def open(self, which: Promise | None = None) -> list[Any]:
-        return self.on(OpenRoom(which or promise(), ADDRESSES[0], PROMPT))
+        return self.on(OpenRoom(which or promise(), ADDRESSES[0]))
 
     def opened(self, **changes: Any) -> Writers:
         """The room is promised to all."""

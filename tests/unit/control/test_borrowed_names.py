@@ -17,7 +17,7 @@ from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import Drained, Fenced, Heartbeat, LeaseAsk, Outcome, PromiseAck
 from prefixkv.transport.base import Settled
 from tests.unit.control.wire import ADDRESS, KEY, PrefillPeer, kinds, newer
-from tests.unit.protocol.rooms import PREFILL, PROMPT, TIMING, promise
+from tests.unit.protocol.rooms import PREFILL, TIMING, promise
 
 OTHER = "tcp://other"
 TICKET = 77
@@ -42,7 +42,7 @@ def two_addresses(first: PeerId = PREFILL) -> PrefillPeer:
     peer = PrefillPeer()
     peer.open(msgspec.structs.replace(promise(), ticket=TICKET))
     peer.greet()
-    peer.on(OpenRoom(promise(8), OTHER, PROMPT))
+    peer.on(OpenRoom(promise(8), OTHER))
     peer.known = 0  # as the Hello to the other address says
     assert kinds(greet_there(peer, first)) == ["Promise"]
     peer.take_said()
@@ -74,7 +74,7 @@ def test_a_farewell_ends_what_was_promised_at_its_address_only() -> None:
 
 def test_a_farewell_settles_what_was_promised_at_its_address_only() -> None:
     peer = PrefillPeer(replace(TIMING, fence_settle_s=0.5)).opened()
-    peer.on(OpenRoom(promise(8), OTHER, PROMPT))
+    peer.on(OpenRoom(promise(8), OTHER))
     peer.known = 0
     greet_there(peer)
     out = say_there(peer, Fenced())

@@ -357,7 +357,7 @@ class DecodeWorld:
 
 
 DECODE_FEED: Feed = {
-    OpenRoom: (st.tuples(ROOMS), lambda _, key: OpenRoom(promise(*key.numbers), ADDRESS, PROMPT)),
+    OpenRoom: (st.tuples(ROOMS), lambda _, key: OpenRoom(promise(*key.numbers), ADDRESS)),
     MeetPrefill: (st.just(()), lambda _: MeetPrefill(ADDRESS)),
     RefuseRoom: (st.tuples(ROOMS), lambda _, key: RefuseRoom(key, 0, ADDRESS, "no room")),
     AbortRoom: (st.tuples(ROOMS), lambda _, key: AbortRoom(key, "enough")),

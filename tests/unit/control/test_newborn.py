@@ -26,7 +26,6 @@ from tests.unit.control.wire import (
     of,
     promise,
 )
-from tests.unit.protocol.rooms import PROMPT
 
 GRACE_S = TIMING.suspect_after_s
 
@@ -101,8 +100,8 @@ def test_decode_says_how_old_it_is_when_it_says_it() -> None:
         bodies = [messages.decode(one.raw).body for one in effects if isinstance(one, SendFrame)]
         return [body.age_ms for body in bodies if isinstance(body, Hello)]
 
-    assert ages(control.on(OpenRoom(promise(), ADDRESS, PROMPT), 100.0)) == [10_000]
+    assert ages(control.on(OpenRoom(promise(), ADDRESS), 100.0)) == [10_000]
     raw = messages.encode(PREFILL, 1, HelloWanted(nonce=5))
     assert ages(control.on(FrameReceived(ADDRESS, raw), 101.5)) == [11_500]
     unknown = DecodeControl(DECODE, HELLO, TIMING)
-    assert ages(unknown.on(OpenRoom(promise(), ADDRESS, PROMPT), 100.0)) == [None]
+    assert ages(unknown.on(OpenRoom(promise(), ADDRESS), 100.0)) == [None]

@@ -110,7 +110,7 @@ def test_a_number_whose_pages_may_still_be_written_is_not_promised_again() -> No
     peer.open(of_use(FORMER))
     peer.greet()
     peer.on(AbortRoom(KEY, "enough"))
-    said = peer.control.on(OpenRoom(of_use(NEXT), ADDRESS, PROMPT), peer.now_s)
+    said = peer.control.on(OpenRoom(of_use(NEXT), ADDRESS), peer.now_s)
     assert kinds(said) == ["Raised"]
     assert isinstance(said[0].error, InternalError)
     assert peer.expected == 1, "its writer is listened to"

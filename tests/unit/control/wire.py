@@ -142,7 +142,7 @@ class PrefillPeer(_Opposite):
         return self.on(FrameReceived(ADDRESS, self.raw(body, by)))
 
     def open(self, which: Promise | None = None, address: str = ADDRESS) -> list[Any]:
-        return self.on(OpenRoom(which or promise(), address, PROMPT))
+        return self.on(OpenRoom(which or promise(), address))
 
     def greet(self, by: PeerId | None = None, **changes: Any) -> list[Any]:
         """Reply, and again where a Hello asks first whether that is no late word."""

@@ -115,8 +115,8 @@ def test_what_is_promised_skips_the_prefix_and_names_the_new_pages() -> None:
     req = desk.admitted("b", [*range(8), 50, 51, 52], max_new=9, room=70)
     assert desk.commands() == [
         OpenRoom(
-            Promise(70, 0, 11, 8, req.pages[2:3].astype("<i4").tobytes(), ticket=2), "p",
-            req.request.digest,
+            Promise(70, 0, 11, 8, req.pages[2:3].astype("<i4").tobytes(), 2, req.request.digest),
+            "p",
         )
     ]  # fmt: skip
     assert (req.state, req.prefix_len, len(req.pages)) == (DecodeState.PREALLOCATED, 8, 3)

@@ -485,7 +485,7 @@ def test_farewell_is_said_to_each_worker_that_is_known() -> None:
 
 def test_what_is_sent_is_numbered_upwards_under_our_name() -> None:
     peer = PrefillPeer()
-    effects = peer.control.on(OpenRoom(promise(), ADDRESS, PROMPT), 0.0)
+    effects = peer.control.on(OpenRoom(promise(), ADDRESS), 0.0)
     for seconds in (1.0, 2.0, 4.0, 8.0):
         effects += peer.control.on(Tick(), seconds)
     frames = [effect for effect in effects if isinstance(effect, SendFrame)]
@@ -561,7 +561,7 @@ def _frame(body: Any, by: PeerId = PREFILL) -> FrameReceived[str]:
 
 
 INPUTS: dict[str, tuple[Any, list[str]]] = {
-    "a room to open": (OpenRoom(promise(8), ADDRESS, PROMPT), ["Promise"]),
+    "a room to open": (OpenRoom(promise(8), ADDRESS), ["Promise"]),
     "a worker to meet": (MeetPrefill(ADDRESS), ["PrefillReady"]),
     "a room to refuse": (RefuseRoom(RoomKey(8, 0), 9, ADDRESS, "no room"), ["Abort"]),
     "a room to end": (ENOUGH, ["RoomEnded", "Abort"]),

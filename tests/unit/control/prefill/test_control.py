@@ -954,7 +954,7 @@ def test_what_follows_from_each_input(what: Any, follows: list[str]) -> None:
 
 def test_these_are_all_inputs_there_are_and_any_other_raises() -> None:
     assert {type(what) for what, _ in INPUTS.values()} == members(PrefillInput)
-    for other in (OpenRoom(promise(), ADDRESS, PROMPT), SourceFree(SENT), promise(), SENT, None):
+    for other in (OpenRoom(promise(), ADDRESS), SourceFree(SENT), promise(), SENT, None):
         with pytest.raises(InternalError, match="takes no"):
             DecodePeer().on(other)  # type: ignore[arg-type]
 
