@@ -37,12 +37,12 @@ def test_a_promise_after_some_output_is_of_the_prompt_and_the_output() -> None:
     desk.start("old", 4, outputs=1)
     req = desk.start("a", 10, max_new=9, outputs=6)
     first = desk.commands()[-1]
-    assert first.digest == prompt_digest(req.request.key)
+    assert first.promise.digest == prompt_digest(req.request.key)
     desk.retract(req)
     assert desk.admit() == ["a"]
     again = desk.commands()[-1]
-    assert again.digest == prompt_digest(req.tokens[:-1])
-    assert again.digest != first.digest
+    assert again.promise.digest == prompt_digest(req.tokens[:-1])
+    assert again.promise.digest != first.promise.digest
     match = desk.pages.match(req.key)
     assert match is not None
     assert desk.pages.cache.hashed(match) is not None

@@ -63,7 +63,7 @@ def test_what_was_sent_leaves_a_checkpoint_before_the_end_is_computed(window: in
     command = opened(desk)
     (ask,) = desk.scheduler.pop_needs_prefill()
     assert (command.promise.fill_len, len(command.promise.page_ids())) == (24, 6)
-    assert command.digest == prompt_digest(req.key.prefix(24))
+    assert command.promise.digest == prompt_digest(req.key.prefix(24))
     assert (ask.tokens.tolist(), ask.known_token) == (req.tokens[:24].tolist(), req.tokens[24])
     assert local(desk) == []
     desk.succeed(req.room_key)

@@ -621,7 +621,7 @@ def test_a_peer_that_is_unreachable_is_counted_and_keeps_its_rooms() -> None:
 
 def test_a_promise_and_an_abort_name_the_prompt_and_the_process_that_they_are_said_to() -> None:
     peer = PrefillPeer()
-    peer.open(msgspec.structs.replace(promise(), digest=b"", life=77))
+    peer.open(msgspec.structs.replace(promise(), life=77))
     sent: list[Any] = []
     on = peer.control.on
 
