@@ -122,12 +122,12 @@ class Journal:
     ) -> None:
         """Count a request at its first admission, and how much of its prompt was found."""
         row = self.tokens.row(namespace)
-        row[self.PROMPT] += prompt_tokens
-        row[self.HIT] += hit_tokens
-        # Both fade alike, so their quotient is a recent hit rate.
-        row[self.RECENT_PROMPT] = row[self.RECENT_PROMPT] * self.RECENT + prompt_tokens
-        row[self.RECENT_HIT] = row[self.RECENT_HIT] * self.RECENT + hit_tokens
-        row[self.SHARED] += shared_tokens
+        prompt, hit, recent_prompt, recent_hit, shared = row
+        # The recent ones fade alike, so their quotient is a recent hit rate.
+        recent_prompt = recent_prompt * self.RECENT + prompt_tokens
+        recent_hit = recent_hit * self.RECENT + hit_tokens
+        prompt, hit, shared = prompt + prompt_tokens, hit + hit_tokens, shared + shared_tokens
+        row[:] = prompt, hit, recent_prompt, recent_hit, shared
 
     def transfer_ended(self, peer: str, outcome: str) -> None:
         """Count an ended transfer, by outcome and peer."""

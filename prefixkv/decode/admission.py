@@ -249,8 +249,7 @@ class Admission(Waiting):
             # All it had may still be cached, so that it needs almost nothing. It would come back at
             # once, and be retracted again for the page that was missing. So it has to leave a page
             # for each of the others: then these go on by a step first.
-            space = pages.available_pages - self._ledger.budget.active
-            limits = min(limits[0], space), limits[1]
+            limits = min(limits[0], pages.available_pages - self._ledger.budget.active), limits[1]
         plan = None
         if look.fits(limits) and not self._workers.refuses(waiter.worker, look.new_pages):
             plan = self._planner.plan(waiter.req, look, limits, now_s)

@@ -145,10 +145,7 @@ class Planner:
         ledger = self._ledger
         start = (look.shared_pages + look.loaded_pages) * ledger.page_size
         sent = self._prefill.sent(req, start)
-        if self._makers or req.output:
-            ways = self._ways(req, look, start, sent, now_s)
-        else:  # there is no choice
-            ways = [] if sent is None else [(sent,)]
+        ways = self._ways(req, look, start, sent, now_s)
         for way in ways:
             plan = self._plan(req, look, start, way)
             fits = plan.look is look or plan.look.fits(limits)
@@ -159,6 +156,8 @@ class Planner:
     def _ways(
         self, req: DecodeRequest, look: Look, start: int, sent: Segment | None, now_s: float
     ) -> list[tuple[Segment, ...]]:
+        if not self._makers and not req.output:  # there is no choice
+            return [] if sent is None else [(sent,)]
         need = Need(req, look.key, look.match, start, req.kv_len, not req.is_alone, now_s)
         if req.resumed and (segment := self._cached.reach(need)) is not None:
             return [(segment,)]
@@ -166,8 +165,7 @@ class Planner:
         if sent is None or (ways and not need.can_ask):
             return [*ways]
         is_best = not ways or not ways[0][0].source.is_best(need, ways[0][0])
-        way = self._sent(need, sent)
-        return [way, *ways] if is_best else [*ways, way]
+        return [self._sent(need, sent), *ways] if is_best else [*ways, self._sent(need, sent)]
 
     def needs_no_prefill(self, req: DecodeRequest, now_s: float, *, joins: bool = True) -> bool:
         """Tell whether the plan of a request would be whole with prefill closed. `joins`: whether
@@ -216,20 +214,19 @@ class Planner:
         req, look, ledger = plan.req, plan.look, self._ledger
         pages, page_size = ledger.pages, ledger.page_size
         joined, shared_pages = look.joined, look.shared_pages
+        above = None if joined is None else joined.pages
         flights: list[tuple[Flight, Segment]] = []
         for load in look.loads:
             key = req.key.prefix(load.end)
             start, shared_pages = shared_pages, load.end // page_size
-            above = None if joined is None else joined.pages
-            row = pages.open(look.match, shared_pages - start, now_s, above, start, is_load=True)
+            above = pages.open(look.match, shared_pages - start, now_s, above, start, is_load=True)
             joined = Flight(
-                load.source, None, req.request, "", req.room_key, key, row, start, shared_pages,
+                load.source, None, req.request, "", req.room_key, key, above, start, shared_pages,
                 joined,
             )  # fmt: skip
             ledger.flights.enter(joined, shareable=True)
             flights.append((joined, load))
         first, rest = plan.segments[0], plan.segments[1:]
-        above = None if joined is None else joined.pages
         first.source.opening(req, first)
         req.pages_held = row = pages.open(
             look.match, look.new_pages, now_s, above, shared_pages,
@@ -245,5 +242,4 @@ class Planner:
         )  # fmt: skip
         ledger.flights.enter(own, plan.shareable)
         ledger.budget.start(req.rid, req.max_pages - row.num_pages, 0)
-        flights.append((own, first))
-        return flights
+        return [*flights, (own, first)]
