@@ -24,9 +24,9 @@ class Told(Sources):
         self.calls.append(("chunk", num_tokens, round(seconds, 6)))
         super().chunk(num_tokens, seconds, running, goes_on)
 
-    def arrived(self, address: str, key: Any, now_s: float) -> None:
+    def arrived(self, room: Any, now_s: float) -> None:
         self.calls.append(("arrived", round(now_s, 6)))
-        super().arrived(address, key, now_s)
+        super().arrived(room, now_s)
 
 
 def test_the_rule_is_told_what_has_happened_and_nothing_else() -> None:
