@@ -212,10 +212,9 @@ class Admission(Waiting):
         # passes.
         for waiter in self._unwanted[:MAX_WANTS]:
             if waiter.want == NOT_ENTERED:
-                if waiter.match is None:
-                    waiter.match = pages.match(waiter.req.key)
-                    assert waiter.match is not None
-                waiter.want = pages.cache.want(waiter.match)
+                match = self.match_of(waiter.req)  # of what it may share: a look goes on from it
+                assert match is not None
+                waiter.want = pages.cache.want(match)
         del self._unwanted[:MAX_WANTS]
 
     def check_invariants(self) -> None:

@@ -795,9 +795,15 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if not plan.segments[0].source.sends and not req.is_alone and self.prefill.may_have(req):
             self._refuse_waiting(req, AbortedError(f"request {req.rid!r} is computed by decode"))
         req.is_alone = not req.prefill  # the next admission is decided by what is known then
-        for flight, segment in flights:
-            flight.source.begin(flight, segment, now_s)
-        self._admitted.append(req)
+        try:
+            for flight, segment in flights:
+                flight.source.begin(flight, segment, now_s)
+        except Exception as error:  # nothing would ever bring the rest
+            if plan.segments[0].source.sends and self.prefill.may_have(req):
+                self._refuse_waiting(req, error)
+            self._end(req, DecodeState.FAILED, error, now_s)
+        else:
+            self._admitted.append(req)
 
     def _lacks_source(self, plan: Plan) -> Exception:
         req, look = plan.req, plan.look

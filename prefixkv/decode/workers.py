@@ -158,6 +158,7 @@ class Workers:
 
     def promise(self, key: RoomKey, worker: Worker, num_pages: int) -> None:
         if num_pages:
+            self.keep(worker)  # its line may have forgotten it, with its last request
             self._shares[key] = _Share(worker, num_pages)
             worker.num_pages += num_pages
 

@@ -94,3 +94,23 @@ def test_a_blocked_head_costs_no_match_while_nothing_has_changed(
     assert len(matches) == 1
     assert sum(isinstance(one, OpenRoom) for one in desk.commands()) == 2
     assert head.prefix_len == 0
+
+
+def test_one_that_waited_and_is_cached_whole_leaves_its_last_page_to_be_computed() -> None:
+    """Though the tree was told what it waits for, by all of its pages."""
+    sources = Sources(ComputeConfig(below=64, down_below=64), fails_over=True)
+    desk = Desk(8, sources=sources, admission="fifo")
+    for rid, num_tokens in ("a", 8), ("R", 20):
+        first = desk.admitted(rid, num_tokens, max_new=1, prefill="")
+        assert desk.scheduler.pop_local() == [first]
+        desk.scheduler.computed(first, num_tokens)
+        assert desk.transferred() == [rid]
+        if rid == "a":
+            desk.finish(first)
+    head = desk.add("H", 20, max_new=1)
+    req = desk.add("ab", 8, max_new=1, prefill="")
+    assert desk.admit() == []
+    desk.abort(head)
+    assert desk.admit() == ["ab"], req.error
+    assert req.prefix_len == 4
+    assert desk.scheduler.pop_local() == [req]

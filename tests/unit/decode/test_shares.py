@@ -153,3 +153,16 @@ def test_a_worker_that_a_request_is_sent_to_later_counts_among_the_others() -> N
     d.scheduler.retarget("u", "b")
     d.add("x", 12, 4, prefill="a")
     assert d.admit() == ["u", "v", "w"], "x is above the share of a, since b is named now"
+
+
+def test_a_worker_with_pages_in_its_power_is_known_beside_many_others() -> None:
+    """Its request has left the line when its pages are promised: the end of that room once made the
+    node forget the worker of the requests behind it."""
+    desk = Desk(200, rows=80, workers=Workers(share_pages=1))
+    for place in range(64):
+        desk.admitted(chr(ord("a") + place), 4, 1, prefill=f"p{place}")
+    first = desk.admitted("Y", 4, 1, prefill="q")
+    second = desk.add("Z", 4, 1, prefill="q")
+    assert desk.admit() == []
+    desk.succeed(first.room_key)
+    assert desk.admit() == ["Z"], second.error

@@ -10,7 +10,7 @@ from prefixkv.config import DecodeConfig
 from prefixkv.decode.flights import Flight, Need, Segment, Source
 from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.scheduler import DecodeParts, DecodeScheduler
-from tests.unit.decode.desk import PAGE_SIZE, Desk
+from tests.unit.decode.desk import PAGE_SIZE, Desk, OpenRoom, RefuseRoom
 
 KV = np.zeros((16, PAGE_SIZE), np.int32)  # the pool: of each token a number
 
@@ -70,3 +70,29 @@ def test_without_a_spare_row_prefill_sends_all(tmp_path: Path) -> None:
     req = desk.add("b", list(range(16)))
     assert desk.admit() == ["b"]
     assert req.prefix_len == 0
+
+
+def test_a_request_fails_whose_source_raises_as_it_begins(tmp_path: Path) -> None:
+    """Nothing would ever bring the rest of its pages, and prefill waits for a promise."""
+
+    class Gone(FileSource):
+        def begin(self, flight: Flight, segment: Segment, now_s: float) -> None:
+            raise OSError("the file is gone")
+
+    FileSource.path = tmp_path / "kv"
+    np.array([range(16), range(16)], np.int32).tofile(FileSource.path)
+    kind = type("Scheduler", (DecodeScheduler,), {"source_makers": [Gone]})
+    desk = Desk(kind=kind, spare_rows=1)
+    req = desk.add("b", list(range(18)))
+    other = desk.add("c", 8)
+    assert desk.admit() == ["c"]
+    assert desk.pop_failed() == [req]
+    assert "the file is gone" in str(req.error)
+    refused, opened = desk.commands()
+    assert isinstance(refused, RefuseRoom)
+    assert isinstance(opened, OpenRoom)
+    desk.drain(refused.key)
+    desk.succeed(other.room_key)
+    assert desk.transferred() == ["c"]
+    desk.finish(other)
+    desk.at_rest()
