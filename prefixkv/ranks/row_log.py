@@ -101,9 +101,8 @@ class Pass(msgspec.Struct, Generic[C], frozen=True, array_like=True):
     sizes: RankSizes | None
 
 
-def _packed(given: object) -> bytes | None:
-    """Page ids as bytes; None for a chunk's `ready`, of which each rank has its own."""
-    return given.astype("<i4").tobytes() if isinstance(given, np.ndarray) else None
+def _packed(ids: Pages) -> bytes:
+    return ids.astype("<i4").tobytes()
 
 
 def _unpacked(_: type[Any], raw: bytes) -> Pages:
@@ -177,6 +176,9 @@ class RankLog:
         """Add a command for the rooms of every other rank."""
         if not isinstance(command, _OfDecode | _OfPrefill):
             raise InternalError(f"{type(command).__name__} is no command for other ranks")
+        # Each rank has an event of its own; this one may be of a class that msgspec would encode.
+        if isinstance(command, SendChunk):
+            command = msgspec.structs.replace(command, ready=None)
         self._commands.append(command)
 
     def copy(self, order: HostCopy) -> None:

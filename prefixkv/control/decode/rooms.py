@@ -199,7 +199,8 @@ class ReceiverRooms:
     def settled(self, token: Any, now_s: float) -> None:
         """Drain what the token names: the transport has read for long enough. Unknown: no-op."""
         for room, event in self._drains(token):
-            if token in room.settling:
+            # A process that has spoken as two ranks may have drained its room by the first of them.
+            if token in room.settling and self._rooms.get(room.key) is room:
                 self.on(room, event, now_s)
         for room, _ in self._drains(token):
             room.settling.discard(token)

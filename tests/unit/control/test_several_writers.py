@@ -61,6 +61,15 @@ def test_the_leader_says_where_the_others_are_and_all_are_promised_at_once() -> 
     )
 
 
+def test_a_process_that_speaks_as_two_ranks_is_fenced_as_any() -> None:
+    pair = Writers()
+    pair.peers = [pair.peers[0]] * 2
+    pair.opened()
+    pair.on(ENOUGH)
+    pair.say(1, Drained(*KEY.numbers, 1, 1))
+    assert of(pair.on(Fence(pair.peers[0])), RoomDrained) == [RoomDrained(KEY)]
+
+
 def test_a_worker_takes_what_the_smallest_of_its_ranks_takes() -> None:
     pair = Writers()
     pair.on(MeetPrefill(ADDRESSES[0]))
