@@ -103,8 +103,13 @@ class CopyThreads:
             threading.Thread(target=run, name=f"prefixkv-{name}-{i}", daemon=True)
             for i in range(num_threads)
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
+            self.close()
+            raise
 
     def put(self, order: CopyOrder, queue: int = 0) -> None:
         """Queue an order. Never waits; O(threads). Raises ClosedError after `close`."""
