@@ -106,7 +106,9 @@ def _packed(given: object) -> bytes | None:
     return given.astype("<i4").tobytes() if isinstance(given, np.ndarray) else None
 
 
-def _unpacked(_: type[Any], raw: bytes) -> Pages:
+def _unpacked(kind: type[Any], raw: bytes) -> Pages:
+    if kind is DeviceEvent:
+        raise ValueError("an event of the device does not travel")
     if len(raw) % _ID_BYTES:
         raise ValueError(f"{len(raw)} bytes of page ids, of {_ID_BYTES} each")
     return np.frombuffer(raw, "<i4").astype(np.int32)
@@ -386,6 +388,9 @@ class RowFollower:
             raise CallerError(f"rank 0 sent pages in {len(groups)} groups of {len(sizes)}")
         for (_, pages), num_pages in zip(groups, sizes, strict=False):
             check_in_pool(pages, num_pages)
+        for _, slots in groups[len(self._sizes.windows) :]:
+            if len(slots) != 1:
+                raise CallerError(f"rank 0 sent {len(slots)} slots where one is needed")
 
     def _command(self, logged: Any, ready: DeviceEvent | None) -> Any:
         if not isinstance(logged, SendChunk):
