@@ -110,8 +110,6 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
         with ExitStack() as undo:
             if config.host_memory is not None:
                 self._host = memory = host_memory(pool, config.host_memory, config.name)
-                # Copies that run end before `close` does: the caller may give the pool back then.
-                self.on_close(memory.close)
                 undo.callback(memory.close)
                 host = memory.pages(config.host_memory.policy or config.policy)
             settings = config.for_page_manager(layout.num_pages, spec.num_slots)
@@ -134,6 +132,15 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
             self._lead(spec, 0 if host is None else host.num_pages)
             self._observe(decode_journal.timeline)
             undo.pop_all()
+
+    def close(self) -> None:
+        """Close the node, the copies to and from host memory first: their ends come in an inbox
+        that closes with the transfer side. See `Node.close`."""
+        try:
+            if self._host is not None:
+                self._host.close()
+        finally:
+            super().close()
 
     def stats(self) -> dict[str, int]:
         """Return the counters of every node, and of decode alone:

@@ -19,6 +19,7 @@ from prefixkv.ranks.row_log import RankLog
 from prefixkv.runtime.host_copies import HostCopies
 from prefixkv.spi import DecodeRank
 from prefixkv.transfer import DecodeTransfers
+from prefixkv.wakeups import Inbox
 from tests.support.mesh_workers import MeshPair
 from tests.support.node_pair import NodePair, make_pool, tokens_of
 from tests.support.patience import until
@@ -123,6 +124,26 @@ def test_a_node_with_copies_under_way_closes() -> None:
             decode.close()
             decode.close()
         assert not [one for one in threading.enumerate() if "host-copy" in one.name]
+
+
+def test_an_inbox_is_closed_once_no_copy_writes_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    beside: list[str] = []
+    close = Inbox.close
+
+    def look(inbox: Inbox[Any]) -> None:
+        beside.extend(one.name for one in threading.enumerate() if "host-copy" in one.name)
+        close(inbox)
+
+    monkeypatch.setattr(Inbox, "close", look)
+    config = DecodeConfig(host_memory=HostConfig(num_pages=8, policy="lru"))
+    mesh = Mesh(2, 2, tp_size=2)
+    node = DecodeNode(make_pool(16, num_kv_heads=1), config, RankLog(), mesh)
+    rank = DecodeRank(make_pool(16, num_kv_heads=1), config, mesh, 1, node.peer_id)
+    rank.close()
+    assert not [name for name in beside if name.startswith(f"prefixkv-host-copy-{config.name}/1-")]
+    beside.clear()
+    node.close()
+    assert not beside
 
 
 @pytest.mark.parametrize(
