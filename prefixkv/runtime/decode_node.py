@@ -121,9 +121,8 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
             )
             workers = Workers(True, config.control.bootstrap_timeout_s, share_pages)
             parts = DecodeParts(sources, workers, secret_number, host)
+            undo.callback(self._release_host_policy)
             DecodeScheduler.__init__(self, pages, config, parts)
-            if self.host is not None:
-                undo.callback(self.host.cache.policy.release)
             self.transfers = DecodeTransfers(spec, config, transport=transport)
             undo.callback(self.transfers.close)
             if self._host is not None:
@@ -132,6 +131,11 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
             self._lead(spec, 0 if host is None else host.num_pages)
             self._observe(decode_journal.timeline)
             undo.pop_all()
+
+    def _release_host_policy(self) -> None:
+        """Also of a scheduler that is half made."""
+        if (host := getattr(self, "host", None)) is not None:
+            host.cache.policy.release()
 
     def close(self) -> None:
         """Close the node, the copies to and from host memory first: their ends come in an inbox

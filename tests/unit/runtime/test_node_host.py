@@ -10,8 +10,8 @@ import pytest
 
 from prefixkv import DecodeNode, PrefillNode
 from prefixkv.cache.eviction.plain import LeastRecentlyUsed
-from prefixkv.config import DecodeConfig, HostConfig, PrefillConfig
-from prefixkv.decode.host_tier import HostTier
+from prefixkv.config import ComputeConfig, DecodeConfig, HostConfig, PrefillConfig
+from prefixkv.decode.host_tier import HostTier, make_host
 from prefixkv.errors import ConfigError
 from prefixkv.memory.host_pool import HostPool
 from prefixkv.memory.mesh import Mesh
@@ -206,6 +206,12 @@ def test_a_node_that_cannot_be_made_keeps_nothing(monkeypatch: pytest.MonkeyPatc
                 node(hosts)
         assert set(threading.enumerate()) <= before
     assert len(closed) == 3
+    # 3. The scheduler, after the host's tree: a part that is asked for and left out.
+    with monkeypatch.context() as patch:
+        patch.setattr(DecodeNode, "source_makers", [make_host])
+        host = HostConfig(num_pages=128, policy=hosts)
+        with pytest.raises(ConfigError, match="compute: this installation"):
+            DecodeNode(make_pool(64), DecodeConfig(host_memory=host, compute=ComputeConfig()))
     node(hosts).close()
 
 
