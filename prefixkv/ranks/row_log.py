@@ -166,7 +166,7 @@ class RankLog:
         self.sizes: RankSizes | None = None  # set by rank 0's node
         self._commands: list[Any] = []
         self._copies: list[HostCopy] = []
-        self._told = np.array([[-1], [0], [0]])  # by the last message: at first, of any row
+        self._told = np.array([[-2], [0], [0]])  # by the last message: at first, of no row
         self._views: dict[str, _View] = {}  # by rid, as the other ranks know them
 
     def has_news(self, pages: PageManager) -> bool:

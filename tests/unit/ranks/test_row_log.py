@@ -146,6 +146,7 @@ def test_what_has_not_changed_is_not_told_again() -> None:
     ((row, start, ids, groups),) = msgspec.msgpack.decode(ranks.log.take(ranks.pages))[1]
     assert (row, start, len(ids), groups) == (grown.row, 1, 4, None)
     assert not ranks.log.has_news(ranks.pages)
+    assert RankLog().has_news(PageManager(8, PAGE_SIZE, 1)), "before the first message"
     ranks.pages.slide(grown, 9)
     assert ranks.log.has_news(ranks.pages)
     ((row, start, ids, groups),) = msgspec.msgpack.decode(ranks.log.take(ranks.pages))[1]
