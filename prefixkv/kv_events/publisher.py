@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import threading
 import time
 from collections import Counter, deque
@@ -157,6 +158,7 @@ class KVEventPublisher:
         self._done_lists = self._done_pages = 0  # by this object's
         self._num_failures = 0
         self._closing = False
+        self._pid = os.getpid()
         self._waiting: dict[tuple[_Socket, bytes], int] = {}  # clients: the batch to send next
         self._refused_log_s = -_REFUSED_LOG_S
         self._newcomers: dict[_Socket, Newcomers] = {}
@@ -217,7 +219,8 @@ class KVEventPublisher:
 
     def close(self) -> None:
         """Publish that the cache is empty, and end the thread. Idempotent."""
-        if not self._closing:
+        # The bell of a fork is its parent's.
+        if not self._closing and os.getpid() == self._pid:
             self._closing = True
             self._bell.notify()
             self._thread.join()

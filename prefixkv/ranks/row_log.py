@@ -105,7 +105,9 @@ def _packed(ids: Pages) -> bytes:
     return ids.astype("<i4").tobytes()
 
 
-def _unpacked(_: type[Any], raw: bytes) -> Pages:
+def _unpacked(kind: type[Any], raw: bytes) -> Pages:
+    if kind is DeviceEvent:
+        raise ValueError("an event of the device does not travel")
     if len(raw) % _ID_BYTES:
         raise ValueError(f"{len(raw)} bytes of page ids, of {_ID_BYTES} each")
     return np.frombuffer(raw, "<i4").astype(np.int32)
@@ -163,7 +165,7 @@ class RankLog:
         self.sizes: RankSizes | None = None  # set by rank 0's node
         self._commands: list[Any] = []
         self._copies: list[HostCopy] = []
-        self._told = np.array([[-1], [0], [0]])  # by the last message: at first, of any row
+        self._told = np.array([[-2], [0], [0]])  # by the last message: at first, of no row
         self._views: dict[str, _View] = {}  # by rid, as the other ranks know them
 
     def has_news(self, pages: PageManager) -> bool:
@@ -388,6 +390,9 @@ class RowFollower:
             raise CallerError(f"rank 0 sent pages in {len(groups)} groups of {len(sizes)}")
         for (_, pages), num_pages in zip(groups, sizes, strict=False):
             check_in_pool(pages, num_pages)
+        for _, slots in groups[len(self._sizes.windows) :]:
+            if len(slots) != 1:
+                raise CallerError(f"rank 0 sent {len(slots)} slots where one is needed")
 
     def _command(self, logged: Any, ready: DeviceEvent | None) -> Any:
         if not isinstance(logged, SendChunk):

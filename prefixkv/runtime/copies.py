@@ -7,6 +7,7 @@ start later would take it over.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -89,6 +90,7 @@ class CopyThreads:
         `num_threads` is positive."""
         if num_threads < 1:
             raise ConfigError(f"num_threads is {num_threads}, must be at least 1")
+        self._pid = os.getpid()  # a fork of this process has its own copy, and no threads
         self._closed = False  # read by the workers without a lock: one more piece may start
         # Orders of which pieces are still to be begun: filled by `put`, emptied under the lock.
         self._queues: list[deque[CopyOrder]] = [deque() for _ in range(num_queues)]
@@ -103,8 +105,13 @@ class CopyThreads:
             threading.Thread(target=run, name=f"prefixkv-{name}-{i}", daemon=True)
             for i in range(num_threads)
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
+            self.close()
+            raise
 
     def put(self, order: CopyOrder, queue: int = 0) -> None:
         """Queue an order. Never waits; O(threads). Raises ClosedError after `close`."""
@@ -121,6 +128,8 @@ class CopyThreads:
         end with a ClosedError. Idempotent."""
         # Set first: a worker that is woken then begins no piece.
         self._closed = True
+        if os.getpid() != self._pid:  # its orders are its parent's
+            return
         for _ in self._threads:
             self._wakes.put(None)
         for thread in self._threads:

@@ -110,8 +110,6 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
         with ExitStack() as undo:
             if config.host_memory is not None:
                 self._host = memory = host_memory(pool, config.host_memory, config.name)
-                # Copies that run end before `close` does: the caller may give the pool back then.
-                self.on_close(memory.close)
                 undo.callback(memory.close)
                 host = memory.pages(config.host_memory.policy or config.policy)
             settings = config.for_page_manager(layout.num_pages, spec.num_slots)
@@ -123,9 +121,8 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
             )
             workers = Workers(True, config.control.bootstrap_timeout_s, share_pages)
             parts = DecodeParts(sources, workers, secret_number, host)
+            undo.callback(self._release_host_policy)
             DecodeScheduler.__init__(self, pages, config, parts)
-            if self.host is not None:
-                undo.callback(self.host.cache.policy.release)
             self.transfers = DecodeTransfers(spec, config, transport=transport)
             undo.callback(self.transfers.close)
             if self._host is not None:
@@ -134,6 +131,20 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
             self._lead(spec, 0 if host is None else host.num_pages)
             self._observe(decode_journal.timeline)
             undo.pop_all()
+
+    def _release_host_policy(self) -> None:
+        """Also of a scheduler that is half made."""
+        if (host := getattr(self, "host", None)) is not None:
+            host.cache.policy.release()
+
+    def close(self) -> None:
+        """Close the node, the copies to and from host memory first: their ends come in an inbox
+        that closes with the transfer side. See `Node.close`."""
+        try:
+            if self._host is not None:
+                self._host.close()
+        finally:
+            super().close()
 
     def stats(self) -> dict[str, int]:
         """Return the counters of every node, and of decode alone:

@@ -75,6 +75,7 @@ class FollowingRank(OfTransfers, RowFollower):
             self.peer_id = self.transfers.peer_id
             if self._host is not None:
                 self._host.start(self.transfers.thread.events.put)
+                undo.callback(self._host.close)  # before that inbox is closed
             self._closing = undo.pop_all()
 
     def apply(self, raw: bytes, ready: DeviceEvent | None = None) -> None:  # type: ignore[override]

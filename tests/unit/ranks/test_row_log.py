@@ -146,6 +146,7 @@ def test_what_has_not_changed_is_not_told_again() -> None:
     ((row, start, ids, groups),) = msgspec.msgpack.decode(ranks.log.take(ranks.pages))[1]
     assert (row, start, len(ids), groups) == (grown.row, 1, 4, None)
     assert not ranks.log.has_news(ranks.pages)
+    assert RankLog().has_news(PageManager(8, PAGE_SIZE, 1)), "before the first message"
     ranks.pages.slide(grown, 9)
     assert ranks.log.has_news(ranks.pages)
     ((row, start, ids, groups),) = msgspec.msgpack.decode(ranks.log.take(ranks.pages))[1]
@@ -511,6 +512,8 @@ _GROUPS = [
     ([[0, b""]] * 3, "3 groups of 2"),
     ([[0, b"\x14\0\0\0"]], "page 20 is not"),
     ([[0, b""], [0, b"\x03\0\0\0"]], r"page 3 is not in \[0, 3\)"),  # slots
+    ([[0, b""], [0, b""]], "0 slots where one"),
+    ([[0, b""], [0, bytes(8)]], "2 slots where one"),
     ([[-1, b""]], ">= 0"),
 ]
 
@@ -528,6 +531,7 @@ _GROUPS = [
         ((3, 0, 4), 3, "slot 3, there are 3"),
         ((3, 0, 4), -2, ">= -1"),
         ((5, 0, 2), -1, ">= 0"),
+        ((5, 0, 6), bytes(4), "does not travel"),
         ((3, 0, 2), 2**31, "<= 2147483647"),
         ((3, 0, 5), [2**64 - 1], "<= 2147483647"),
         ((2,), [-1], ">= 0"),

@@ -336,6 +336,22 @@ def test_threads_are_named_and_gone_after_close() -> None:
     assert not any(thread.is_alive() for thread in new)
 
 
+def test_threads_that_have_started_end_where_another_cannot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before, start = set(threading.enumerate()), threading.Thread.start
+
+    def fails_at_the_third(thread: threading.Thread) -> None:
+        if thread.name == "prefixkv-many-2":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fails_at_the_third)
+    with pytest.raises(RuntimeError, match="can't start"):
+        copies.CopyThreads(4, "cpu", "many")
+    assert set(threading.enumerate()) == before
+
+
 def test_other_settings_are_refused() -> None:
     pool = KVPool.create(2, 4, 1, 1, 8)
     host = HostPool(pool.layout, 2)

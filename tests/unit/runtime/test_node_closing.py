@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -13,7 +14,13 @@ import msgspec
 import pytest
 
 from prefixkv import DecodeNode, PrefillNode
-from prefixkv.config import DecodeConfig, PrefillConfig, TransportConfig
+from prefixkv.config import (
+    DecodeConfig,
+    HostConfig,
+    KVEventsConfig,
+    PrefillConfig,
+    TransportConfig,
+)
 from prefixkv.errors import (
     AdmissionTimeoutError,
     ClosedError,
@@ -24,6 +31,7 @@ from prefixkv.errors import (
     TransferError,
 )
 from prefixkv.memory.kv_pool import KVPool
+from prefixkv.memory.page_copy import CpuPageCopy
 from prefixkv.memory.state_layout import StateTensor
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.request import Request
@@ -264,9 +272,22 @@ def ended(pid: int, codes: list[int]) -> bool:
     return bool(found)
 
 
-def test_a_forked_child_that_closes_its_copies_leaves_the_parent_at_work(pair: NodePair) -> None:
+def test_a_forked_child_that_closes_its_copies_leaves_the_parent_at_work(
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_copy, write = threading.Event(), CpuPageCopy.write
+
+    def waits(*args: Any) -> None:
+        assert may_copy.wait(PATIENCE_S)
+        write(*args)
+
+    monkeypatch.setattr(CpuPageCopy, "write", waits)
+    free = "tcp://127.0.0.1:*"
+    events = {"kv_events": KVEventsConfig(free, free, free)}
+    host = HostConfig(num_pages=512, policy="lru", piece_bytes=1)
+    pair = make_pair(decode={"host_memory": host, **events}, prefill=events)
     pair.submit("before", tokens_of(1, 10))
-    pair.run("before")
+    pair.until(lambda: "before" in pair.d.ended)  # and its pages are being copied
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside threads
         pid = os.fork()
@@ -282,11 +303,13 @@ def test_a_forked_child_that_closes_its_copies_leaves_the_parent_at_work(pair: N
     codes: list[int] = []
     until(lambda: ended(pid, codes))
     assert codes == [0]
+    may_copy.set()
     for rid in ("after", "again"):
         pair.submit(rid, tokens_of(2, 10))
         pair.run(rid)
         assert pair.d.ended[rid] is None
     assert pair.prefill.peers() == {pair.decode.peer_id: "ready"}
+    assert node_threads().count("prefixkv-kv-events") == 2
 
 
 # --- memory ---------------------------------------------------------------------------------------

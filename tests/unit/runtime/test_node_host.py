@@ -10,8 +10,8 @@ import pytest
 
 from prefixkv import DecodeNode, PrefillNode
 from prefixkv.cache.eviction.plain import LeastRecentlyUsed
-from prefixkv.config import DecodeConfig, HostConfig, PrefillConfig
-from prefixkv.decode.host_tier import HostTier
+from prefixkv.config import ComputeConfig, DecodeConfig, HostConfig, PrefillConfig
+from prefixkv.decode.host_tier import HostTier, make_host
 from prefixkv.errors import ConfigError
 from prefixkv.memory.host_pool import HostPool
 from prefixkv.memory.mesh import Mesh
@@ -19,6 +19,7 @@ from prefixkv.ranks.row_log import RankLog
 from prefixkv.runtime.host_copies import HostCopies
 from prefixkv.spi import DecodeRank
 from prefixkv.transfer import DecodeTransfers
+from prefixkv.wakeups import Inbox
 from tests.support.mesh_workers import MeshPair
 from tests.support.node_pair import NodePair, make_pool, tokens_of
 from tests.support.patience import until
@@ -125,6 +126,26 @@ def test_a_node_with_copies_under_way_closes() -> None:
         assert not [one for one in threading.enumerate() if "host-copy" in one.name]
 
 
+def test_an_inbox_is_closed_once_no_copy_writes_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    beside: list[str] = []
+    close = Inbox.close
+
+    def look(inbox: Inbox[Any]) -> None:
+        beside.extend(one.name for one in threading.enumerate() if "host-copy" in one.name)
+        close(inbox)
+
+    monkeypatch.setattr(Inbox, "close", look)
+    config = DecodeConfig(host_memory=HostConfig(num_pages=8, policy="lru"))
+    mesh = Mesh(2, 2, tp_size=2)
+    node = DecodeNode(make_pool(16, num_kv_heads=1), config, RankLog(), mesh)
+    rank = DecodeRank(make_pool(16, num_kv_heads=1), config, mesh, 1, node.peer_id)
+    rank.close()
+    assert not [name for name in beside if name.startswith(f"prefixkv-host-copy-{config.name}/1-")]
+    beside.clear()
+    node.close()
+    assert not beside
+
+
 @pytest.mark.parametrize(
     ("config", "more", "why"),
     [
@@ -185,6 +206,12 @@ def test_a_node_that_cannot_be_made_keeps_nothing(monkeypatch: pytest.MonkeyPatc
                 node(hosts)
         assert set(threading.enumerate()) <= before
     assert len(closed) == 3
+    # 3. The scheduler, after the host's tree: a part that is asked for and left out.
+    with monkeypatch.context() as patch:
+        patch.setattr(DecodeNode, "source_makers", [make_host])
+        host = HostConfig(num_pages=128, policy=hosts)
+        with pytest.raises(ConfigError, match="compute: this installation"):
+            DecodeNode(make_pool(64), DecodeConfig(host_memory=host, compute=ComputeConfig()))
     node(hosts).close()
 
 
