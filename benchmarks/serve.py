@@ -57,7 +57,7 @@ def serving(tree: Path, *more: str) -> Iterator[tuple[subprocess.Popen[str], str
     environ = {key: value for key, value in os.environ.items() if not key.startswith("PREFIXKV")}
     with subprocess.Popen(
         [sys.executable, "-m", "prefixkv.cli.main", "serve", "--port", "0", "--status-port", "0",
-         "--threads", "1", *more],
+         "--threads", "1", "--compute-below", "0", "--no-carry-on", *more],
         cwd=tree, env=environ | {"PYTHONPATH": str(tree)}, stdout=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         try:

@@ -268,6 +268,10 @@ def names() -> str:
         rows = [[f"`{name}`", first_sentence(thing)] for name, thing in things.items()]
         parts.append(f"## {module.__name__}\n\n{first_sentence(module)}\n")
         parts.append(table(["name", "what it is"], rows))
+    parts.append(
+        "## prefixkv.errors, prefixkv.settings\n\nAll their names without an underscore: every "
+        "exception, and checks of values; types, bounds and readers of settings.\n"
+    )
     return "\n".join(parts)
 
 

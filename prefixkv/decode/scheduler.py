@@ -979,7 +979,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # admission to find.
         req.generation += 1
         req.fill_len = req.kv_len
-        req.prefix_len = 0
+        req.prefix_len, req.aux = 0, b""
         self.waiting.add(req, first=True)
         self._meet(req, self.now_s)
 

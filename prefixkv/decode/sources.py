@@ -168,6 +168,10 @@ class Sources:
         if not running:
             self._alone.add(num_tokens, seconds, goes_on)
             return
+        # Where no pass goes without a chunk, what a chunk alone does not explain is the step.
+        step_s = seconds - num_tokens * self._alone.unit_s
+        if len(self._alone) and step_s > 0 and not self._step.is_known:
+            self._step.add(1, step_s, goes_on)
         self._beside.add(num_tokens, seconds - self._step.unit_s, goes_on)
         # Where the least chunk adds more than its share, the steps behind it make up for it; few at
         # first, as one measure may be a stall.

@@ -18,6 +18,7 @@ PAGE = (ROOT / "docs" / "start.md").read_text(encoding="utf-8")
 def test_two_prompts_are_hit_as_the_page_says(serve: Serve) -> None:
     asked = re.search(r"```sh\n(ask\(\) .*?)```\n\n```text\n(.*?)```", PAGE, re.DOTALL)
     assert asked is not None
+    assert "prefixkv serve --compute-below 0\n" in PAGE  # as `serve` is here
     script = asked[1].replace("http://127.0.0.1:8000/v1", serve.url)
     assert script != asked[1]
     ran = subprocess.run(

@@ -70,6 +70,13 @@ def used_again() -> PrefillPeer:
     return peer
 
 
+def test_a_room_that_waits_is_not_kept_waiting_by_a_former_notification() -> None:
+    """It is no sign that prefill has the promise, or writes."""
+    peer = used_again()
+    peer.on(landed(FORMER, 7))
+    assert "Promise" in kinds(peer.after(TIMING.resend_s)), "repeated, as it is not acknowledged"
+
+
 @pytest.mark.parametrize("order", [*permutations(["former", "acked", "own", "outcome"])])
 def test_a_notification_that_its_drained_has_overtaken_counts_for_no_other_use(
     order: tuple[str, ...],

@@ -539,6 +539,18 @@ def test_a_transfer_that_failed_is_computed_here() -> None:
     desk.whole(req, 8)
 
 
+def test_what_an_attempt_before_has_brought_is_not_left_in_aux() -> None:
+    """Else an engine takes it for what prefill says of this one."""
+    desk = _gone()
+    first = desk.admitted("a", 12)
+    joined = desk.admitted("a2", 16)
+    desk.succeed(joined.room_key, b"token")
+    desk.fail(first.room_key, drained=True)
+    assert sorted(desk.admit()) == ["a", "a2"]
+    assert desk.local() == ["a"]
+    assert (joined.aux, joined.resumed) == (b"", False)
+
+
 def test_without_the_policy_a_transfer_that_failed_fails() -> None:
     desk = Alone(below=7)
     req = desk.admitted("a")

@@ -249,6 +249,21 @@ def test_noise_never_makes_a_chunk_cost_less_than_nothing() -> None:
     assert sources.chunk_tokens(1) == 256
 
 
+def test_beside_a_batch_that_never_steps_alone_the_step_is_guessed() -> None:
+    """1,000 tokens a second were measured before: of a pass with 8 that takes 28 ms 20 are a
+    step."""
+    scale = Scale(ComputeConfig(itl_share=0.5), rate=1e3)
+    sources = scale.sources
+    tokens = []
+    for _ in range(12):
+        sources.next_pass(1)
+        if chunk := sources.chunk_tokens(1):  # else this step goes without
+            tokens.append(chunk)
+            sources.chunk(chunk, 0.02 + 1e-3 * chunk, 1)
+    assert tokens[0] == 8
+    assert tokens[1:] == pytest.approx([10] * 11, abs=1)
+
+
 def test_chunks_beside_a_batch_grow_no_faster_than_twice_as_long() -> None:
     """Whatever the first ones seem to cost: those of a GPU cost nothing."""
     sources, tokens = Sources(ComputeConfig()), []

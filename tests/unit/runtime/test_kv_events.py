@@ -61,6 +61,15 @@ def test_routers_know_both_trees(make_pair: MakePair) -> None:
     assert agrees(pair.decode) == 0
 
 
+def test_one_feed_serves_routers_and_takers_of_batches(make_pair: MakePair) -> None:
+    pair = make_pair(decode={"kv_events": EVENTS})
+    pair.decode.take_cache_events()
+    pair.submit("a", tokens_of(1, 40), max_new_tokens=2)
+    pair.run("a")
+    taken = pair.decode.take_cache_events().events
+    assert sum(len(event.page_keys) for event in taken) == agrees(pair.decode)
+
+
 def test_routers_know_what_is_in_host_memory(make_pair: MakePair) -> None:
     host = HostConfig(num_pages=200, policy="lru")
     decode = {"kv_events": EVENTS, "host_memory": host, "reserve_tokens": 0}

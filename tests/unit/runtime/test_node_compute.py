@@ -63,7 +63,7 @@ def test_what_both_sides_were_told_is_refused_at_prefill_before_it_computes() ->
 def test_prefill_closes_and_what_it_had_is_computed_here() -> None:
     config = DecodeConfig(
         compute=ComputeConfig(below=0, ask="late"), failure_policy="local", reserve_tokens=0,
-        control=ControlConfig(heartbeat_s=0.2, suspect_after_s=1.0),
+        control=ControlConfig(heartbeat_s=0.2, suspect_after_s=60.0),  # its farewell counts
     )  # fmt: skip
     prefill = PrefillNode(make_pool(64), PrefillConfig())
     with DecodeNode(make_pool(64), config) as decode:

@@ -616,6 +616,17 @@ def test_a_peer_that_is_unreachable_is_counted_and_keeps_its_rooms() -> None:
     assert peer.poll() is KVPoll.WAITING_FOR_INPUT
 
 
+def test_an_input_is_followed_by_one_expect_at_most_and_only_for_another_number() -> None:
+    control = PrefillPeer().control
+    for room in (7, 8):
+        assert Expect(0) not in control.on(OpenRoom(promise(room), ADDRESS), 0.0)
+    reply = messages.HelloReply(DIGEST, Topology(4), (ADDRESS,))
+    raw = messages.encode(PREFILL, 1, reply)
+    assert control.on(FrameReceived(ADDRESS, raw), 0.0)[-1] == Expect(2)
+    assert control.on(Tick(), 0.0) == []
+    assert control.on(Fence(PREFILL), 0.0)[-1] == Expect(0)
+
+
 # --- the same tokens ------------------------------------------------------------------------------
 
 
