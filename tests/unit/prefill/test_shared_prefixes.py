@@ -38,7 +38,7 @@ def serve(desk: Desk, chunk: int, in_turn: bool, fails_at: int = 0) -> int:
     computing: dict[PrefillRequest, int] = {}
     total = 0
     while desk.scheduler.requests:
-        for req in desk.scheduler.pop_bootstrapped(0.0):
+        for req in desk.scheduler.pop_bootstrapped():
             computing[req] = req.prefix_len
         assert computing, "all wait, and nothing is computed"
         first = next(iter(computing))
