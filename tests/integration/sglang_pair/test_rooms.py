@@ -248,8 +248,8 @@ def test_what_prefill_alone_refuses(servers: Servers) -> None:
 
 
 @pytest.mark.xfail(
-    reason="where decode announces the first half after prefill has refused it, which load decides, "
-    "decode's word of its end is taken for the second's: sends.py, to be told apart by a proof",
+    reason="where decode announces the first half after prefill has refused it, which load "
+    "decides, decode's word of its end is taken for the second's (sends.py)",
     strict=False,
 )
 def test_one_body_sent_again_after_it_failed(servers: Servers, expected: list[int]) -> None:
