@@ -261,10 +261,14 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         if room is not None and room.drained:
             self._rooms.drop(room)
             room = None
-        if room is None:
-            self._tombs.await_half(key, Half.PROMISE, error, now_s, digest=command.digest)
-        elif not room.added:
+        ticket, digest = None, command.digest
+        if room is not None:
+            if room.added:
+                return
             self._rooms.on(room, Fail(error), now_s)
+            ticket = room.ticket
+        # The promise's request is declined here, so none is awaited: only further promises.
+        self._tombs.await_half(key, Half.PROMISE, error, now_s, digest=digest, ticket=ticket)
 
     def _chunk(self, command: SendChunk, now_s: float) -> None:
         """Ended or unknown: no-op."""

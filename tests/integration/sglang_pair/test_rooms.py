@@ -247,11 +247,6 @@ def test_what_prefill_alone_refuses(servers: Servers) -> None:
     refused(said.decode, "prefill")
 
 
-@pytest.mark.xfail(
-    reason="where decode announces the first half after prefill has refused it, which load "
-    "decides, decode's word of its end is taken for the second's (sends.py)",
-    strict=False,
-)
 def test_one_body_sent_again_after_it_failed(servers: Servers, expected: list[int]) -> None:
     """As routers do: the same room, and the same name of the request."""
     body = servers.body(prompt(37), next(NEXT_ROOM), rid="again", priority=1)

@@ -3,6 +3,7 @@ or promises later, and no room that is in use is harmed."""
 
 from __future__ import annotations
 
+import pytest
 from msgspec import structs
 
 from prefixkv.protocol.commands import DeclineRoom
@@ -10,6 +11,7 @@ from prefixkv.protocol.messages import Abort, Drained, Outcome, OutcomeAck, Prom
 from tests.unit.control.wire import (
     DECODE,
     KEY,
+    PROMPT,
     SENT,
     TIMING,
     DecodePeer,
@@ -55,12 +57,30 @@ def test_the_reason_is_kept_for_so_long_only() -> None:
     assert kinds(peer.say(promise())) == ["PromiseAck"]
 
 
-def test_a_request_that_is_added_after_all_fails_if_decode_has_been_told() -> None:
+@pytest.mark.parametrize("is_acked", [False, True])
+@pytest.mark.parametrize("digest", [b"", PROMPT])
+def test_the_number_of_a_promise_that_was_declined_may_be_used_again(
+    is_acked: bool, digest: bytes
+) -> None:
+    """What was declined was its request: the next one is of the next use, of the same prompt."""
+    peer = DecodePeer().known()
+    peer.say(promise())
+    assert peer.on(DeclineRoom(SENT, NO.reason, digest)) == [TOLD]
+    if is_acked:
+        peer.say(ACK)
+    assert peer.on(add_room()) == []
+    assert peer.say(promise()) == [TOLD], "a late repeat"
+    again = structs.replace(promise(), ticket=promise().ticket + 1)
+    assert kinds(peer.say(again)) == ["PromiseAck", "Bootstrapped"]
+
+
+def test_a_promise_of_the_next_use_may_come_before_its_request() -> None:
     peer = DecodePeer().known()
     peer.say(promise())
     peer.on(NO)
-    ended, free = peer.on(add_room())
-    assert (str(ended.error), kinds([free])) == ("the prompt is too long", ["SourceFree"])
+    again = structs.replace(promise(), ticket=promise().ticket + 1)
+    assert kinds(peer.say(again)) == ["PromiseAck"]
+    assert kinds(peer.on(add_room())) == ["Bootstrapped"]
 
 
 def test_what_decode_has_given_up_already_is_kept_no_longer() -> None:
