@@ -136,8 +136,10 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         by_name: dict[str, Any] = {source.name: source for source in self._organs}
         self.compute: NoCompute = by_name.get("computed", NoCompute())
         self.host = getattr(by_name.get("loaded"), "tier", None)
-        if parts.sources.config is not None and "computed" not in by_name:
-            raise ConfigError("compute: this installation has no part for it")
+        wanted = {"compute": (parts.sources.config, "computed"), "host": (parts.host, "loaded")}
+        for setting, (asked, name) in wanted.items():
+            if asked is not None and name not in by_name:
+                raise ConfigError(f"{setting}: this installation has no part for it")
         # Rooms outlive requests: a number stays in use until the control plane has proved that its
         # room is drained, so that two requests never share one.
         self.rooms = Rooms(self._commands, parts.ticket, self.counters)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 
-from prefixkv.config import DecodeConfig
+from prefixkv.config import ComputeConfig, DecodeConfig
 from prefixkv.decode.flights import Flight, Need, Segment, Source
-from prefixkv.decode.ledger import Ledger
+from prefixkv.decode.ledger import HostPages, Ledger
 from prefixkv.decode.scheduler import DecodeParts, DecodeScheduler
+from prefixkv.decode.sources import Sources
+from prefixkv.errors import ConfigError
 from tests.unit.decode.desk import PAGE_SIZE, Desk, OpenRoom, RefuseRoom
 
 KV = np.zeros((16, PAGE_SIZE), np.int32)  # the pool: of each token a number
@@ -96,3 +100,14 @@ def test_a_request_fails_whose_source_raises_as_it_begins(tmp_path: Path) -> Non
     assert desk.transferred() == ["c"]
     desk.finish(other)
     desk.at_rest()
+
+
+@pytest.mark.parametrize(
+    "asked", [{"host": HostPages(4, "lru", None)}, {"sources": Sources(ComputeConfig())}]
+)
+def test_what_no_source_answers_for_is_refused(
+    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DecodeScheduler, "source_makers", [])
+    with pytest.raises(ConfigError, match="this installation has no part for it"):
+        Desk(8, **asked)
