@@ -61,7 +61,6 @@ if TYPE_CHECKING:
     from prefixkv.config import check_version as check_version
     from prefixkv.decode.host_tier import HostTier as HostTier
     from prefixkv.decode.sources import Lack as Lack
-    from prefixkv.decode.sources import Source as Source
     from prefixkv.decode.sources import Sources as Sources
     from prefixkv.kv_events.publisher import default_topic as default_topic
     from prefixkv.memory.kv_layout import ITEMSIZE as ITEMSIZE
@@ -111,7 +110,7 @@ _HOMES = homes_of(
         "transport.base": "Transport",
         "runtime.transfers": "MakeTransport secret_number",
         # A source of what a request lacks; host memory is one.
-        "decode.sources": "Lack Source Sources",
+        "decode.sources": "Lack Sources",
         "decode.host_tier": "HostTier",
         "runtime.host_copies": "HostMemory",
         "protocol.host_copy": "HostCopy HostCopyDone",

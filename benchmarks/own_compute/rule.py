@@ -33,7 +33,7 @@ from benchmarks.report import tell, write
 from prefixkv.cli.replay import Trace, read_trace, replay_policy
 from prefixkv.cli.replay.trace import footprint, mix
 from prefixkv.config import ComputeConfig
-from prefixkv.decode.sources import Source, Sources
+from prefixkv.decode.sources import Sources
 from prefixkv.errors import ConfigError
 
 TOKEN_BYTES = 160 * 1024
@@ -146,9 +146,9 @@ class Node:
                 self._queues.copy().serve(one, host_tokens, False, cached).first_token_s
                 - one.time_s
             )
-        source = self._sources.choose(missing, self._due, 0, address, one.time_s)
-        served = self._queues.serve(one, host_tokens, source is Source.HERE, cached)
-        if source is Source.HERE:
+        is_here = self._sources.is_here(missing, self._due, 0, address, one.time_s)
+        served = self._queues.serve(one, host_tokens, is_here, cached)
+        if is_here:
             self._compute(max(1, missing), served.first_token_s)
         else:
             room = self._sources.promised(address, one.time_s, missing)

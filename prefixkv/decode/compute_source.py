@@ -15,12 +15,11 @@ from typing import NamedTuple
 from prefixkv.cache.checkpoints import Checkpoint
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.config import DecodeConfig
-from prefixkv.decode.flights import Flight, Need, Release, Segment
-from prefixkv.decode.flights import Source as FlightSource
+from prefixkv.decode.flights import Flight, Need, Release, Segment, Source
 from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.scheduler import DecodeParts
-from prefixkv.decode.sources import Source, Sources
+from prefixkv.decode.sources import Sources
 from prefixkv.decode.state_checkpoints import DecodeCheckpoints
 from prefixkv.errors import RequestError, check_laws, shown
 from prefixkv.pages.requests import AllOf, BrokenEvent, still_pending
@@ -28,7 +27,7 @@ from prefixkv.paging import Pages, pages_for
 from prefixkv.request import DeviceEvent
 
 
-class ComputeSource(FlightSource):
+class ComputeSource(Source):
     """The prompts that the engine computes. Owned by the scheduler's thread.
 
     `rule` says what to compute, and is told how long chunks and steps take. A prompt is computed
@@ -72,14 +71,14 @@ class ComputeSource(FlightSource):
         if not need.can_ask or segment.start == segment.end:
             return True
         again = 0 if need.match is None else self._rule.again_pages(need.match.pages)
-        chosen = self._rule.choose(
+        is_here = self._rule.is_here(
             segment.end - segment.start, self._due_tokens, self._ledger.num_running,
             need.req.prefill, need.now_s, num_sent=need.end - need.start,
             again=again * self._ledger.page_size, goes_on=need.start > 0,
         )  # fmt: skip
-        if chosen is Source.PREFILL:
+        if not is_here:
             self._ledger.journal.counters["compute_declined"] += 1
-        return chosen is Source.HERE
+        return is_here
 
     @property
     def _due_tokens(self) -> int:

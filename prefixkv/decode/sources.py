@@ -14,7 +14,6 @@ than a step. A way that is not known is taken for one request at a time.
 
 from __future__ import annotations
 
-import enum
 import math
 import statistics
 from collections import deque
@@ -39,13 +38,6 @@ _LOAD_FACTOR: Final = 2.0  # a load may take so many times as long as to have al
 _LOAD_S: Final = 0.02  # and so much longer
 _KEPT_REQUESTS: Final = 0.95
 _MAX_WORKERS: Final = 256  # prefill workers that are remembered
-
-
-class Source(enum.Enum):
-    """Where the missing part of a prompt comes from."""
-
-    HERE = "here"
-    PREFILL = "prefill"
 
 
 class Lack(NamedTuple):
@@ -253,7 +245,7 @@ class Sources:
             return self.config.down_below
         return self.config.below
 
-    def choose(
+    def is_here(
         self,
         missing: int,
         due: int,
@@ -263,8 +255,8 @@ class Sources:
         num_sent: int | None = None,
         again: int = 0,
         goes_on: bool = False,
-    ) -> Source:
-        """Choose the source of a request's missing tokens, by the module's rule.
+    ) -> bool:
+        """Decide whether decode computes a request's missing tokens, by the module's rule.
 
         Args:
             missing: tokens that are neither here nor on their way.
@@ -282,7 +274,7 @@ class Sources:
         is_here = self._is_sooner_here(missing, due, running, sent, address, now_s)
         is_sent_on = goes_on and not is_here
         self._sent_on += (is_sent_on - self._sent_on) * (1 - _KEPT_REQUESTS)
-        return Source.HERE if is_here else Source.PREFILL
+        return is_here
 
     def _is_sooner_here(
         self, missing: int, due: int, running: int, sent: int, address: str, now_s: float

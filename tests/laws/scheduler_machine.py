@@ -21,7 +21,7 @@ from prefixkv.cache.eviction.policy import register_policy
 from prefixkv.config import ComputeConfig, DecodeConfig, HostConfig
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.scheduler import DecodeScheduler, HostPages
-from prefixkv.decode.sources import Source, Sources
+from prefixkv.decode.sources import Sources
 from prefixkv.decode.workers import Workers
 from prefixkv.errors import NotFiniteError, PrefixKVError
 from prefixkv.pages.allocator import PageState
@@ -75,9 +75,9 @@ class ChosenSources(Sources):
         super().__init__(sim.compute, sim.fails_over)
         self._sim = sim
 
-    def choose(self, missing: int, *args: Any, **more: Any) -> Source:
-        chosen = super().choose(missing, *args, **more)
-        return Source.PREFILL if self._sim.random.randrange(4) == 3 else chosen
+    def is_here(self, missing: int, *args: Any, **more: Any) -> bool:
+        is_here = super().is_here(missing, *args, **more)
+        return self._sim.random.randrange(4) != 3 and is_here
 
 
 class Engine(DecodeEngine):

@@ -14,7 +14,6 @@ import torch
 
 from benchmarks.hybrid_models import config_of
 from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig
-from prefixkv.decode.sources import Source
 from prefixkv.engines.hf import (
     DecodeEngine,
     Generate,
@@ -120,10 +119,10 @@ class World:
             self.close = closing.pop_all().close
 
     def _choose_by_size(self, below: int) -> None:
-        def choose(missing: int, *_: Any, **__: Any) -> Source:
-            return Source.HERE if missing <= below else Source.PREFILL
+        def is_here(missing: int, *_: Any, **__: Any) -> bool:
+            return missing <= below
 
-        self.decode.node.sources.choose = choose  # type: ignore[method-assign]
+        self.decode.node.sources.is_here = is_here  # type: ignore[method-assign]
 
     @staticmethod
     def _computes(decode: dict[str, Any] | None) -> dict[str, int]:

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from prefixkv import ComputeConfig
 from prefixkv.errors import check_laws
-from prefixkv.spi import Lack, Source, Sources
+from prefixkv.spi import Lack, Sources
 
 _UNBOUNDED_SHARE: Final = 100.0
 """`ComputeConfig.itl_share` at its most: vLLM alone says how long a step may become."""
@@ -76,8 +76,8 @@ class OwnCompute:
         last = self._decided.get(rid)
         if last is None or last[0] != missing:
             due, running = self._due_tokens, len(self._decoding)
-            source = self.sources.choose(missing, due, running, address, self.now_s())
-            last = self._decided[rid] = missing, source is Source.HERE
+            is_here = self.sources.is_here(missing, due, running, address, self.now_s())
+            last = self._decided[rid] = missing, is_here
         return last[1]
 
     def is_worth_loading(self, missing: int, num_loaded: int, load_s: float, address: str) -> bool:

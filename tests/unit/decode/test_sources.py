@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from prefixkv.config import ComputeConfig
-from prefixkv.decode.sources import Lack, Source, Sources
+from prefixkv.decode.sources import Lack, Sources
 
-HERE, PREFILL = Source.HERE, Source.PREFILL
+HERE, PREFILL = True, False
 
 
 class Scale:
@@ -44,16 +44,16 @@ class Scale:
     def choose(
         self, missing: int, due: int = 0, running: int = 0, address: str = "p", again: int = 0,
         goes_on: bool = False, after_s: float = 600.0,
-    ) -> Source:  # fmt: skip
+    ) -> bool:  # fmt: skip
         self.now_s += after_s
-        return self.sources.choose(
+        return self.sources.is_here(
             missing, due, running, address, self.now_s, again=again, goes_on=goes_on
         )
 
 
 def test_without_a_config_everything_comes_from_prefill() -> None:
     sources = Sources()
-    assert sources.choose(1, 0, 0, "p", 0.0) is PREFILL
+    assert sources.is_here(1, 0, 0, "p", 0.0) is PREFILL
     assert sources.most_tokens(is_down=True) == -1
     assert sources.chunk_tokens(0) == 0
 
@@ -165,7 +165,7 @@ def test_where_the_least_chunk_breaks_itl_share_only_some_steps_have_one() -> No
         for number in range(8):
             room = sources.promised("p", 100.0 * number, 80)
             sources.arrived(room, 100.0 * number + sent_s)
-        assert sources.choose(80, 0, 2, "p", 1e6) is chosen
+        assert sources.is_here(80, 0, 2, "p", 1e6) is chosen
     # None waits where nothing runs.
     assert sources.chunk_tokens(0) == 256
 
@@ -352,7 +352,7 @@ def test_a_way_that_has_become_faster_is_found() -> None:
 
 @pytest.mark.parametrize(("rate", "chosen"), [(2e4, HERE), (5e3, PREFILL)])
 def test_the_sooner_way_by_what_is_known_is_taken_however_old_that_is(
-    rate: float, chosen: Source
+    rate: float, chosen: bool
 ) -> None:
     scale = Scale(rate=rate, sent=1e4)
     assert [scale.choose(500, after_s=6000.0) for _ in range(2)] == [chosen, chosen]
@@ -507,9 +507,9 @@ def play(
                     over.append(0.0)
         now_s += 1000.0
         missing = round(math.exp(chance.uniform(math.log(64), math.log(600))))
-        source = sources.choose(missing, 0, batch, "p", now_s)
+        source = sources.is_here(missing, 0, batch, "p", now_s)
         begin_s, counts = now_s, number >= requests // 4
-        if source is Source.HERE:
+        if source is HERE:
             left = missing
             while left:
                 sources.next_pass(batch)
@@ -530,7 +530,7 @@ def play(
             sources.arrived(room, now_s)
         ways = engine.best_s(batch, missing), prefill_s(missing)
         if counts:
-            here += source is Source.HERE
+            here += source is HERE
             took_s, best_s = took_s + now_s - begin_s, best_s + min(ways)
     return Seen(here / (0.75 * requests), over, took_s / best_s)
 
