@@ -14,8 +14,8 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.engines.sglang.clock import RankClock
+from prefixkv.spi import RadixCache
 
 ROOT = Path(__file__).parents[3]
 OPERATIONS = 100_000
