@@ -519,16 +519,15 @@ class RadixCache(RadixTree):
 
     # --- hints, all of them soft -----------------------------------------------------------------
 
-    def hint(self, target: MatchResult | PrefixLock, continues: bool | None) -> None:
-        """Note whether the session that used `target` last will continue; soft, it changes only the
-        order of evictions.
+    def hint(self, target: MatchResult | PrefixLock, returns_s: float | None) -> None:
+        """Note that the session that used `target` last returns within so many seconds, or with 0
+        that it has ended; soft, it changes only the order of evictions within its namespace.
 
-        Leaves of finished sessions go first and leaves of sessions that continue go last, until
-        they are used again or `Policy.promise_s` have passed (eviction/hints.py). A target that is
-        gone, or where no use ended, is ignored. `continues`: True, False, or None for unknown,
-        which is ignored. Raises LockError: the target is another cache's.
+        Leaves of ended sessions go first. Leaves of sessions that return go last, those that are
+        due last first, until they are used again or overdue (eviction/hints.py). A target that is
+        gone, or where no use ended, is ignored, and None says nothing. Raises LockError: the target
+        is another cache's.
         """
-        check_flag("continues", continues, or_none=True)
         # 1. Find the place. A lock of an earlier epoch, or after its end, may point to where
         #    nothing is.
         if isinstance(target, PrefixLock):
@@ -543,9 +542,9 @@ class RadixCache(RadixTree):
                 return
             node = found
         # 2. The hint is about one use, so it needs that use's mark.
-        if continues is None or depth < 1 or (mark := node.mark_at(depth)) is None:
+        if returns_s is None or depth < 1 or (mark := node.mark_at(depth)) is None:
             return
-        self._hint(mark, continues)
+        self._hint(node, mark, returns_s)
         # 3. The leaf may belong to another group of the queue now, also if the mark lies above its
         # end: one insertion may leave several marks, the last of them there.
         if not node.lock_ref and not node.children:

@@ -209,13 +209,18 @@ class RadixTree:
                 queue.add(node)
         return queue
 
-    def _hint(self, mark: Mark, continues: bool) -> None:
+    def _hint(self, node: TreeNode, mark: Mark, returns_s: float) -> None:
         if self._hints is None:
             if self.make_hints is None:  # they are soft: without what keeps them none counts
                 return
             self._hints = self.make_hints(self.policy)
             self._queue = self._hints.queue(self.policy, self._queue)
-        self._hints.note(self.policy.last_tick(mark), continues, self._now_s)
+        root = node
+        while root.parent is not None:
+            root = root.parent
+        assert isinstance(root, Root)
+        tick = self.policy.last_tick(mark)
+        self._hints.note(tick, root, returns_s, self._now_s)
 
     # --- attaching -----------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 from prefixkv.cache.eviction.policy import Policy, Use
 from prefixkv.cache.node import Fold, Mark, TreeNode
 from prefixkv.cache.radix_key import TOKEN_BYTES
-from prefixkv.settings import Count, Number, SecondsOrZero, check_fields
+from prefixkv.settings import Count, Number, check_fields
 
 UseCount: TypeAlias = Any
 """A policy's count of a page's uses: it compares with `<` and adds up."""
@@ -236,17 +236,13 @@ class GhostPolicy(Policy):
         ghosts: pages that the ghosts may stand for, as a multiple of the pool (or of the tree, at
             its largest, if the size of the pool is not known).
         block_tokens, stride_blocks: distance between ghosts.
-        promise_s: see `Policy`.
 
     Raises ConfigError: a setting below its bound.
     """
 
-    reports_returns = True
-
     ghosts: Number = 5.0
     block_tokens: Count = 512
     stride_blocks: Count = 8
-    promise_s: SecondsOrZero = 600.0
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -290,8 +286,6 @@ class GhostPolicy(Policy):
         # The known pages end elsewhere: this path parts from that one, which may still continue.
         if end != known_pages:
             return None, new_pages
-        if self.came_back is not None:
-            self.came_back(last[0])
         return last, new_pages
 
     def last_tick(self, history: Mark) -> int:

@@ -1,156 +1,263 @@
-"""Hints about sessions, under every policy: leaves of finished sessions go first, those of
-continuing sessions last. Within a group the policy decides.
+"""Hints about sessions, under every policy: which of a namespace's leaves goes first.
 
-A hint is kept by the tick of its use, so a later use makes it void. A promise to continue counts
-for `promise_s`. Returns are counted, and while hints do not tell sessions apart, all leaves go in
-the policy's order. That needs a policy that sees returns of evicted pages.
+The policy alone says whose turn it is: each leaf has a place in its order. When the place of a leaf
+comes up, its namespace loses pages, and hints say which. Leaves of ended sessions go first, then
+those of which nothing was said, in the policy's order, then those of sessions that return, the one
+that is due last first. Once as many pages went as the leaf of that place has, it takes the place of
+the leaf that went for it. So hints never change how much a namespace keeps: a client that lies
+hurts its own namespace alone.
+
+A hint is about one use, and is kept by its tick: the next use there makes it void. A session that
+is overdue counts as one of which nothing was said.
 """
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
-from itertools import islice
-from typing import Final
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from typing import Final, NamedTuple, TypeAlias
 
 from prefixkv.cache.eviction.policy import Policy
-from prefixkv.cache.eviction.queues import EvictionQueue, LeafRank
-from prefixkv.cache.node import TreeNode
+from prefixkv.cache.eviction.queues import EvictionQueue, LeafRank, forget
+from prefixkv.cache.node import DEAD, Mark, Root, TreeNode
 
 MOST_HINTS: Final = 1 << 16
 """Limit for remembered hints; beyond it the oldest are forgotten."""
 
-TRUST: Final = 8
-"""Imagined hints of each kind from the start, of which all but one came true."""
+MOST_NAMESPACES: Final = 1 << 12
+"""Limit for namespaces with hints; beyond it hints of others are not taken."""
 
-WINDOW: Final = 256
-"""Known outcomes of one kind of hint after which each counts half."""
-
-_OVER, _UNKNOWN, _GOES_ON = range(3)
+ENDED: Final = 0.0
+"""Stands for the time at which an ended session is due."""
 
 
 class Hints:
-    """All hints in force: (continues, time of the hint) by the tick of the use that it is about.
-    `believed`: True while sessions said to be finished come back at most half as often as those
-    said to continue; always True if the policy tells no returns."""
+    """All hints in force: by the tick of the use that each is about, when the session is due."""
 
-    def __init__(self, promise_s: float, reports_returns: bool = False) -> None:
-        self._promise_s = promise_s
-        self._reports_returns = reports_returns
-        self.clear()
+    def __init__(self) -> None:
+        self.due_s: dict[int, float] = {}  # in order of insertion
+        self.namespaces: set[Hashable] = set()  # that hints were said of
+        self._queue: HintedQueue | None = None
 
     @classmethod
     def of(cls, policy: Policy) -> Hints:
-        """Hints under this policy, which tells of returns if it can."""
-        hints = cls(policy.promise_s, policy.reports_returns)
-        if policy.reports_returns:
-            policy.hears_returns(hints.came_back)
-        return hints
+        return cls()
 
     def queue(self, policy: Policy, queue: EvictionQueue) -> EvictionQueue:
-        return HintedQueue(policy, self, queue)
+        self._queue = HintedQueue(policy, self, queue)
+        return self._queue
 
-    def note(self, tick: int, continues: bool, now_s: float) -> None:
-        """Note a hint about the session whose last use has this tick. O(1)."""
-        for hints in (self._in_force, self._open) if self._reports_returns else (self._in_force,):
-            # Dictionaries keep the order of insertion: a repeated hint becomes the newest.
-            hints.pop(tick, None)
-            hints[tick] = (continues, now_s)
-            if len(hints) > MOST_HINTS:
-                del hints[next(iter(hints))]
-        # Two of the oldest per call: more than come in, so those that are decided never pile up.
-        for old, (continued, since_s) in list(islice(self._open.items(), 2)):
-            if self.broken(since_s, now_s):
-                del self._open[old]
-                self._count(continued, False)
-
-    def came_back(self, tick: int) -> None:
-        if (hint := self._open.pop(tick, None)) is not None:
-            self._count(hint[0], True)
-
-    def _count(self, continues: bool, came_back: bool) -> None:
-        counts = self._counts[continues]
-        counts[came_back] += 1
-        if sum(counts) > WINDOW:
-            counts[:] = [count / 2 for count in counts]
-        over, goes_on = (came / (gone + came) for gone, came in self._counts)
-        self.believed = 2 * over <= goes_on
-
-    def group(self, tick: int, now_s: float) -> tuple[int, float]:
-        """Return the group (finished, unknown, continues) of a leaf, and the time of the hint."""
-        if (hint := self._in_force.get(tick)) is None:
-            return _UNKNOWN, 0.0
-        continues, since_s = hint
-        return (_GOES_ON if continues and not self.broken(since_s, now_s) else _OVER), since_s
-
-    def broken(self, since_s: float, now_s: float) -> bool:
-        """Return whether a promise of `since_s` is broken unless the session has come back."""
-        return now_s - since_s > self._promise_s
+    def note(self, tick: int, root: Root, returns_s: float, now_s: float) -> None:
+        """Note that the session whose last use has this tick returns within `returns_s`; with 0,
+        that it has ended. O(1), for the first hint of a namespace O(its nodes)."""
+        if root.namespace not in self.namespaces:
+            if len(self.namespaces) >= MOST_NAMESPACES:
+                return
+            self.namespaces.add(root.namespace)
+            assert self._queue is not None
+            self._queue.take_over(root)
+        self.due_s.pop(tick, None)
+        self.due_s[tick] = now_s + returns_s if returns_s > 0 else ENDED
+        if len(self.due_s) > MOST_HINTS:
+            del self.due_s[next(iter(self.due_s))]
 
     def clear(self) -> None:
-        self._in_force: dict[int, tuple[bool, float]] = {}
-        # Hints without an outcome so far. One leaves `_in_force` by the limit alone: it is still in
-        # force for its leaf when its outcome is known.
-        self._open: dict[int, tuple[bool, float]] = {}
-        # By kind of hint (finished, continues): sessions that did not come back, and that did.
-        self._counts = [TRUST - 1.0, 1.0], [1.0, TRUST - 1.0]
-        self.believed = True
+        self.due_s.clear()
+        self.namespaces.clear()
+
+
+class Place(TreeNode):
+    """A place in the policy's order, in the form of a leaf: that of `leaf` since its use `tick`."""
+
+    __slots__ = ("leaf", "space", "tick")
+
+    def __init__(self, leaf: TreeNode, space: Space, tick: int) -> None:
+        super().__init__(b"", b"", leaf.end, None)
+        self.leaf, self.space, self.tick = leaf, space, tick
+        self.mark = leaf.mark
+
+
+Entry: TypeAlias = tuple[tuple[float, int], TreeNode, "HintedQueue"]
+
+
+@dataclass(slots=True, eq=False)
+class Space:
+    """The leaves of a namespace with hints."""
+
+    unsaid: EvictionQueue
+    ended: list[Entry] = field(default_factory=list)  # heaps, lazily
+    returning: list[Entry] = field(default_factory=list)
+    places: dict[TreeNode, Place] = field(default_factory=dict)
+    most_places: int = 64
+
+    def first(self, now_s: float) -> TreeNode | None:
+        return _first(self.ended) or self.unsaid.first(now_s) or _first(self.returning)
+
+    def sweep(self) -> None:
+        """Drop what is dead, when that may be half of all. Amortised O(1)."""
+        if len(self.places) > self.most_places:
+            for leaf in [one for one, place in self.places.items() if not _stands(one)]:
+                forget(self.places.pop(leaf))
+            for heap in (self.ended, self.returning):
+                heap[:] = [entry for entry in heap if entry[1].entry is entry]
+                heapify(heap)
+            self.most_places = max(64, 2 * len(self.places))
+
+
+class Debt(NamedTuple):
+    """A place that has come up, while others go for its leaf."""
+
+    place: Place
+    num_pages: int
+    victim: TreeNode
+    start: int  # of the victim, and what it was when it was offered
+    end: int
+    mark: tuple[Mark, int]  # of its place, with the end
 
 
 class HintedQueue:
-    """Three queues of the policy's, one per group of hints. `queue` has the leaves so far."""
+    """The policy's queue, which has the leaves so far, and the order that hints make of it.
+
+    A leaf of a namespace without hints stands in the policy's queue itself. For another its place
+    stands there, and the leaf in its `Space`.
+    """
 
     def __init__(self, policy: Policy, hints: Hints, queue: EvictionQueue) -> None:
-        self._last_tick = policy.last_tick
-        self._hints = hints
-        self._queues = (policy.make_queue(), queue, policy.make_queue())  # by group
-        self._promised: list[tuple[float, int, TreeNode]] = []  # (when, tick, leaf): a heap, lazily
+        self._policy, self._hints, self._queue = policy, hints, queue
+        self._spaces: dict[Hashable, Space] = {}
+        self._due: list[tuple[float, int, TreeNode]] = []  # leaves that return: a heap, lazily
+        self._debt: Debt | None = None
         self._now_s = 0.0
 
+    def take_over(self, root: Root) -> None:
+        """Take the leaves of a namespace from the policy's queue."""
+        nodes: list[TreeNode] = [root]
+        while nodes:
+            node = nodes.pop()
+            nodes += node.children.values()
+            if node.entry is not None and node.entry[2] is self._queue and _stands(node):
+                self.add(node)
+
     def add(self, leaf: TreeNode) -> None:
-        tick = self._last_tick(leaf.mark)
-        group, since_s = self._hints.group(tick, self._now_s)
-        if group == _GOES_ON:
-            heappush(self._promised, (since_s, tick, leaf))
-        # The inner queue takes the leaf out of another one that it was in.
-        self._queues[group].add(leaf)
+        namespace = _namespace(leaf)
+        if namespace not in self._hints.namespaces:
+            self._queue.add(leaf)
+            return
+        if (space := self._spaces.get(namespace)) is None:
+            space = self._spaces[namespace] = Space(self._policy.make_queue())
+        # 1. Its place. One that it has taken over since its last use stays.
+        tick, place = self._policy.last_tick(leaf.mark), space.places.get(leaf)
+        if place is None or place.tick != tick:
+            if place is not None:
+                forget(place)
+            space.places[leaf] = place = Place(leaf, space, tick)
+            space.sweep()
+        elif self._policy.last_tick(place.mark) == tick:
+            place.mark, place.end = leaf.mark, leaf.end
+        self._queue.add(place)
+        # 2. The leaf itself, by what was said of it.
+        due_s = self._hints.due_s.get(tick)
+        if due_s is not None and due_s != ENDED and due_s < self._now_s:
+            due_s = None
+        if due_s is None:
+            space.unsaid.add(leaf)
+            return
+        key = -due_s, tick
+        if leaf.entry is not None:
+            if leaf.entry[2] is self and leaf.entry[0] == key:
+                return
+            forget(leaf)
+        leaf.entry = entry = (key, leaf, self)
+        heappush(space.ended if due_s == ENDED else space.returning, entry)
+        if due_s != ENDED:
+            heappush(self._due, (due_s, tick, leaf))
 
     def first(self, now_s: float) -> TreeNode | None:
-        """Return the first group's first leaf; by rank if hints are not believed."""
-        self._break_promises(now_s)
-        found: tuple[LeafRank, TreeNode] | None = None
-        for queue in self._queues:
-            if (leaf := queue.first(now_s)) is not None:
-                if self._hints.believed:
-                    return leaf
-                rank = queue.rank_at(leaf, now_s)
-                if found is None or rank < found[0]:
-                    found = rank, leaf
-        return found[1] if found is not None else None
+        self._end_promises(now_s)
+        self._pay()
+        while isinstance(place := self._queue.first(now_s), Place):
+            leaf, space = place.leaf, place.space
+            # Lazily: it may be gone, held, or wanted by now.
+            is_here = _stands(leaf) and leaf.entry[2] in (self, space.unsaid)
+            if is_here and space.places.get(leaf) is place:
+                return self._victim(place, now_s)
+            forget(place)
+            if space.places.get(leaf) is place:
+                del space.places[leaf]
+        return place
+
+    def _victim(self, place: Place, now_s: float) -> TreeNode:
+        leaf, debt = place.leaf, self._debt
+        victim = place.space.first(now_s)
+        assert victim is not None
+        if victim is leaf:
+            self._debt = None
+            return leaf
+        num_pages = debt.num_pages if debt is not None and debt.place is place else len(leaf.pages)
+        own = place.space.places[victim]
+        self._debt = Debt(place, num_pages, victim, victim.start, victim.end, (own.mark, own.end))
+        return victim
+
+    def _pay(self) -> None:
+        """Count the pages that went instead of a leaf's. If that were enough, the leaf takes the
+        place of the last that went."""
+        if (debt := self._debt) is None:
+            return
+        end = debt.start if debt.victim.end == DEAD else debt.victim.end
+        num_pages = debt.num_pages - max(0, debt.end - end)
+        self._debt = debt._replace(num_pages=num_pages, end=end) if num_pages > 0 else None
+        if num_pages <= 0:
+            place = debt.place
+            place.mark, place.end = debt.mark
+            self._queue.add(place)
 
     def rank_at(self, leaf: TreeNode, now_s: float) -> LeafRank:
-        return leaf.entry[2].rank_at(leaf, now_s)
+        return self._queue.rank_at(leaf, now_s)
 
     def count_dead(self) -> None:
-        """Refuse: `TreeNode.entry` always names one of the three inner queues."""
-        raise NotImplementedError("entries stand in one of the three queues")
+        """The entry of a leaf has died. It is dropped when it comes first, or in a sweep."""
 
     def expect(self, num_leaves: int, now_s: float) -> None:
-        self._break_promises(now_s)
-        for queue in self._queues:
-            queue.expect(num_leaves, now_s)
+        self._end_promises(now_s)
+        self._queue.expect(num_leaves, now_s)
 
     def broken_laws(self) -> list[str]:
-        return [law for queue in self._queues for law in queue.broken_laws()]
+        laws = self._queue.broken_laws()
+        for space in self._spaces.values():
+            laws += space.unsaid.broken_laws()
+            laws += [
+                "each leaf of a namespace with hints has a place in the policy's order"
+                for leaf in space.places
+                if _stands(leaf) and space.places[leaf].entry is None
+            ]
+        return laws
 
-    def _break_promises(self, now_s: float) -> None:
+    def _end_promises(self, now_s: float) -> None:
+        """Of sessions that are overdue nothing is said any more."""
         self._now_s = max(self._now_s, now_s)
-        promised = self._promised
-        while promised and self._hints.broken(promised[0][0], self._now_s):
-            _, tick, leaf = heappop(promised)
-            # The heap is lazy: the leaf may be gone, held, or used again since.
-            stands = leaf.entry is not None and not leaf.lock_ref and not leaf.children
-            if stands and self._last_tick(leaf.mark) == tick:
-                group, _ = self._hints.group(tick, self._now_s)
-                # Else it was promised again later, and has another item in the heap.
-                if group != _GOES_ON:
-                    self._queues[group].add(leaf)
+        while self._due and self._due[0][0] < self._now_s:
+            _, tick, leaf = heappop(self._due)
+            # Lazily: the leaf may be gone, held, or used again since. Said again, it stays.
+            if _stands(leaf) and self._policy.last_tick(leaf.mark) == tick:
+                self.add(leaf)
+
+
+def _stands(leaf: TreeNode) -> bool:
+    return leaf.entry is not None and not leaf.lock_ref and not leaf.children
+
+
+def _first(heap: list[Entry]) -> TreeNode | None:
+    while heap:
+        leaf = heap[0][1]
+        if leaf.entry is heap[0] and not leaf.lock_ref and not leaf.children:
+            return leaf
+        heappop(heap)
+    return None
+
+
+def _namespace(node: TreeNode) -> Hashable:
+    while node.parent is not None:
+        node = node.parent
+    assert isinstance(node, Root)
+    return node.namespace

@@ -11,12 +11,12 @@ Hand an object of it to a cache, or `register` the class to use it by name.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, LeafRank
-from prefixkv.cache.node import Mark, TreeNode
+from prefixkv.cache.node import Mark, Root, TreeNode
 from prefixkv.errors import ConfigError
 from prefixkv.registry import Registry
 
@@ -69,16 +69,6 @@ class Policy(ABC):
     ghost_pages = 0
     """Call `evicted` when pages go that end at a multiple of this depth; 0: never."""
 
-    promise_s: float = 600.0
-    """Seconds for which a hint that a session will continue counts (`hints.py`)."""
-
-    reports_returns = False
-    """True if the policy calls `came_back` with the tick of a use that another continues, also when
-    its pages were evicted. Then hints count only while they come true (`hints.py`)."""
-
-    came_back: Callable[[int], None] | None = None
-    """Set by the cache at the first hint, if the policy `reports_returns`."""
-
     error: Exception | None = None
     """What a user's policy has raised. Its cache goes on with `lru`."""
 
@@ -100,10 +90,6 @@ class Policy(ABC):
         queue = self.make_queue()
         self._serves_a_cache = True
         return queue
-
-    def hears_returns(self, came_back: Callable[[int], None]) -> None:
-        """Take what is to be called with the ticks of returns, if the policy `reports_returns`."""
-        self.came_back = came_back
 
     def release(self) -> None:
         """Serve no cache: the node that was to be built could not be."""
@@ -181,7 +167,7 @@ class SessionHints(Protocol):
     def queue(self, policy: Policy, queue: EvictionQueue) -> EvictionQueue:
         """Return a queue of the policy's that heeds them. `queue` has the leaves so far."""
 
-    def note(self, tick: int, continues: bool, now_s: float) -> None: ...
+    def note(self, tick: int, root: Root, returns_s: float, now_s: float) -> None: ...
 
     def clear(self) -> None: ...
 

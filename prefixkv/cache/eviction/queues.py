@@ -31,8 +31,7 @@ class EvictionQueue(Protocol):
         """Return the leaf that is evicted first, and leave it in the queue; None if empty."""
 
     def rank_at(self, leaf: TreeNode, now_s: float) -> LeafRank:
-        """Return a leaf's rank: the lowest goes first. Used only if the policy
-        `reports_returns`."""
+        """Return a leaf's rank at this time: the lowest goes first. Used where there are hints."""
 
     def count_dead(self) -> None:
         """Count that one entry has died."""
