@@ -91,7 +91,7 @@ MUTANTS = (
     ),
     Mutant(
         "4", "a match is locked after its pages were evicted for it", ("PageManager.open",),
-        """                lock = self.cache.lock(match, now_s=now_s, visit=visit)
+        """                lock = self.cache.lock_at(match, place, now_s, visit)
             if start is not None:
                 points = self.checkpoints
                 self.groups.open(row, start, None if points is None else points.make_room)
@@ -103,7 +103,7 @@ MUTANTS = (
                 self.groups.open(row, start, None if points is None else points.make_room)
             new = self._take(num_new_pages, now_s)
             if match is not None:
-                lock = self.cache.lock(match, now_s=now_s, visit=visit)
+                lock = self.cache.lock_at(match, self.cache.locate(match), now_s, visit)
 """,
         (
             "pages/test_manager.py::"

@@ -219,15 +219,13 @@ class PageManager:
         Raises CapacityError: no row is left. OutOfPagesError. RequestError: more pages than
         a row has. Nothing is locked or taken then, and no use is counted.
         """
-        check_time(now_s)
-        num_new_pages = whole_count("num_new_pages", num_new_pages)
         # All that may fail is looked at before anything moves: a lock counts as a use, and what an
         # eviction has taken does not come back.
-        num_locked = 0 if match is None else self.cache.locate(match)[1]
+        place = (None, 0) if match is None else self.cache.locate(match)
+        num_locked = place[1]
         joined_pages = b""
         if joined is not None:
-            joined_end = max(num_locked, whole_count("joined_end", joined_end))
-            joined_pages = self.table.packed(joined.row, num_locked, joined_end)
+            joined_pages = self.table.packed(joined.row, num_locked, max(num_locked, joined_end))
         num_joined = len(joined_pages) // PAGE_ID_BYTES
         missing = num_new_pages - self.allocator.free_pages
         if missing > 0:
@@ -247,14 +245,12 @@ class PageManager:
         row = self.table.alloc_row(is_load)
         # A use of the cache is counted once, of all that was found: if the request joins another,
         # that is when it locks what it joined.
-        visit = None if joined is None else False
+        visit = None if is_used else joined is None
         lock: PrefixLock | None = None
         # Lock first, then take: else the eviction could take the match itself.
         try:
-            if match is not None and is_used:
-                lock = self.cache.pin(match, now_s)
-            elif match is not None:
-                lock = self.cache.lock(match, now_s=now_s, visit=visit)
+            if match is not None:
+                lock = self.cache.lock_at(match, place, now_s, visit)
             if start is not None:
                 points = self.checkpoints
                 self.groups.open(row, start, None if points is None else points.make_room)
@@ -352,15 +348,7 @@ class PageManager:
         # The one check of these ids, so that the tree need not repeat it: a page that is OWNED is
         # in the pool, named once, and not in the tree.
         owned, num_own = self.allocator.owned(own)
-        result = self.cache.insert(
-            key,
-            own,
-            priority=priority,
-            now_s=now_s,
-            lock=pages.lock,
-            extend_lock=True,
-            checked=owned,
-        )
+        result = self.cache.insert_owned(key, own, owned, priority, now_s, pages.lock)
         # Nothing can evict between the insertion and this: one thread owns the tree.
         if pages.lock is None:
             pages.lock = self.cache.lock(result, now_s=now_s)
