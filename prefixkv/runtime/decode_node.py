@@ -112,8 +112,8 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
                 self._host = memory = host_memory(pool, config.host_memory, config.name)
                 undo.callback(memory.close)
                 host = memory.pages(config.host_memory.policy or config.policy)
-            settings = config.for_page_manager(layout.num_pages, spec.num_slots)
-            pages = self._make_pages(spec, settings)
+            options = config.for_page_manager(layout.num_pages, spec.num_slots)
+            pages = self._make_pages(spec, options)
             undo.callback(pages.cache.policy.release)
             share_pages = config.prefill_share * layout.num_pages
             sources = Sources(

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 import msgspec
 
 from prefixkv.cache.events import EventBatch, EventFeed, Listener
-from prefixkv.config import DecodeConfig, PageSettings, PrefillConfig, organs_of
+from prefixkv.config import DecodeConfig, PageOptions, PrefillConfig, organs_of
 from prefixkv.control.effects import To
 from prefixkv.errors import CallerError, ConfigError, InternalError, shown
 from prefixkv.memory.kv_pool import KVPool
@@ -136,11 +136,13 @@ class Node(OfTransfers, PagedScheduler[Req, Command], Generic[Req, Command, To, 
         spec.check_own_memory()
         return spec
 
-    def _make_pages(self, spec: RankSpec, settings: PageSettings) -> PageManager:
+    def _make_pages(self, spec: RankSpec, options: PageOptions) -> PageManager:
         """Return the pages of the pool; their policy is released if this fails."""
         layout = spec.layout
-        sizes = layout.num_pages, layout.page_size, self.config.max_running
-        pages = PageManager(*sizes, **settings, windows=spec.windows)
+        options = options._replace(windows=spec.windows)
+        pages = PageManager(
+            layout.num_pages, layout.page_size, self.config.max_running, options=options
+        )
         try:
             _check_windows(pages, layout.page_size)
         except BaseException:
