@@ -37,7 +37,6 @@ from prefixkv.decode.request import (
     DecodeRequest,
     DecodeState,
     PrefillAsk,
-    Retries,
 )
 from prefixkv.decode.rooms import PrefillSource, Rooms
 from prefixkv.decode.workers import ALONE, Workers
@@ -139,7 +138,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self.ledger, config, self._planner, self._organs,
             lambda releases: self._ending.num_pages(releases, is_broken=True),
         )  # fmt: skip
-        self._retries = Retries(config.num_retries, config.retarget, pages.errors)
+        self._max_retries, self._retarget = config.num_retries, config.retarget
         self._admitted: list[DecodeRequest] = []  # to be returned by `pop_preallocated`
 
     # --- calls of the engine ----------------------------------------------------------------------
@@ -858,13 +857,22 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def _try_again(self, req: DecodeRequest, error: Exception, now_s: float) -> None:
         """Ask again after an attempt that failed, or could not begin; else end the request."""
-        if req.retries < self._retries.most:
+        if req.retries < self._max_retries:
             self.counters["retries"] += 1
             req.retries += 1
             # Kept while it tries again, so that a request that ends by its deadline names the last
             # failure.
             req.error = error
-            if (prefill := self._retries.next_prefill(req, error)) is not None:
+            # The user's code runs in the middle of a change: what it raises, and what it returns
+            # that is no address, must not stop that. The retry then goes where the last one went.
+            try:
+                prefill = None if self._retarget is None else self._retarget(req, error)
+                if prefill is not None:
+                    check_prefill(req.rid, prefill)
+            except Exception as fault:
+                self.pages.errors.caught(fault)
+                prefill = None
+            if prefill is not None:
                 self._go_to(req, prefill)
             # The worker may be another one now, or its size be known only since the request came.
             try:
