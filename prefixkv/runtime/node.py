@@ -95,7 +95,7 @@ class Node(OfTransfers, PagedScheduler[Req, Command], Generic[Req, Command, To, 
     """A scheduler with threads: the base of DecodeNode and PrefillNode. Used from one thread: the
     engine's scheduler thread owns tree, allocator and requests."""
 
-    any_thread = frozenset({"fileno", "holders", "lost_peers", "peers"})
+    any_thread = frozenset({"figures", "fileno", "holders", "lost_peers", "peers"})
 
     side: ClassVar[str]
     config: Config
@@ -322,6 +322,10 @@ class Node(OfTransfers, PagedScheduler[Req, Command], Generic[Req, Command, To, 
           `staging_asks_repeated`: On prefill: late or repeated grants; leases asked for.
         """
         self._pump()
+        return self.figures()
+
+    def figures(self) -> dict[str, int]:
+        """Return `stats` as of the last call. Any thread may ask."""
         page_manager, states = self.pages, self.pages.allocator.counts()
         slots, points = page_manager.slots, page_manager.checkpoints
         stats = {
