@@ -9,7 +9,7 @@ what it wants done waits for its turn. So nothing calls back into what is still 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from itertools import count
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -83,9 +83,6 @@ class ControlInbox(Generic[Input, E]):
 
     def say(self, item: Any) -> None:
         self._todo.append(item)
-
-    def say_all(self, items: Iterable[Any]) -> None:
-        self._todo.extend(items)
 
     def send(self, to: str | bytes, body: AnyBody) -> None:
         """Say a frame, stamped with the next number."""
