@@ -26,7 +26,6 @@ from prefixkv.request import DeviceEvent, check_event
 from prefixkv.runtime.decode_transfers import DecodeTransfers
 from prefixkv.runtime.node import COUNTERS, Node, Ranks
 from prefixkv.runtime.rank_spec import (
-    RankSpec,
     checked_config,
 )
 from prefixkv.runtime.transfers import MakeTransport, secret_number
@@ -42,7 +41,7 @@ _COUNTERS = (
 )  # fmt: skip
 
 
-class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeScheduler):
+class DecodeNode(Node[DecodeRequest, DecodeCommand, DecodeEvent], DecodeScheduler):
     """A decode worker: prefix cache, admission and receiving side. Used from one thread.
 
     Its calls are those of `DecodeScheduler`, for which it is the port.
@@ -96,7 +95,10 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
         if config.compute is not None and ranks is not None:
             what = "several ranks"
             raise ConfigError(f"compute: a decode worker with {what} does not compute prompts")
-        _check_decode_checkpoints(config, spec)
+        spec.check_checkpoints(config.checkpoints)
+        if config.compute is not None and not config.checkpoints and spec.has_points:
+            what = "extra state (state=)" if state is not None else "window groups"
+            raise ConfigError(f"compute: with {what} it needs checkpoints, which are 0")
         # A log alone, without a mesh, makes no copies on other ranks.
         if config.host_memory is not None and ranks is not None and num_ranks == 1:
             what = "ranks without a mesh"
@@ -229,18 +231,3 @@ def host_memory(pool: KVPool, config: HostConfig, name: str) -> Any:
     if DecodeNode.make_host is None:
         raise ConfigError("host_memory: this installation has no part for it")
     return DecodeNode.make_host(pool, config, name)
-
-
-def _check_decode_checkpoints(config: DecodeConfig, spec: RankSpec) -> None:
-    num_checkpoints, why = config.checkpoints, ""
-    has_windows = bool(spec.layout.windows)
-    if spec.state is None and not has_windows:
-        if num_checkpoints:
-            why = "they are of extra state (state=) or of window groups, and there is neither"
-    elif config.compute is not None and not num_checkpoints:
-        what = "extra state (state=)" if spec.state is not None else "window groups"
-        raise ConfigError(f"compute: with {what} it needs checkpoints, which are 0")
-    elif num_checkpoints and spec.state is not None and spec.num_slots <= num_checkpoints:
-        why = f"the extra state has {spec.num_slots} slots, and requests need some"
-    if why:
-        raise ConfigError(f"checkpoints: {num_checkpoints}: {why}")

@@ -37,7 +37,7 @@ def check_log(log: object) -> None:
     check_kind("ranks", log, RankLog)
 
 
-def lead(node: Node[Any, Any, Any, Any], spec: RankSpec, log: RankLog, host_pages: int) -> None:
+def lead(node: Node[Any, Any, Any], spec: RankSpec, log: RankLog, host_pages: int) -> None:
     """Have a node lead the ranks that follow its log."""
     log.sizes = _sizes(spec, node.side, node.config.max_running, host_pages)
     submit, num_ranks = node.transfers.submit, spec.mesh.num_ranks
@@ -54,7 +54,7 @@ class FollowingRank(OfTransfers, RowFollower):
 
     def _follow(
         self, spec: RankSpec, config: DecodeConfig | PrefillConfig,
-        start: Callable[[RankSpec], Transfers[Any, Any, Any]],
+        start: Callable[[RankSpec], Transfers[Any, Any]],
     ) -> None:  # fmt: skip
         if spec.rank == 0:
             raise ConfigError(f"rank is 0, which is a {self.side.capitalize()}Node")

@@ -13,7 +13,6 @@ import msgspec
 
 from prefixkv.cache.events import EventBatch, EventFeed, Listener
 from prefixkv.config import DecodeConfig, PageSettings, PrefillConfig, organs_of
-from prefixkv.control.effects import To
 from prefixkv.errors import CallerError, ConfigError, InternalError, shown
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
@@ -91,7 +90,7 @@ class OneRank(Generic[Command]):
         raise CallerError(f"rank is {shown(rank)}: this worker has only one rank")
 
 
-class Node(OfTransfers, PagedScheduler[Req, Command], Generic[Req, Command, To, E]):
+class Node(OfTransfers, PagedScheduler[Req, Command], Generic[Req, Command, E]):
     """A scheduler with threads: the base of DecodeNode and PrefillNode. Used from one thread: the
     engine's scheduler thread owns tree, allocator and requests."""
 
@@ -101,7 +100,7 @@ class Node(OfTransfers, PagedScheduler[Req, Command], Generic[Req, Command, To, 
     config: Config
     pool: KVPool
     state: StatePool | None
-    transfers: Transfers[Command, To, E]
+    transfers: Transfers[Command, E]
     peer_id: PeerId
     evictions: Histogram  # seconds that making room took
     kv_events: Any = None  # the publisher of cache events, if there is one

@@ -63,6 +63,8 @@ class Pair:
             pool.write_pages(everything, data)
         self.before = self.dst.read_pages(np.arange(self.dst.layout.num_pages))
 
+    generation = 0
+
     def open(self, prefix_pages: int = 0, room: int = 7, generation: int = 0) -> None:
         where = self.prefill.endpoint
         self.decode.open(
@@ -77,12 +79,14 @@ class Pair:
 
     def add(self, room: int = 7, generation: int = 0) -> None:
         self.prefill.add(room, generation, NUM_TOKENS, DECODE, PROMPT)
+        self.generation = generation  # that was added last
 
     def send(self, *ends: int, room: int = 7) -> None:
         for end in ends:
             last = end == NUM_TOKENS
             aux = b"first" if last else b""
-            self.prefill.send_chunk(room, end, SRC, decode=DECODE, last=last, aux=aux)
+            how = {"generation": self.generation, "last": last, "aux": aux}
+            self.prefill.send_chunk(room, end, SRC, decode=DECODE, **how)
 
     def send_chunk(self, end: int, pages: PageIds, **more: Any) -> None:
         self.prefill.send_chunk(7, end, pages, decode=DECODE, **more)
