@@ -151,7 +151,9 @@ class DecodeTransfers(Transfers[DecodeCommand, DecodeEvent]):
         if state_slot >= 0:
             groups += (state_slot.to_bytes(4, "little"),)
         # 2. The number is taken, then the command queued: both or neither.
-        self._begin(key)
+        if state_slot >= 0 and state_slot in self._rooms.values():
+            raise RequestError(f"state slot {state_slot} is another room's")
+        self._begin(key, state_slot)
         raw, ticket = ids.astype("<i4").tobytes(), ticket or secret_number()
         # Little-endian int32, whatever the machine: the promise travels.
         promise = Promise(

@@ -19,9 +19,12 @@ from prefixkv.errors import (
     PeerLostError,
     RequestError,
 )
+from prefixkv.memory.state_layout import StateTensor
+from prefixkv.memory.state_pool import StatePool
 from prefixkv.paging import PageIds
 from prefixkv.protocol import messages
 from prefixkv.runtime import decode_transfers
+from prefixkv.runtime.rank_spec import RankSpec
 from prefixkv.runtime.transfers import secret_number
 from prefixkv.transfer import (
     Bootstrapped,
@@ -304,6 +307,16 @@ def test_a_room_is_begun_once_until_it_is_over(pair: Pair) -> None:
     pair.send(NUM_TOKENS)
     pair.until(lambda: len(pair.ends()) == 2)
     assert [end.poll for end in pair.ends()] == [KVPoll.SUCCESS] * 2
+
+
+def test_a_slot_has_one_room_at_a_time() -> None:
+    spec = RankSpec(make_pool(), state=StatePool.create([StateTensor("state", 0, 1, (4,))], 2))
+    where = "tcp://127.0.0.1:1", PROMPT
+    with DecodeTransfers(spec, DecodeConfig(control=QUICK)) as decode:
+        decode.open(1, 0, PAGE_SIZE, 0, [0], *where, state_slot=1)
+        with pytest.raises(RequestError, match="slot 1 is another room's"):
+            decode.open(2, 0, PAGE_SIZE, 0, [1], *where, state_slot=1)
+        decode.open(2, 0, PAGE_SIZE, 0, [1], *where, state_slot=0)
 
 
 def test_a_chunk_may_name_its_generation(pair: Pair) -> None:
