@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 from prefixkv.config import ControlConfig, Way
@@ -43,7 +44,7 @@ from prefixkv.control.effects import (
     Unreached,
 )
 from prefixkv.control.inbox import ControlInbox
-from prefixkv.errors import ClosedError, ConfigError, InternalError
+from prefixkv.errors import ClosedError, ConfigError
 from prefixkv.protocol.events import RoomEvent
 from prefixkv.protocol.host_copy import HostCopyDone
 from prefixkv.protocol.ids import PeerId
@@ -238,16 +239,15 @@ class ControlThread(Generic[Command]):
             self._log_news(now_s)
 
     def _log_news(self, now_s: float) -> None:
-        """A log handler's exception is only counted."""
-        try:
-            self._peer_log.write(self.control.news.take(), now_s)
-        except Exception:  # a handler's, which is the user's
-            self.num_log_errors += 1
+        self._log(self._peer_log.write, self.control.news.take(), now_s)
 
     def _log_error(self, error: Exception, text: str, *args: object) -> None:
+        self._log(partial(_log.error, exc_info=error), text, *args)
+
+    def _log(self, write: Callable[..., None], *what: object) -> None:
         try:
-            _log.error(text, *args, exc_info=error)
-        except Exception:
+            write(*what)
+        except Exception:  # a handler's, which is the user's: only counted
             self.num_log_errors += 1
 
     def _take(self, what: Command | Common, now_s: float) -> None:
@@ -266,18 +266,17 @@ class ControlThread(Generic[Command]):
             if isinstance(effect, RoomEvent):
                 self.events.put(effect)
         for effect in effects:
-            try:
-                self._do(effect)
-            except Exception as error:
-                self._failed(error)
+            if not isinstance(effect, RoomEvent):
+                try:
+                    self._do(effect)
+                except Exception as error:
+                    self._failed(error)
 
     def _failed(self, error: Exception) -> None:
         self.num_errors += 1
         self.events.put(ControlFailed(error))
 
     def _do(self, effect: Effect) -> None:
-        if isinstance(effect, RoomEvent):
-            return  # the scheduler's
         # Sockets, transport, copy threads and prover carry them out. No call here waits for
         # that; the result is an input later.
         match effect:
@@ -312,19 +311,13 @@ class ControlThread(Generic[Command]):
             case Connect():
                 self._connect(effect.address)
             case Disconnect():
-                self._dealer.disconnect(effect.address)
+                cast(DealerChannel, self.channel).disconnect(effect.address)
             case _:  # the copies' own
                 self._copies.do(effect)
 
     def _connect(self, address: str) -> None:
         """A failure is an input at once, since rooms wait for the address."""
         try:
-            self._dealer.connect(address)
+            cast(DealerChannel, self.channel).connect(address)
         except ConfigError as error:
             self._take(ConnectFailed(address, error), time.monotonic())
-
-    @property
-    def _dealer(self) -> DealerChannel:
-        if not isinstance(self.channel, DealerChannel):
-            raise InternalError("only decode connects")
-        return self.channel

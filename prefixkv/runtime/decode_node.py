@@ -24,7 +24,7 @@ from prefixkv.protocol.events import DecodeEvent
 from prefixkv.protocol.ids import PeerId
 from prefixkv.request import DeviceEvent, check_event
 from prefixkv.runtime.decode_transfers import DecodeTransfers
-from prefixkv.runtime.node import COUNTERS, Node, Ranks
+from prefixkv.runtime.node import COUNTERS, Node, Ranks, check_windows
 from prefixkv.runtime.rank_spec import (
     checked_config,
 )
@@ -93,16 +93,14 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, DecodeEvent], DecodeSchedule
         num_ranks = spec.mesh.num_ranks
         # The other ranks would have to compute the same chunks, and no log tells them.
         if config.compute is not None and ranks is not None:
-            what = "several ranks"
-            raise ConfigError(f"compute: a decode worker with {what} does not compute prompts")
+            raise ConfigError("compute: a decode worker with several ranks computes no prompts")
         spec.check_checkpoints(config.checkpoints)
         if config.compute is not None and not config.checkpoints and spec.has_points:
             what = "extra state (state=)" if state is not None else "window groups"
             raise ConfigError(f"compute: with {what} it needs checkpoints, which are 0")
         # A log alone, without a mesh, makes no copies on other ranks.
         if config.host_memory is not None and ranks is not None and num_ranks == 1:
-            what = "ranks without a mesh"
-            raise ConfigError(f"host_memory: a decode worker with {what} keeps nothing there")
+            raise ConfigError("host_memory: with ranks and without a mesh nothing is kept there")
         if config.compute is not None and not all(group.window for group in pool.groups):
             raise ConfigError("compute: not with a pool of aligned groups of layers")
         # 2. The pages, the tree, and the scheduler over them, then the transfer side, which starts
@@ -117,6 +115,7 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, DecodeEvent], DecodeSchedule
             settings = config.for_page_manager(layout.num_pages, spec.num_slots)
             pages = self._make_pages(spec, settings)
             undo.callback(pages.cache.policy.release)
+            check_windows(pages)
             share_pages = config.prefill_share * layout.num_pages
             sources = Sources(
                 config.compute, config.failure_policy == "local", loads=self._host is not None

@@ -18,7 +18,7 @@ from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.protocol.commands import PrefillCommand
 from prefixkv.protocol.events import PrefillEvent
 from prefixkv.protocol.ids import PeerId
-from prefixkv.runtime.node import COUNTERS, Node, Ranks
+from prefixkv.runtime.node import COUNTERS, Node, Ranks, check_windows
 from prefixkv.runtime.prefill_transfers import PrefillTransfers
 from prefixkv.runtime.rank_spec import (
     checked_config,
@@ -85,6 +85,7 @@ class PrefillNode(Node[PrefillRequest, PrefillCommand, PrefillEvent], PrefillSch
         num_slots = max(0, spec.num_slots - config.checkpoints)
         with ExitStack() as undo:
             undo.callback(pages.cache.policy.release)  # the next node may have it
+            check_windows(pages)
             PrefillScheduler.__init__(self, pages, config, num_slots, config.usable_prefix)
             self._logged = self.requests.values()
             endpoints = () if ranks is None else ranks.endpoints
