@@ -100,7 +100,9 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, DecodeEvent], DecodeSchedule
             raise ConfigError(f"compute: with {what} it needs checkpoints, which are 0")
         # A log alone, without a mesh, makes no copies on other ranks.
         if config.host_memory is not None and ranks is not None and num_ranks == 1:
-            raise ConfigError("host_memory: with ranks and without a mesh nothing is kept there")
+            raise ConfigError(
+                "host_memory: of a decode worker with ranks without a mesh nothing is kept"
+            )
         if config.compute is not None and not all(group.window for group in pool.groups):
             raise ConfigError("compute: not with a pool of aligned groups of layers")
         # 2. The pages, the tree, and the scheduler over them, then the transfer side, which starts
