@@ -31,7 +31,7 @@ from prefixkv.decode.sources import AwaitedRoom
 from prefixkv.errors import RequestError, check_laws
 from prefixkv.pages.manager import RequestPages
 from prefixkv.paging import Pages
-from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
+from prefixkv.protocol.events import HostCopy, HostCopyDone
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.request import DeviceEvent, Request
 

@@ -67,6 +67,8 @@ from prefixkv.paging import pages_for
 from prefixkv.protocol.commands import DecodeCommand, MeetPrefill, MoveWeights
 from prefixkv.protocol.events import (
     DecodeEvent,
+    HostCopy,
+    HostCopyDone,
     PrefillAway,
     PrefillLost,
     PrefillReady,
@@ -75,7 +77,6 @@ from prefixkv.protocol.events import (
     RoomOverdue,
     WorkerEvent,
 )
-from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import MAX_PAGES
 from prefixkv.request import DeviceEvent, Request, check_event, check_request, check_rid

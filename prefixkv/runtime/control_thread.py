@@ -25,6 +25,7 @@ from prefixkv.control.effects import (
     AddPeer,
     AgentDestroyed,
     Cancel,
+    Common,
     Connect,
     ConnectFailed,
     CopyDone,
@@ -46,13 +47,12 @@ from prefixkv.control.effects import (
 )
 from prefixkv.control.lives import LostPeers, PeerChanges
 from prefixkv.errors import ClosedError, ConfigError, InternalError
-from prefixkv.protocol.events import RoomEvent
-from prefixkv.protocol.host_copy import HostCopyDone
+from prefixkv.protocol.events import HostCopyDone, RoomEvent
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.messages import ProcessLife
 from prefixkv.runtime.channel import DealerChannel
 from prefixkv.runtime.logs import PeerLog
-from prefixkv.transport.base import Settled, Sink, TransportEvent, WriteJob
+from prefixkv.transport.base import Settled, Sink, WriteJob
 from prefixkv.transport.transports import Transports
 from prefixkv.wakeups import Inbox
 
@@ -60,9 +60,6 @@ _log = logging.getLogger("prefixkv.control")
 
 _FAREWELL_S = 0.5  # seconds in which the last frames of a node that closes may leave
 _RETRY_PAUSE_S = 0.01  # pause after a step that failed as a whole, lest it fail in a busy loop
-
-Common = TransportEvent | CopyDone | ConnectFailed | Reached | Unreached | Tick | AgentDestroyed
-"""Inputs of either side's control object, besides commands and frames."""
 
 Effect = DecodeEffect | PrefillEffect
 

@@ -189,6 +189,4 @@ def install() -> None:
         Staging(StagingSender, StagingReceiver, LeaseCut.into, StagingPlan.of, make_copies)
     ]
     PrefillControl.INSIDE |= {SendLeaseAsk: _ask, PostStaged: _post, CancelStaged: _cancel}
-    PrefillControl.EFFECTS |= {Gather}
     DecodeControl.INSIDE |= {Grant: _grant, SectionArrived: _arrived, BreakRoom: _break}
-    DecodeControl.EFFECTS |= {Scatter}

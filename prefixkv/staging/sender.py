@@ -23,7 +23,7 @@ from prefixkv.memory.staging_area import BLOCK_BYTES
 from prefixkv.paging import Pages
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.messages import LeaseAsk, LeaseGrant
-from prefixkv.protocol.sender_events import JobDrained, JobEnded
+from prefixkv.protocol.sender_machine import JobDrained, JobEnded
 from prefixkv.protocol.timers import Backoff, Timers
 from prefixkv.staging.leases import LeaseCut
 

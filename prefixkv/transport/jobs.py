@@ -11,8 +11,7 @@ from collections.abc import Iterator
 
 from prefixkv.errors import AbortedError, CallerError, ClosedError, PageStateError
 from prefixkv.paging import Pages, checked_pages
-from prefixkv.protocol.ids import RoomKey
-from prefixkv.protocol.tags import ChunkTag
+from prefixkv.protocol.ids import ChunkTag, RoomKey
 from prefixkv.transport.base import Sink, WriteDone, WriteFailed, WriteJob
 from prefixkv.transport.runs import Part, Routes, Runs, cut_parts, next_indices
 

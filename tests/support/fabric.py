@@ -31,8 +31,7 @@ from prefixkv.errors import (
 )
 from prefixkv.memory.staging_area import BLOCK_BYTES
 from prefixkv.paging import Pages
-from prefixkv.protocol.ids import PeerId
-from prefixkv.protocol.tags import ChunkTag
+from prefixkv.protocol.ids import ChunkTag, PeerId
 from prefixkv.transfer import RoomKey
 from prefixkv.transport.base import (
     Arrived,

@@ -26,7 +26,7 @@ import msgspec
 
 from prefixkv.config import ControlConfig
 from prefixkv.control.decode.links import Link, Links
-from prefixkv.control.effects import Left, RankDrained, Settle
+from prefixkv.control.effects import Left, Settle
 from prefixkv.control.inbox import ControlInbox
 from prefixkv.control.lives import LostPeers, PeerChanges
 from prefixkv.errors import TransferError
@@ -35,10 +35,10 @@ from prefixkv.protocol import receiver_machine as receiver
 from prefixkv.protocol.events import RoomOverdue
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.machine import Fail
-from prefixkv.protocol.messages import Promise
+from prefixkv.protocol.messages import Drained, Promise
 from prefixkv.protocol.receiver_machine import ReceiverMachine, SendToRank
 
-Token = PeerId | Left | RankDrained
+Token = PeerId | Left | Drained
 """What a `Settle` is about."""
 
 
@@ -207,11 +207,10 @@ class ReceiverRooms:
 
     def _drains(self, token: Any) -> list[tuple[Room, receiver.ReceiverEvent]]:
         """Return the rooms that a token is of, each with what drains a rank of it."""
-        if isinstance(token, RankDrained):
+        if isinstance(token, Drained):
             room = self._rooms.get(token.key)
             # One rank, one use of a room. The number may be in use again: then the ticket differs.
-            is_same = room is not None and room.ticket == token.ticket
-            return [(room, receiver.DrainedSaid(token.rank))] if room and is_same else []
+            return [(room, token)] if room is not None and room.ticket == token.ticket else []
         # A whole process: all its rooms if it was fenced. If it said itself that it leaves, only
         # those that were promised to it at that address, since any process may speak under its name
         # elsewhere.

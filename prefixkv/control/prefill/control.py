@@ -9,7 +9,7 @@ worker that proves the prompt gets it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
 from typing import Any, ClassVar, assert_never
 
 from prefixkv.config import ControlConfig, short_key
@@ -20,15 +20,12 @@ from prefixkv.control.effects import (
     Cancel,
     ConnectFailed,
     CopyDone,
-    Examine,
     FrameFailed,
     FrameReceived,
     Freed,
-    PeerAccepted,
     Reached,
     RemovePeer,
     Renew,
-    SendFrame,
     StagingSlots,
     StagingTick,
     Tick,
@@ -36,7 +33,7 @@ from prefixkv.control.effects import (
 )
 from prefixkv.control.effects import PrefillEffect as PrefillEffect
 from prefixkv.control.effects import PrefillInput as PrefillInput
-from prefixkv.control.handshake import OurSide
+from prefixkv.control.handshake import Accepted, OurSide
 from prefixkv.control.inbox import ControlInbox, Takes
 from prefixkv.control.lives import FENCED, FENCED_DEAD, LEFT, LostPeers
 from prefixkv.control.prefill.peers import Peer, Peers
@@ -55,7 +52,7 @@ from prefixkv.errors import (
     WeightsVersionError,
 )
 from prefixkv.protocol import messages
-from prefixkv.protocol import sender_events as sender
+from prefixkv.protocol import sender_machine as sender
 from prefixkv.protocol.commands import (
     AbortRoom,
     AddRoom,
@@ -64,10 +61,9 @@ from prefixkv.protocol.commands import (
     MoveWeights,
     OfferRoom,
     SendChunk,
-    WithdrawRoom,
 )
-from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
-from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
+from prefixkv.protocol.events import RoomEnded, SourceFree
+from prefixkv.protocol.ids import ChunkTag, KVPoll, PeerId, RoomKey
 from prefixkv.protocol.machine import Fail
 from prefixkv.protocol.messages import (
     Abort,
@@ -81,16 +77,15 @@ from prefixkv.protocol.messages import (
     OutcomeAck,
     Promise,
 )
-from prefixkv.protocol.sender_events import (
+from prefixkv.protocol.sender_machine import (
     CancelWrite,
     JobDrained,
     JobEnded,
     PostWrite,
     Promised,
+    SenderMachine,
     abort_error,
 )
-from prefixkv.protocol.sender_machine import SenderMachine
-from prefixkv.protocol.tags import ChunkTag
 from prefixkv.transport.base import (
     Arrived,
     PeerUnreachable,
@@ -249,9 +244,6 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         end = ProtocolError(why)
         self._tombs.await_half(offered, Half.PROMISE, end, now_s, digest=offer.digest)
 
-    def _withdraw(self, command: WithdrawRoom, now_s: float) -> None:
-        self._close_offer(command.key, AbortedError(command.reason), now_s)
-
     def _decline(self, command: DeclineRoom, now_s: float) -> None:
         """Decode hears why, now or when it promises. An added room is not touched."""
         key, error = command.key, AbortedError(command.reason)
@@ -276,10 +268,12 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
             self._rooms.on(room, command, now_s)
 
     def _abort(self, command: AbortRoom, now_s: float) -> None:
-        """Unknown: no-op."""
-        room = self._rooms.get(command.key)
-        if room is not None:
-            self._rooms.on(room, Fail(AbortedError(command.reason)), now_s)
+        """Unknown, or an offer that is opened: no-op."""
+        error = AbortedError(command.reason)
+        if not command.key.decode:
+            self._close_offer(command.key, error, now_s)
+        elif (room := self._rooms.get(command.key)) is not None:
+            self._rooms.on(room, Fail(error), now_s)
 
     def _move_weights(self, command: MoveWeights, now_s: float) -> None:
         """KV computed or promised under the old version is not sent. Added rooms that nothing was
@@ -486,7 +480,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         # 5. The transport before the reply: decode promises pages as soon as it has the reply, and
         # a write must not be asked for before its target is known.
         if accepted.added is not None:
-            self.say(PeerAccepted(accepted.added, accepted.cut))
+            self.say(accepted)
         self._peers.reply(route, hello, staged=accepted.cut is not None)
         # 6. Requests that are older than this life are most likely not its own.
         if hello.rank == 0 and hello.age_ms is not None:
@@ -674,7 +668,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         # it from its answer. Or it is the half that was awaited; or it ends the request to come. A
         # late or repeated abort, of a use that is over, ends nothing.
         if room is None and theirs:
-            error = abort_error(abort.reason[:1000], abort.versions)
+            error = abort_error(abort)
             closed = self._close_offer(key, error, now_s)
             self._tombs.bury(use, error, answered=True)
             met = self._tombs.meet_promise(key, abort.ticket, abort.digest, next_too=False)
@@ -689,14 +683,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
             return
         # 4. The room ends.
         room.worker = peer.worker
-        said = sender.AbortSaid(
-            peer=peer.id,
-            reason=abort.reason,
-            ticket=abort.ticket,
-            reader=peer.hello.rank,
-            readers=peer.readers,
-            versions=abort.versions,
-        )
+        said = sender.AbortSaid(peer.id, abort, peer.hello.rank, peer.readers)
         self._rooms.on(room, said, now_s)
 
     # --- writes -----------------------------------------------------------------------------------
@@ -767,8 +754,9 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
 
     # --- the transport's peers --------------------------------------------------------------------
 
-    def _accept(self, accepted: PeerAccepted, now_s: float) -> None:
+    def _accept(self, accepted: Accepted, now_s: float) -> None:
         # The transport must know the peer before anything is written to it.
+        assert accepted.added is not None
         self._out.append(accepted.added)
         if self.staging is not None and accepted.cut is not None:
             self.staging.add_peer(accepted.added.peer, accepted.cut)
@@ -806,7 +794,6 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
     INPUTS: ClassVar[Takes] = {
         AddRoom: _take_request,
         OfferRoom: _take_request,
-        WithdrawRoom: _withdraw,
         SendChunk: _chunk,
         DeclineRoom: _decline,
         AbortRoom: _abort,
@@ -833,7 +820,6 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         StagingTick: _tick_staging,
         Freed: _free,
         RoomEnded: ControlInbox._end,
-        PeerAccepted: _accept,
+        Accepted: _accept,
         RemovePeer: _remove,
     }
-    EFFECTS: ClassVar[Set[type]] = {SendFrame, Examine, Renew, Bootstrapped, SourceFree}

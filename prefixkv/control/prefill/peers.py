@@ -39,7 +39,7 @@ from prefixkv.protocol.messages import (
     Promise,
     RoomBody,
 )
-from prefixkv.protocol.sender_events import Promised
+from prefixkv.protocol.sender_machine import Promised
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

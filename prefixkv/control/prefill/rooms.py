@@ -30,12 +30,11 @@ from prefixkv.control.inbox import ControlInbox
 from prefixkv.control.lives import LostPeers
 from prefixkv.control.prefill.peers import Peers
 from prefixkv.errors import AbortedError
-from prefixkv.protocol import sender_events as sender
+from prefixkv.protocol import sender_machine as sender
 from prefixkv.protocol.events import RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.machine import RoomTick
-from prefixkv.protocol.sender_events import PostWrite, SendToReader
-from prefixkv.protocol.sender_machine import SenderMachine
+from prefixkv.protocol.sender_machine import PostWrite, SenderMachine, SendToReader
 
 Numbers = tuple[int, int]
 """Room and generation."""

@@ -40,8 +40,7 @@ import msgspec
 from prefixkv.errors import HandshakeError
 from prefixkv.memory.kv_layout import ADDRESS_END
 from prefixkv.memory.shared import SharedBlock
-from prefixkv.protocol.ids import PeerId
-from prefixkv.protocol.tags import TAG_BYTES
+from prefixkv.protocol.ids import TAG_BYTES, PeerId
 
 MAGIC: Final = b"pkvshm1|"
 TOKEN_BYTES: Final = 32

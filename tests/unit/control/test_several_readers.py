@@ -23,10 +23,10 @@ from prefixkv.errors import (
 )
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
 from prefixkv.paging import pages_for
-from prefixkv.protocol import sender_events as sm
+from prefixkv.protocol import sender_machine as sm
 from prefixkv.protocol.commands import Fence, SendChunk
 from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
-from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
+from prefixkv.protocol.ids import ChunkTag, KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import (
     Abort,
     Drained,
@@ -37,9 +37,7 @@ from prefixkv.protocol.messages import (
     Outcome,
     PromiseAck,
 )
-from prefixkv.protocol.sender_events import CancelWrite, PostWrite, SendToReader
-from prefixkv.protocol.sender_machine import SenderMachine
-from prefixkv.protocol.tags import ChunkTag
+from prefixkv.protocol.sender_machine import CancelWrite, PostWrite, SenderMachine, SendToReader
 from prefixkv.staging.sender import Gather
 from prefixkv.transport.base import WriteDrained, WriteJob
 from tests.unit.control.mesh_wire import (
@@ -121,7 +119,7 @@ class Machine:
 
     def abort(self, reader: int) -> list[Any]:
         peer = (A, B)[reader]
-        said = sm.AbortSaid(peer=peer, reason="no", ticket=1, reader=reader, readers=(0, 1))
+        said = sm.AbortSaid(peer, Abort(*SENT.numbers, "no", 1), reader, (0, 1))
         return self.on(said)
 
 

@@ -15,14 +15,14 @@ from prefixkv.protocol.commands import SendChunk
 from prefixkv.protocol.events import RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import Outcome
-from prefixkv.protocol.sender_events import (
+from prefixkv.protocol.sender_machine import (
     Added,
     Fail,
     JobEnded,
     PostWrite,
     Promised,
+    SenderMachine,
 )
-from prefixkv.protocol.sender_machine import SenderMachine
 from tests.unit.control import wire
 from tests.unit.control.wire import DIGEST, HELLO, SENT, DecodePeer, add_room
 from tests.unit.protocol.rooms import PROMPT

@@ -22,7 +22,8 @@ from prefixkv.paging import Pages, pages_for
 from prefixkv.protocol.commands import SendChunk
 from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, PeerId
-from prefixkv.protocol.sender_events import (
+from prefixkv.protocol.messages import Abort
+from prefixkv.protocol.sender_machine import (
     AbortSaid,
     Added,
     CancelWrite,
@@ -32,9 +33,9 @@ from prefixkv.protocol.sender_events import (
     Promised,
     RoomTick,
     SenderEvent,
+    SenderMachine,
     SendToReader,
 )
-from prefixkv.protocol.sender_machine import SenderMachine
 from tests.unit.protocol.rooms import KEY, TIMING
 from tests.unit.protocol.rooms import PROMPT as DIGEST
 
@@ -243,7 +244,7 @@ def test_without_clip_pages_that_decode_has_fail_the_room_and_a_gap_does_so_alwa
     ("event", "after_s", "error"),
     [
         (Fail(AbortedError("enough")), 0.0, AbortedError),
-        (AbortSaid(peer=DECODE[0], reason="no"), 0.0, AbortedError),
+        (AbortSaid(DECODE[0], Abort(*KEY.numbers, "no")), 0.0, AbortedError),
         (RoomTick(), TIMING.bootstrap_timeout_s, TransferTimeoutError),
         (Prompt(17, 8, 4, 4).promised(0), 0.0, PromptMismatchError),
     ],

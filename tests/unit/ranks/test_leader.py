@@ -33,6 +33,7 @@ from prefixkv.protocol.events import (
     MAX_ERROR_CHARS,
     Bootstrapped,
     DecodeEvent,
+    HostCopyDone,
     RoomDrained,
     RoomEnded,
     RoomOverdue,
@@ -40,7 +41,6 @@ from prefixkv.protocol.events import (
     decode_error,
     encode_error,
 )
-from prefixkv.protocol.host_copy import HostCopyDone
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import Promise
 from prefixkv.ranks.leader import RankLeader, pack_rank_events

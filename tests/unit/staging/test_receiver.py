@@ -11,10 +11,9 @@ import pytest
 from prefixkv.errors import ConfigError, LeaseError, ProtocolError, TransferError
 from prefixkv.memory.mesh import Shard
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
-from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
+from prefixkv.protocol.ids import ChunkTag, KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import Hello, HelloReply, LeaseAsk, Promise, Topology
 from prefixkv.protocol.receiver_machine import RoomDrained, RoomEnded, RoomOverdue
-from prefixkv.protocol.tags import ChunkTag
 from prefixkv.staging.leases import LeaseCut, LeaseState, Section
 from prefixkv.staging.receiver import (
     BreakRoom,

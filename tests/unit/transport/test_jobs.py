@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from prefixkv.errors import AbortedError
-from prefixkv.protocol.ids import PeerId
-from prefixkv.protocol.tags import ChunkTag
+from prefixkv.protocol.ids import ChunkTag, PeerId
 from prefixkv.transport.base import TransportEvent, WriteDone, WriteFailed, WriteJob
 from prefixkv.transport.jobs import ActiveJob, JobTable, Outbox
 from prefixkv.transport.runs import Routes, paired_runs, part_indices

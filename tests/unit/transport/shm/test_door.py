@@ -20,8 +20,7 @@ import pytest
 from prefixkv.errors import ConfigError, HandshakeError
 from prefixkv.memory.kv_layout import ADDRESS_END
 from prefixkv.memory.shared import SharedBlock, block_of
-from prefixkv.protocol.ids import PeerId
-from prefixkv.protocol.tags import TAG_BYTES, ChunkTag
+from prefixkv.protocol.ids import TAG_BYTES, ChunkTag, PeerId
 from prefixkv.runtime import rank_spec
 from prefixkv.transport.base import RankMemory, WriteDone
 from prefixkv.transport.shm import wire as shm_wire
