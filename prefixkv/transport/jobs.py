@@ -57,7 +57,7 @@ class ActiveJob:
         self.in_flight = 0
         self.error: Exception | None = None  # the first one
         self.drained = True
-        self._num_bytes = 0
+        self.num_bytes = 0  # of the parts that have ended DONE
         # Worked out for the next parts, the next one last.
         self._ahead: list[tuple[Pages, Pages, bytes]] = []
 
@@ -90,7 +90,7 @@ class ActiveJob:
 
     def next_post(self) -> tuple[Pages, Pages, bytes]:
         """Return the next part's block indices in the lists of both sides, and its tag; once per
-        part, before `posted`."""
+        part, before it counts as posted."""
         if not self._ahead:
             pairs = next_indices(
                 self.runs, self.parts, self.next_part, _PARTS_AHEAD, self.src_pages, self.dst_pages
@@ -100,31 +100,6 @@ class ActiveJob:
             self._ahead = [(*pair, tag) for pair, tag in zip(pairs, tags, strict=True)]
             self._ahead.reverse()
         return self._ahead.pop()
-
-    def posted(self) -> None:
-        """Count the next part as posted."""
-        self.next_part += 1
-        self.in_flight += 1
-
-    def part_ended(self, part: Part, error: Exception | None, may_land: bool) -> None:
-        """Count a posted part as DONE, or as ended in an error; `may_land`: it may still land."""
-        self.in_flight -= 1
-        if error is None:
-            self._num_bytes += part.num_bytes
-            return
-        self.drained = self.drained and not may_land
-        self.error = self.error or error
-
-    def stop(self, error: Exception) -> None:
-        """Post nothing more. Once all is posted there is nothing to stop: the parts decide."""
-        if self.may_post:
-            self.error = error
-
-    def end_event(self) -> WriteDone | WriteFailed:
-        """Return the event that ends the job."""
-        if self.error is None:
-            return WriteDone(self.job.job_id, self._num_bytes)
-        return WriteFailed(self.job.job_id, self.error, self.drained)
 
 
 class Outbox:
@@ -222,13 +197,16 @@ class JobTable:
             self.refuse(job, error)
 
     def stop(self, job: ActiveJob, error: Exception) -> None:
-        """Post no more of the job. It ends now, or with the last of its parts in flight."""
-        job.stop(error)
+        """Post no more of the job. It ends now, or with the last of its parts in flight. Once all
+        is posted there is nothing to stop: the parts decide."""
+        if job.may_post:
+            job.error = error
         self._end_if_over(job)
 
     def part_posted(self, job: ActiveJob) -> None:
         """Count a part as posted; a job with nothing left to post leaves its outbox."""
-        job.posted()
+        job.next_part += 1
+        job.in_flight += 1
         if not job.may_post:
             job.outbox.discard(job)
 
@@ -236,7 +214,12 @@ class JobTable:
         self, job: ActiveJob, part: Part, error: Exception | None, may_land: bool
     ) -> None:
         """Take the end of a part: DONE if `error` is None; `may_land`: it may still land."""
-        job.part_ended(part, error, may_land)
+        job.in_flight -= 1
+        if error is None:
+            job.num_bytes += part.num_bytes
+        else:
+            job.drained = job.drained and not may_land
+            job.error = job.error or error
         self._end_if_over(job)
 
     def drop(self, outbox: Outbox, error: Exception) -> None:
@@ -261,5 +244,6 @@ class JobTable:
         # Out of its outbox first: nothing more of it may be posted, even if parts are in flight.
         if not job.may_post:
             job.outbox.discard(job)
-        if job.ended and self._jobs.pop(job.job.job_id, None) is not None:
-            self._emit(job.end_event())
+        if job.ended and self._jobs.pop(number := job.job.job_id, None) is not None:
+            failed = job.error and WriteFailed(number, job.error, job.drained)
+            self._emit(failed or WriteDone(number, job.num_bytes))
