@@ -24,7 +24,7 @@ from prefixkv.errors import (
 )
 from prefixkv.protocol.events import DecodeEvent, RoomDrained, RoomEnded, RoomOverdue
 from prefixkv.protocol.ids import KVPoll
-from prefixkv.protocol.machine import IGNORED, Fail, RoomTick, Step, Table, run
+from prefixkv.protocol.machine import Fail, RoomTick, Step, Table, ignored, run
 from prefixkv.protocol.messages import (
     Abort,
     AnyBody,
@@ -86,33 +86,28 @@ ReceiverAction = SendToRank | DecodeEvent
 
 
 _LANDED = frozenset({KVPoll.TRANSFERRING, KVPoll.SUCCESS, KVPoll.FAILED})
-_MAX_OPEN_CHUNKS = 1024  # bound per rank; a writer has fewer posts under way
 
 
 class _Landings:
-    """Sum of the notifications of one prefill rank, as whole chunks. A peer may repeat or invent
-    notifications: what is kept is bounded by the units that it was promised."""
+    """Sum of the notifications of one prefill rank, as whole chunks. A peer may repeat them."""
 
-    __slots__ = ("_done", "_max_chunks", "_open", "num_chunks", "num_units")
+    __slots__ = ("_done", "_open", "num_chunks", "num_units")
 
-    def __init__(self, max_chunks: int) -> None:
+    def __init__(self) -> None:
         self.num_units = 0  # sum over whole chunks
         self.num_chunks = 0
         # Chunks move from `_open` to `_done`, which stays: a repeated notification must not count
         # twice.
-        self._max_chunks = max_chunks
         self._done: set[int] = set()
         self._open: dict[int, tuple[int, int, int]] = {}  # by chunk: parts, units, bits of parts
 
     def take(self, event: ChunkLanded) -> None:
-        """Repeated, contradictory or beyond the bound: no-op."""
+        """Repeated or contradictory: no-op."""
         of_chunk = event.num_parts, event.num_units
         parts, units, landed = self._open.get(event.chunk, (*of_chunk, 0))
-        is_known = event.chunk in self._open
-        full = len(self._done) >= self._max_chunks or len(self._open) >= _MAX_OPEN_CHUNKS
         # A part that disagrees with those before about its chunk is dropped; the chunk then stays
         # open, and the room fails by its deadline instead of succeeding on invented numbers.
-        if event.chunk in self._done or (parts, units) != of_chunk or (full and not is_known):
+        if event.chunk in self._done or (parts, units) != of_chunk:
             return
         landed |= 1 << event.part
         if landed != (1 << parts) - 1:
@@ -234,10 +229,7 @@ class ReceiverMachine:
         self._unacked = set(event.ranks)
         # Before the first promise leaves: from then on each rank may write at any time.
         self._undrained = set(event.ranks)
-        # A unit page has a token at least, a chunk of a group a page.
-        promise = self.promise
-        most = promise.fill_len - promise.prefix_len + sum(map(len, promise.groups)) // 4
-        self._landings = {rank: _Landings(most) for rank in event.ranks}
+        self._landings = {rank: _Landings() for rank in event.ranks}
         self._wait.start(now_s, self._timing.waiting_timeout_s)
         return self._send_promise(now_s)
 
@@ -435,12 +427,7 @@ class ReceiverMachine:
         KVPoll.BOOTSTRAPPING: {
             PeerReady: Step(_on_peer_ready, {KVPoll.WAITING_FOR_INPUT}),
             # No rank knows the room: these are frames about an earlier use of its number.
-            PromiseAck: IGNORED,
-            ChunkLanded: IGNORED,
-            UnitsStaged: IGNORED,
-            Outcome: IGNORED,
-            Drained: IGNORED,
-            FencedOff: IGNORED,
+            **ignored(PromiseAck, ChunkLanded, UnitsStaged, Outcome, Drained, FencedOff),
             Fail: Step(_fail, {KVPoll.FAILED}),
             RoomTick: Step(_tick_open, {KVPoll.BOOTSTRAPPING, KVPoll.FAILED}),
         },
@@ -452,7 +439,7 @@ class ReceiverMachine:
             Outcome: Step(_on_outcome, {KVPoll.WAITING_FOR_INPUT, KVPoll.SUCCESS, KVPoll.FAILED}),
             # None was asked for, so it answers an abort of an earlier use of the number, and proves
             # nothing of the writes of this one.
-            Drained: IGNORED,
+            **ignored(Drained),
             FencedOff: Step(_on_fenced, {KVPoll.WAITING_FOR_INPUT, KVPoll.FAILED}),
             Fail: Step(_fail, {KVPoll.FAILED}),
             RoomTick: Step(_tick_open, {KVPoll.WAITING_FOR_INPUT, KVPoll.FAILED}),
@@ -462,7 +449,7 @@ class ReceiverMachine:
             ChunkLanded: Step(_on_landed, _LANDED),
             UnitsStaged: Step(_on_landed, _LANDED),
             Outcome: Step(_on_outcome, {KVPoll.TRANSFERRING, KVPoll.SUCCESS, KVPoll.FAILED}),
-            Drained: IGNORED,  # as above
+            **ignored(Drained),  # as above
             FencedOff: Step(_on_fenced, {KVPoll.TRANSFERRING, KVPoll.FAILED}),
             Fail: Step(_fail, {KVPoll.FAILED}),
             RoomTick: Step(_tick_open, {KVPoll.TRANSFERRING, KVPoll.FAILED}),
@@ -470,14 +457,9 @@ class ReceiverMachine:
         KVPoll.SUCCESS: {
             Outcome: Step(_on_late_outcome, {KVPoll.SUCCESS}),  # our answer was lost
             # Frames and notifications that outcomes have overtaken.
-            PromiseAck: IGNORED,
-            ChunkLanded: IGNORED,
-            UnitsStaged: IGNORED,
-            Drained: IGNORED,
+            **ignored(PromiseAck, ChunkLanded, UnitsStaged, Drained),
             # An abort, a fence and a wake-up that were on their way as the room ended.
-            Fail: IGNORED,
-            FencedOff: IGNORED,
-            RoomTick: IGNORED,
+            **ignored(Fail, FencedOff, RoomTick),
         },
         KVPoll.FAILED: {
             Outcome: Step(_on_late_outcome, {KVPoll.FAILED}),
@@ -486,9 +468,7 @@ class ReceiverMachine:
             RoomTick: Step(_tick_draining, {KVPoll.FAILED}),
             PeerReady: Step(_on_late_ready, {KVPoll.FAILED}),
             # Sent before the peer heard of our abort: neither proves anything.
-            PromiseAck: IGNORED,
-            ChunkLanded: IGNORED,
-            UnitsStaged: IGNORED,
+            **ignored(PromiseAck, ChunkLanded, UnitsStaged),
             Fail: Step(_on_late_fail, {KVPoll.FAILED}),
         },
     }

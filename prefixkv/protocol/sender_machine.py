@@ -32,13 +32,14 @@ from prefixkv.paging import Pages, pages_for, unit_pages
 from prefixkv.protocol.commands import SendChunk
 from prefixkv.protocol.events import Bootstrapped, PrefillEvent, RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
-from prefixkv.protocol.machine import IGNORED, Fail, RoomTick, Step, Table, fault, run
+from prefixkv.protocol.machine import Fail, RoomTick, Step, Table, fault, ignored, run
 from prefixkv.protocol.messages import (
     Abort,
     AnyBody,
     Drained,
     FailureCode,
     Outcome,
+    Promise,
     PromiseAck,
     failure,
 )
@@ -57,36 +58,27 @@ class Added(msgspec.Struct, frozen=True):
 
 
 class Promised(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """Rank `reader` of decode has `prefix_len` tokens and wants the rest of `fill_len` in `pages`
-    of its pool: `num_units` unit pages of `unit_tokens`, `fold` of them per page.
+    """The promise `word` of rank `reader` of decode, which wants KV in `pages` of its pool:
+    `num_units` unit pages of `unit_tokens`, `fold` of them per page.
 
     The control object has checked it. `readers` are all ranks that will promise. `writes` is False
-    for a reader that gets none of our KV and only has to know how the room ends. `digest` is that
-    of the prompt. `groups` are the pages promised in each group: `num_windows` of windows, then
-    extra state's, if any; `takes_state` is False where none of ours goes there.
+    for a reader that gets none of our KV and only has to know how the room ends. `groups` are the
+    pages promised in each group: `num_windows` of windows, then extra state's, if any;
+    `takes_state` is False where none of ours goes there.
     """
 
     peer: PeerId
-    fill_len: int
-    prefix_len: int
+    word: Promise
     pages: Pages
     num_units: int
-    ticket: int = 0
     reader: int = 0
     readers: tuple[int, ...] = (0,)
     writes: bool = True
     unit_tokens: int = 0  # 0: a page of ours
     fold: int = 1
     takes_state: bool = False
-    digest: bytes = b""
-    weights_version: str = ""
     groups: tuple[Pages, ...] = ()
     num_windows: int = 0
-
-    @property
-    def all_pages(self) -> int:
-        """Number of pages, those of groups included."""
-        return len(self.pages) + sum(map(len, self.groups))
 
     def takes(self, group: int) -> bool:
         """Return whether we write to the reader's pages, or to those of this group."""
@@ -98,7 +90,7 @@ class Promised(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         `first` is negative where decode has some of them."""
         unit_tokens = self.unit_tokens or page_size
         fold = page_size // unit_tokens
-        first = chunk.first_page * fold - self.prefix_len // unit_tokens
+        first = chunk.first_page * fold - self.word.prefix_len // unit_tokens
         return first, first + len(chunk.src_pages) * fold, fold
 
     def units(self, start: int, stop: int) -> Pages:
@@ -106,14 +98,16 @@ class Promised(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return unit_pages(self.pages, self.fold, start, stop)
 
     def repeats(self, other: Promised) -> bool:
-        same = self.peer == other.peer and self.digest == other.digest
+        same = self.peer == other.peer and self.word.digest == other.word.digest
         return same and _equal((self.pages, *self.groups), (other.pages, *other.groups))
 
     def agrees_with(self, other: Promised) -> bool:
         """Return True if two readers agree, each in its own pool's units."""
-        mine = (self.ticket, self.fill_len, self.prefix_len, self.num_units)
-        others = (other.ticket, other.fill_len, other.prefix_len, other.num_units)
-        same = self.weights_version == other.weights_version and mine == others
+        mine, others = (
+            (one.ticket, one.fill_len, one.prefix_len, one.weights_version)
+            for one in (self.word, other.word)
+        )
+        same = mine == others and self.num_units == other.num_units
         same &= list(map(len, self.groups)) == list(map(len, other.groups))
         return same and _equal(self.groups[self.num_windows :], other.groups[other.num_windows :])
 
@@ -220,7 +214,7 @@ class _RoomReader:
 
     @property
     def num_pages(self) -> int:
-        return self.promise.all_pages if self.promise is not None else 0
+        return self.promise.word.num_pages if self.promise is not None else 0
 
 
 class SenderMachine:
@@ -297,7 +291,7 @@ class SenderMachine:
     @property
     def prompt(self) -> bytes:
         """Digest of the request's prompt, else of the one that was promised; b"": not known."""
-        return self.digest or (self._promise.digest if self._promise is not None else b"")
+        return self.digest or (self._promise.word.digest if self._promise is not None else b"")
 
     def promises(self) -> list[Promised]:
         return [reader.promise for reader in self.readers.values() if reader.promise]
@@ -368,7 +362,7 @@ class SenderMachine:
         self._promise = self._promise or event
         # A decode worker that promises knows the request: the doubt about its restart is over.
         self._newborn = None
-        self.ticket = event.ticket
+        self.ticket = event.word.ticket
         # The engine's request is still to come. A parked promise costs memory, and may be for no
         # request at all, so it has a limit of its own.
         if not self.added:
@@ -418,7 +412,7 @@ class SenderMachine:
         self.poll = KVPoll.WAITING_FOR_INPUT
         self._wait.start(now_s, self._timing.waiting_timeout_s)
         peer = self.readers[min(self.readers)].peer
-        actions: list[SenderAction] = [Bootstrapped(self.key, peer, promise.prefix_len)]
+        actions: list[SenderAction] = [Bootstrapped(self.key, peer, promise.word.prefix_len)]
         # Behind Bootstrapped, and in the order in which they were handed over: units are sent in
         # order.
         early, self._early_chunks = self._early_chunks, []
@@ -428,14 +422,14 @@ class SenderMachine:
         return actions
 
     def _mismatch(self, first: Promised) -> PromptMismatchError | WeightsVersionError | None:
-        if first.weights_version != self.weights_version:
-            return WeightsVersionError(first.weights_version, self.weights_version)
-        if (fill_len := first.fill_len) != self._num_tokens:
+        if (theirs := first.word.weights_version) != self.weights_version:
+            return WeightsVersionError(theirs, self.weights_version)
+        if (fill_len := first.word.fill_len) != self._num_tokens:
             return PromptMismatchError(
                 f"decode waits for {fill_len} tokens, the request here has {self._num_tokens}"
             )
         # The lengths agree; now the content.
-        if all(promise.digest == self.digest for promise in self.promises()):
+        if all(promise.word.digest == self.digest for promise in self.promises()):
             return None
         return PromptMismatchError(
             f"decode waits for other tokens, or another namespace, than the request here has: "
@@ -669,7 +663,7 @@ class SenderMachine:
         if self.poll is KVPoll.SUCCESS:
             return []
         self._reader_of(event).promise = event
-        self._promise, self.ticket = self._promise or event, event.ticket
+        self._promise, self.ticket = self._promise or event, event.word.ticket
         return self._send_outcomes(now_s)
 
     def _on_outcome_acked(self, event: OutcomeAcked, now_s: float) -> list[SenderAction]:
@@ -719,7 +713,7 @@ class SenderMachine:
             SendChunk: Step(_on_early_chunk, {KVPoll.BOOTSTRAPPING}),
             AbortSaid: Step(_on_abort, {KVPoll.FAILED}),
             Fail: Step(_fail, {KVPoll.FAILED}),
-            OutcomeAcked: IGNORED,  # no outcome was said
+            **ignored(OutcomeAcked),  # no outcome was said
             LifeBegan: Step(_on_life_began, {KVPoll.BOOTSTRAPPING}),
             RoomTick: Step(_tick_open, {KVPoll.BOOTSTRAPPING, KVPoll.FAILED}),
         },
@@ -728,40 +722,36 @@ class SenderMachine:
             SendChunk: Step(_on_chunk, {KVPoll.TRANSFERRING, KVPoll.SUCCESS, KVPoll.FAILED}),
             AbortSaid: Step(_on_abort, {KVPoll.FAILED}),
             Fail: Step(_fail, {KVPoll.FAILED}),
-            OutcomeAcked: IGNORED,  # no outcome was said
-            LifeBegan: IGNORED,  # it has promised
+            **ignored(OutcomeAcked, LifeBegan),  # no outcome was said; the life has promised
             RoomTick: Step(_tick_open, {KVPoll.WAITING_FOR_INPUT, KVPoll.FAILED}),
         },
         KVPoll.TRANSFERRING: {
             Promised: Step(_on_promise_repeated, {KVPoll.TRANSFERRING}),
             SendChunk: Step(_on_chunk, {KVPoll.TRANSFERRING, KVPoll.SUCCESS, KVPoll.FAILED}),
             JobEnded: Step(_on_job_ended, {KVPoll.TRANSFERRING, KVPoll.SUCCESS, KVPoll.FAILED}),
-            JobDrained: IGNORED,  # an undrained job has failed the room
+            **ignored(JobDrained),  # an undrained job has failed the room
             AbortSaid: Step(_on_abort, {KVPoll.FAILED}),
             Fail: Step(_fail, {KVPoll.FAILED}),
-            OutcomeAcked: IGNORED,  # no outcome was said
-            LifeBegan: IGNORED,
+            **ignored(OutcomeAcked, LifeBegan),
             RoomTick: Step(_tick_open, {KVPoll.TRANSFERRING, KVPoll.FAILED}),
         },
         KVPoll.SUCCESS: {
             Promised: Step(_on_late_promise, {KVPoll.SUCCESS}),
-            SendChunk: IGNORED,  # after the last one, too late to fail the room
+            **ignored(SendChunk, LifeBegan),  # after the last chunk: too late to fail the room
             AbortSaid: Step(_on_late_abort, {KVPoll.SUCCESS}),
             Fail: Step(_on_late_fail, {KVPoll.SUCCESS}),
             OutcomeAcked: Step(_on_outcome_acked, {KVPoll.SUCCESS}),
-            LifeBegan: IGNORED,
             RoomTick: Step(_tick_unanswered, {KVPoll.SUCCESS}),
         },
         KVPoll.FAILED: {
-            Added: IGNORED,  # it failed while it was parked
+            # It failed while it was parked; or the engine has not heard of the end yet.
+            **ignored(Added, SendChunk, LifeBegan),
             Promised: Step(_on_late_promise, {KVPoll.FAILED}),
-            SendChunk: IGNORED,  # the engine has not heard of the end yet
             JobEnded: Step(_on_job_ended, {KVPoll.FAILED}),
             JobDrained: Step(_on_job_drained, {KVPoll.FAILED}),
             AbortSaid: Step(_on_late_abort, {KVPoll.FAILED}),
             Fail: Step(_on_late_fail, {KVPoll.FAILED}),
             OutcomeAcked: Step(_on_outcome_acked, {KVPoll.FAILED}),
-            LifeBegan: IGNORED,
             RoomTick: Step(_tick_unanswered, {KVPoll.FAILED}),
         },
     }

@@ -13,7 +13,7 @@ from prefixkv.errors import AbortedError, CallerError, ClosedError, PageStateErr
 from prefixkv.paging import Pages, checked_pages
 from prefixkv.protocol.ids import ChunkTag, RoomKey
 from prefixkv.transport.base import Sink, WriteDone, WriteFailed, WriteJob
-from prefixkv.transport.runs import Part, Routes, Runs, cut_parts, next_indices
+from prefixkv.transport.runs import Part, Routes, Runs, cut_parts, next_indices, runs_of
 
 _MAX_PARTS = 2**16 - 1  # a tag counts parts in 16 bits
 _PARTS_AHEAD = 16  # parts that `ActiveJob.next_post` works out at once
@@ -173,7 +173,9 @@ class JobTable:
     def start(self, outbox: Outbox, routes: Routes, job: WriteJob) -> None:
         """Cut the job and queue it; bad pages or blocks, or a route that is not there, end it."""
         try:
-            active = ActiveJob(job, outbox, routes.of(job), self._max_bytes, self._max_descriptors)
+            active = ActiveJob(
+                job, outbox, runs_of(routes, job), self._max_bytes, self._max_descriptors
+            )
         except CallerError as error:
             self.refuse(job, error.with_traceback(None))  # its frames would keep the agent
             return

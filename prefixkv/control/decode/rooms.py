@@ -107,7 +107,7 @@ def lost_peers(rooms: Iterable[Room], wrong: Callable[[PeerId, Link], str]) -> L
     return found
 
 
-class ReceiverRooms:
+class ReceiverRooms(dict[RoomKey, Room]):
     """The rooms of one decode rank that are open or not drained. Owned by a `DecodeControl`.
     What is to be done is said, in order.
 
@@ -121,7 +121,6 @@ class ReceiverRooms:
         staging: Any,
     ) -> None:
         self.num_expected = 0  # rooms with pages that a peer may be writing now
-        self._rooms: dict[RoomKey, Room] = {}
         self._timing = inbox.timing
         self._timers = inbox.timers
         self._links = links
@@ -129,15 +128,9 @@ class ReceiverRooms:
         self._news = inbox.news
         self._say = inbox.say
 
-    def __len__(self) -> int:
-        return len(self._rooms)
-
-    def get(self, key: RoomKey) -> Room | None:
-        return self._rooms.get(key)
-
     def all(self) -> list[Room]:
         """Return a copy of the list."""
-        return list(self._rooms.values())  # in one step: any thread may call this
+        return list(self.values())  # in one step: any thread may call this
 
     def at(self, link: Link) -> list[Room]:
         """Return the rooms that hold on to a link. O(rooms)."""
@@ -145,7 +138,7 @@ class ReceiverRooms:
 
     def add(self, room: Room) -> None:
         """Let a room wait at its leader's link until it can be promised."""
-        self._rooms[room.key] = room
+        self[room.key] = room
         room.link.waiting.append(room)
         self._timers.wake(room.key, room.wake_s)
 
@@ -200,7 +193,7 @@ class ReceiverRooms:
         """Drain what the token names: the transport has read for long enough. Unknown: no-op."""
         for room, event in self._drains(token):
             # A process that has spoken as two ranks may have drained its room by the first of them.
-            if token in room.settling and self._rooms.get(room.key) is room:
+            if token in room.settling and self.get(room.key) is room:
                 self.on(room, event, now_s)
         for room, _ in self._drains(token):
             room.settling.discard(token)
@@ -208,7 +201,7 @@ class ReceiverRooms:
     def _drains(self, token: Any) -> list[tuple[Room, receiver.ReceiverEvent]]:
         """Return the rooms that a token is of, each with what drains a rank of it."""
         if isinstance(token, Drained):
-            room = self._rooms.get(token.key)
+            room = self.get(token.key)
             # One rank, one use of a room. The number may be in use again: then the ticket differs.
             return [(room, token)] if room is not None and room.ticket == token.ticket else []
         # A whole process: all its rooms if it was fenced. If it said itself that it leaves, only
@@ -232,7 +225,7 @@ class ReceiverRooms:
             self._links.send(link, body, now_s)
 
     def drop(self, room: Room) -> None:
-        del self._rooms[room.key]
+        del self[room.key]
         if room in room.link.waiting:
             room.link.waiting.remove(room)
         self._timers.forget(room.key)

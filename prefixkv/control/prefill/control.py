@@ -453,7 +453,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         if peer is not None and peer.id == frame.sender:
             peer.live.take(frame, now_s)
             peer.route = route
-            self._peers.reply(route, hello, staged=peer.staged)
+            self._peers.reply(route, hello, staged=peer.accepted.cut is not None)
             return
         # 2. It has to repeat a number that was made after its predecessor was known, so that a late
         # Hello of a process that is gone cannot replace a live one.
@@ -557,7 +557,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
                 room = None
             # 4. The request has come before it, and is over.
             if room is None:
-                self._check_over(self._tombs.meet_promise(key, ticket, event.digest))
+                self._check_over(self._tombs.meet_promise(key, ticket, promise.digest))
             # 5. Of our weights? A room that the engine has added compares them itself.
             if room is None or room.is_parked:
                 self._check_weights(event, key, now_s)
@@ -581,8 +581,8 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         room = room or self._rooms.new(key, now_s)
         room.worker = peer.worker
         self._rooms.on(room, event, now_s)
-        if isinstance(room.error, PromptMismatchError) and not room.may_be_about(event.digest):
-            self._end_request(key, event, room.error, now_s)  # its request may still come
+        if isinstance(room.error, PromptMismatchError) and not room.may_be_about(promise.digest):
+            self._end_request(key, promise, room.error, now_s)  # its request may still come
         if offer is not None:  # behind the promise: so the room is parked for no time
             self._open_offer(key, offer, now_s)
 
@@ -592,7 +592,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
             raise ProtocolError(str(end)) from end
 
     def _end_request(
-        self, key: RoomKey, word: Promised | Abort, error: Exception, now_s: float
+        self, key: RoomKey, word: Promise | Abort, error: Exception, now_s: float
     ) -> None:
         """End the request to come that this word is about."""
         self._tombs.await_half(
@@ -606,7 +606,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         offer = self._rooms.offer(key.numbers)
         if offer is None:
             closed = RoomKey(*key.numbers)
-            self._check_over(self._tombs.meet_promise(closed, event.ticket, event.digest))
+            self._check_over(self._tombs.meet_promise(closed, event.word.ticket, event.word.digest))
         elif not offer.is_proved_by(event):
             raise ProtocolError(
                 f"room {key.room} is open to who proves its prompt of {offer.num_tokens} tokens; "
@@ -617,12 +617,12 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
     def _check_weights(self, event: Promised, key: RoomKey, now_s: float) -> None:
         """Raise ProtocolError for a promise of other weights than ours. A later request ends
         likewise, and so does the offer that the promise would have opened."""
-        if event.weights_version == self._weights_version:
+        if event.word.weights_version == self._weights_version:
             return
-        error = WeightsVersionError(event.weights_version, self._weights_version)
+        error = WeightsVersionError(event.word.weights_version, self._weights_version)
         offer = self._rooms.offer(key.numbers)
         if offer is None:
-            self._end_request(key, event, error, now_s)
+            self._end_request(key, event.word, error, now_s)
         elif offer.is_proved_by(event):
             self._close_offer(key, error, now_s)
         self._check_over(error)
@@ -683,7 +683,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
             return
         # 4. The room ends.
         room.worker = peer.worker
-        said = sender.AbortSaid(peer.id, abort, peer.hello.rank, peer.readers)
+        said = sender.AbortSaid(peer.id, abort, peer.hello.rank, peer.accepted.readers)
         self._rooms.on(room, said, now_s)
 
     # --- writes -----------------------------------------------------------------------------------
@@ -778,9 +778,9 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         self._peers.deaths.doubt(what.peer, now_s)
         peer = self._peers.find(what.peer)
         # Memory that was mapped once can be mapped: then its process is gone.
-        if peer is not None and peer.instead is not None and not what.was_reached:
-            self._out.append(peer.instead)
-            peer.instead = None
+        if peer is not None and peer.accepted.instead is not None and not what.was_reached:
+            self._out.append(peer.accepted.instead)
+            peer.accepted = peer.accepted._replace(instead=None)
 
     def _shut_out(self, what: ConnectFailed, now_s: float) -> None:
         self.counters["handshakes_refused"] += 1

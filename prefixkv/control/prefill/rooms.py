@@ -205,7 +205,8 @@ class Offer(NamedTuple):
     def is_proved_by(self, promise: sender.Promised) -> bool:
         """Return whether the sender of this promise knows the prompt. The number of a room proves
         nothing: it travels through routers, and can be guessed or repeated."""
-        return promise.fill_len == self.num_tokens and promise.digest == self.digest
+        word = promise.word
+        return word.fill_len == self.num_tokens and word.digest == self.digest
 
 
 class _Same(list[SenderMachine]):

@@ -160,7 +160,7 @@ class NixlPeer(LoopPeer):
         name = nixl_name(self.peer)
         agent.load(name, self.metadata)
         self.loaded = True
-        for route, runs in routes.by_name().items():
+        for route, runs in routes.items():
             self.lists[route] = agent.prepare(name, runs, self.memory.layout)
         # Last: `routes` says that all lists are there.
         self.routes = routes

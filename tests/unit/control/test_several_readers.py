@@ -35,6 +35,7 @@ from prefixkv.protocol.messages import (
     LeaseAsk,
     LeaseGrant,
     Outcome,
+    Promise,
     PromiseAck,
 )
 from prefixkv.protocol.sender_machine import CancelWrite, PostWrite, SenderMachine, SendToReader
@@ -97,9 +98,11 @@ class Machine:
             **self.changes,
             **changes,
         }
+        of_word = {name: fields.pop(name) for name in ("fill_len", "prefix_len")}
         return sm.Promised(
-            peer=(A, B)[reader], ticket=ticket, reader=reader, readers=(0, 1), writes=writes,
-            digest=PROMPT, **fields
+            peer=(A, B)[reader], reader=reader, readers=(0, 1), writes=writes,
+            word=Promise(*SENT.numbers, **of_word, pages=b"", ticket=ticket, digest=PROMPT),
+            **fields
         )  # fmt: skip
 
     def begun(self, **changes: Any) -> Machine:

@@ -22,7 +22,7 @@ from prefixkv.paging import Pages, pages_for
 from prefixkv.protocol.commands import SendChunk
 from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, PeerId
-from prefixkv.protocol.messages import Abort
+from prefixkv.protocol.messages import Abort, Promise
 from prefixkv.protocol.sender_machine import (
     AbortSaid,
     Added,
@@ -74,9 +74,9 @@ class Prompt(NamedTuple):
         first_page = 200 + 100 * reader
         pages = np.arange(first_page, first_page - pages_for(self.num_units, fold), -1, np.int32)
         return Promised(
-            digest=DIGEST,
-            peer=DECODE[reader], fill_len=self.fill_len, prefix_len=self.prefix_len,
-            pages=pages, num_units=self.num_units, ticket=1, reader=reader,
+            peer=DECODE[reader],
+            word=Promise(*KEY.numbers, self.fill_len, self.prefix_len, b"", 1, DIGEST),
+            pages=pages, num_units=self.num_units, reader=reader,
             readers=tuple(range(self.num_readers)), unit_tokens=self.unit_tokens, fold=fold,
         )  # fmt: skip
 

@@ -337,16 +337,6 @@ def test_a_room_that_lacks_a_notification_ends_though_its_ranks_are_heard() -> N
     assert machine.poll is KVPoll.FAILED
 
 
-def test_what_a_peer_makes_up_of_chunks_is_bounded() -> None:
-    machine = ReceiverMachine(promise(), TIMING, 0.0)
-    machine.on(PeerReady((0,)), 0.0)
-    for chunk in range(5000):
-        machine.on(ChunkLanded(0, chunk, 0, 1 + chunk % 2, 1), 0.0)
-    landings = machine._landings[0]
-    assert landings.num_chunks <= machine.promise.fill_len + 1
-    assert len(landings._open) <= 1024
-
-
 def test_what_a_rank_that_does_not_exist_says_means_nothing() -> None:
     for stray in (
         outcome(1),

@@ -25,7 +25,7 @@ from prefixkv.errors import (
 from prefixkv.protocol.commands import SendChunk
 from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
-from prefixkv.protocol.messages import Abort, Drained, Outcome, PromiseAck
+from prefixkv.protocol.messages import Abort, Drained, Outcome, Promise, PromiseAck
 from prefixkv.protocol.sender_machine import (
     AbortSaid,
     Added,
@@ -59,8 +59,8 @@ PAGES = (3, 9, 5, 6)  # decode's, for tokens 4 to 18 of 18
 
 def promised(fill_len: int = 18, prefix_len: int = 4, pages: Sequence[int] = PAGES) -> Promised:
     return Promised(
-        peer=DECODE, fill_len=fill_len, prefix_len=prefix_len, num_units=len(pages),
-        pages=np.array(pages, dtype=np.int32), digest=PROMPT,
+        peer=DECODE, word=Promise(*KEY.numbers, fill_len, prefix_len, b"", digest=PROMPT),
+        num_units=len(pages), pages=np.array(pages, dtype=np.int32),
     )  # fmt: skip
 
 

@@ -9,11 +9,11 @@ from prefixkv.errors import AbortedError
 from prefixkv.protocol.ids import ChunkTag, PeerId
 from prefixkv.transport.base import TransportEvent, WriteDone, WriteFailed, WriteJob
 from prefixkv.transport.jobs import ActiveJob, JobTable, Outbox
-from prefixkv.transport.runs import Routes, paired_runs, part_indices
+from prefixkv.transport.runs import paired_runs, part_indices
 from tests.support.transport_pools import make_pool
 
 LAYOUT = make_pool("page_major", 8).layout
-ROUTES = Routes(paired_runs(LAYOUT, LAYOUT))
+ROUTES = {"pages": paired_runs(LAYOUT, LAYOUT)}
 PAGE_BYTES = LAYOUT.page_bytes
 
 
