@@ -80,23 +80,6 @@ class Promised(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     groups: tuple[Pages, ...] = ()
     num_windows: int = 0
 
-    def takes(self, group: int) -> bool:
-        """Return whether we write to the reader's pages, or to those of this group."""
-        is_state = self.num_windows <= group
-        return self.takes_state if is_state else self.writes
-
-    def span(self, chunk: SendChunk, page_size: int) -> tuple[int, int, int]:
-        """Return a chunk's units, counted behind the promised prefix: (first, end, units per page).
-        `first` is negative where decode has some of them."""
-        unit_tokens = self.unit_tokens or page_size
-        fold = page_size // unit_tokens
-        first = chunk.first_page * fold - self.word.prefix_len // unit_tokens
-        return first, first + len(chunk.src_pages) * fold, fold
-
-    def units(self, start: int, stop: int) -> Pages:
-        """Return the unit pages of the reader's pool from `start` to `stop`."""
-        return unit_pages(self.pages, self.fold, start, stop)
-
     def repeats(self, other: Promised) -> bool:
         same = self.peer == other.peer and self.word.digest == other.word.digest
         return same and _equal((self.pages, *self.groups), (other.pages, *other.groups))
@@ -458,7 +441,11 @@ class SenderMachine:
         if len(event.src_pages):
             # The first page may hold units that decode has, the last some beyond the end. A whole
             # page that decode has is left out, if it is to be clipped; none is sent twice.
-            first, end, fold = promise.span(event, self._page_size)
+            unit_tokens = promise.unit_tokens or self._page_size
+            fold = self._page_size // unit_tokens  # of our page
+            # Counted behind the promised prefix, so `first` is negative where decode has some.
+            first = event.first_page * fold - promise.word.prefix_len // unit_tokens
+            end = first + len(event.src_pages) * fold
             start, stop = max(first, 0), min(end, num_units)
             has_all = start - first >= fold and not event.clip
             if has_all or end - stop >= fold or start != self._units_written:
@@ -511,13 +498,14 @@ class SenderMachine:
         for reader in self.readers.values():
             promise = reader.promise
             assert promise is not None
-            if not promise.takes(group):
+            is_state = promise.num_windows <= group
+            if not (promise.takes_state if is_state else promise.writes):
                 continue
             stop = first_unit + len(src)
             if group >= 0:
                 dst = promise.groups[group][first_unit:stop]
             else:
-                dst = promise.units(first_unit, stop)
+                dst = unit_pages(promise.pages, promise.fold, first_unit, stop)
             job_id = self._next_job_id()
             # Counted before the action is carried out: from here on the room is neither drained nor
             # its source free, until JobEnded.

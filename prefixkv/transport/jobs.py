@@ -70,11 +70,6 @@ class ActiveJob:
         """True while parts are left to post and nothing has gone wrong."""
         return self.error is None and self.next_part < len(self.parts)
 
-    @property
-    def ended(self) -> bool:
-        """True once nothing is under way or will be."""
-        return self.in_flight == 0 and not self.may_post
-
     def poll_ready(self) -> bool:
         """Return whether posting may begin. Raises what `ready.query()` raises."""
         # Asked until it says yes, and never again after.
@@ -244,8 +239,9 @@ class JobTable:
 
     def _end_if_over(self, job: ActiveJob) -> None:
         # Out of its outbox first: nothing more of it may be posted, even if parts are in flight.
-        if not job.may_post:
-            job.outbox.discard(job)
-        if job.ended and self._jobs.pop(number := job.job.job_id, None) is not None:
+        if job.may_post:
+            return
+        job.outbox.discard(job)
+        if not job.in_flight and self._jobs.pop(number := job.job.job_id, None) is not None:
             failed = job.error and WriteFailed(number, job.error, job.drained)
             self._emit(failed or WriteDone(number, job.num_bytes))

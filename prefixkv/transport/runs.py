@@ -318,10 +318,9 @@ def flat_indices(
     [5, 14]
 
     `pages`: int32, checked to lie in [0, num_pages). `start`, `stop`: positions in the sequence, 0
-    <= start < stop <= num_runs * len(pages). Raises ConfigError: an index would not fit into an
-    int32.
+    <= start < stop <= num_runs * len(pages). The runs were checked to have no more blocks
+    than an int32 counts.
     """
-    check_index_range(num_runs, num_pages)
     length = len(pages)
     stop = num_runs * length if stop is None else stop
     # Often a part lies in one run: then no table of runs and pages is built.

@@ -136,12 +136,6 @@ class ReceiverRooms(dict[RoomKey, Room]):
         """Return the rooms that hold on to a link. O(rooms)."""
         return [room for room in self.all() if room.link is link or link in room.links.values()]
 
-    def add(self, room: Room) -> None:
-        """Let a room wait at its leader's link until it can be promised."""
-        self[room.key] = room
-        room.link.waiting.append(room)
-        self._timers.wake(room.key, room.wake_s)
-
     def on(self, room: Room, event: receiver.ReceiverEvent, now_s: float) -> None:
         """Give an event to a room's machine and carry out its actions; drop it once it is over."""
         expected = room.is_written

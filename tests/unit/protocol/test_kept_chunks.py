@@ -18,7 +18,7 @@ from prefixkv.errors import (
     TransferError,
     TransferTimeoutError,
 )
-from prefixkv.paging import Pages, pages_for
+from prefixkv.paging import Pages, pages_for, unit_pages
 from prefixkv.protocol.commands import SendChunk
 from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, PeerId
@@ -168,7 +168,8 @@ def test_any_split_before_and_after_the_promise_posts_what_is_promised_in_order_
             assert actions == [] or i >= promised_at[-1], "something came before the promise"
     for reader in range(prompt.num_readers):
         posts = heard.posts(DECODE[reader])
-        units = prompt.promised(reader).units(0, prompt.num_units)
+        promised = prompt.promised(reader)
+        units = unit_pages(promised.pages, promised.fold, 0, prompt.num_units)
         assert joined([post.dst_pages for post in posts]) == units.tolist()
         assert joined([post.src_pages for post in posts]) == prompt.src_units()
         at = 0
