@@ -38,6 +38,7 @@ from prefixkv.protocol.receiver_machine import ReceiverMachine
 from prefixkv.protocol.sender_machine import SenderMachine
 from prefixkv.runtime import metrics as m
 from prefixkv.runtime.node import Node
+from prefixkv.proxy import config as proxy
 from prefixkv.serving import config as serving
 from prefixkv.settings import Field, fields_of, sentences_of
 
@@ -99,7 +100,7 @@ def settings() -> str:
         "environment. Times are seconds. A value out of its bounds raises `ConfigError`.\n"
     ]
     known: dict[str, str] = {}  # what two workers share stands with the first
-    modules = (config, serving, options, sglang)
+    modules = (config, serving, proxy, options, sglang)
     for kind in (kind for one in modules for kind in classes_of(one, dataclasses.is_dataclass)):
         rows = []
         for field in fields_of(kind):
