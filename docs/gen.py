@@ -36,9 +36,9 @@ from prefixkv.protocol.ids import KVPoll
 from prefixkv.protocol.machine import Table
 from prefixkv.protocol.receiver_machine import ReceiverMachine
 from prefixkv.protocol.sender_machine import SenderMachine
+from prefixkv.proxy import config as proxy
 from prefixkv.runtime import metrics as m
 from prefixkv.runtime.node import Node
-from prefixkv.proxy import config as proxy
 from prefixkv.serving import config as serving
 from prefixkv.settings import Field, fields_of, sentences_of
 

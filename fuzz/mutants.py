@@ -41,8 +41,8 @@ PARTS = {
     ),
     "serving": (
         [
-            "proxy/server.py", "proxy/bodies.py", "serving/fleet.py", "serving/feed.py", "serving/worker.py",
-            "serving/front.py", "serving/http.py",
+            "proxy/server.py", "proxy/bodies.py", "serving/fleet.py", "serving/feed.py",
+            "serving/worker.py", "serving/front.py", "serving/http.py",
         ],
         [
             "tests/unit/proxy", "tests/unit/serving/test_fleet.py",
