@@ -9,7 +9,7 @@ what it wants done waits for its turn. So nothing calls back into what is still 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from itertools import count
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -36,6 +36,7 @@ class ControlInbox(Generic[Input, E]):
     INPUTS: ClassVar[Takes] = {}  # by type: the method that takes an input
     INSIDE: ClassVar[Takes] = {}  # the same for what is said inside
     EFFECTS: ClassVar[Set[type]] = frozenset()  # what goes out as it is
+    staging: Any  # where slices are staged, else None
 
     def __init__(
         self, me: PeerId, timing: ControlConfig, option_names: Mapping[str, str] | None = None
@@ -72,6 +73,16 @@ class ControlInbox(Generic[Input, E]):
                     self.say(FrameFailed(frame, error))
         return self._out
 
+    @property
+    def wake_s(self) -> float:
+        """Time at which the next Tick is wanted, infinity if never."""
+        raise NotImplementedError
+
+    @property
+    def num_rooms(self) -> int:
+        """Rooms that are open, or that a peer may write or speak for."""
+        raise NotImplementedError
+
     def lost_peers(self, now_s: float) -> LostPeers:
         """Return the peers that are suspect or over and still hold something of ours, and what is
         wrong with each. Any thread may ask."""
@@ -83,9 +94,6 @@ class ControlInbox(Generic[Input, E]):
 
     def say(self, item: Any) -> None:
         self._todo.append(item)
-
-    def say_all(self, items: Iterable[Any]) -> None:
-        self._todo.extend(items)
 
     def send(self, to: str | bytes, body: AnyBody) -> None:
         """Say a frame, stamped with the next number."""
