@@ -21,10 +21,10 @@ from prefixkv.cli.chats.rates import link_of
 from prefixkv.cli.main import app, run_command
 from prefixkv.engines.hf.reference import Reference
 from prefixkv.engines.hf.small import small_model, small_tokenizer
-from prefixkv.serving.config import KINDS, ProxyConfig, ServeConfig, ServerAt
-from prefixkv.serving.launch import Launch
-from prefixkv.serving.plan import find_workers, plan
-from prefixkv.settings import find, load
+from prefixkv.proxy.config import ProxyConfig, ServerAt
+from prefixkv.serving.config import KINDS, ServeConfig
+from prefixkv.serving.launch import FrontLaunch, ServeLaunch
+from prefixkv.settings import load
 from tests.support.pairwise import Row, all_pairs
 from tests.support.patience import PATIENCE_S
 from tests.support.served import Served
@@ -109,12 +109,23 @@ COMMANDS: dict[str, dict[str, list[Any]]] = {
         "--compute-below": [NOT, "64"],
         "--carry-on": [NOT, SET],
         "--host-memory": [NOT, "64MiB", "2x"],
+        "--prefill-config": [NOT],
+        "--decode-config": [NOT],
         "--answer-tokens": [NOT, "8"],
         "--tokenizer-folder": [NOT, OUT + "/tokenizer"],
         "--ray": [NOT, "auto"],
         "--ray-cpus": [NOT, "2"],
         "--ray-gpus": [NOT, "0.5"],
         "--ray-placement": [NOT, "PACK"],
+    },
+    "front": {
+        **LISTEN,
+        "MODEL": [NOT, "{model}"],
+        "--workers": ["http://127.0.0.1:8100,http://127.0.0.1:8200"],
+        "--workers-key": [NOT, "another"],
+        "--served-name": [NOT, "other"],
+        "--answer-tokens": [NOT, "8"],
+        "--tokenizer-folder": [NOT, OUT + "/tokenizer"],
     },
     "worker prefill": {
         **WORKER, "--chunk-tokens": [NOT, "24"], "--bind": [NOT, "tcp://127.0.0.2:*"],
@@ -136,7 +147,7 @@ COMMANDS: dict[str, dict[str, list[Any]]] = {
         "--answer-timeout-s": [NOT, "9"],
     },
 }  # fmt: skip
-# --config: the settings of tests/unit/serving/test_plan.py.
+# --config: the settings of tests/unit/serving/test_roles.py.
 TEXTS = {"--help", "--help-all", "--config"}
 
 
@@ -246,7 +257,7 @@ def test_replay(row: Row, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
     ("command", "row"),
     [
         pytest.param(command, *one.values, id=f"{command} {one.id}")
-        for command in ("serve", "worker prefill", "worker decode", "proxy")
+        for command in ("serve", "front", "worker prefill", "worker decode", "proxy")
         for one in rows_of(command)
     ],
 )
@@ -262,20 +273,22 @@ def test_settings_are_made_of_each_row(
 
     monkeypatch.setattr("prefixkv.cli.serve.is_there", lambda name: True)
     monkeypatch.setattr("prefixkv.serving.process.run_worker", note)
-    monkeypatch.setattr("prefixkv.serving.proxy.run_proxy", note)
-    monkeypatch.setattr("prefixkv.serving.launch.run_serve", note)
+    monkeypatch.setattr("prefixkv.proxy.server.run_proxy", note)
+    monkeypatch.setattr("prefixkv.serving.launch.run_front", note)
     told = words(row, out=tmp_path / "out", model=tmp_path)
     if row.get("--ray"):  # Ray is not installed here
         named = {name[2:].replace("-", "_"): row[name] for name in row if name[:2] == "--"}
         options = named | {"model": row["MODEL"] and str(tmp_path)}
-        made.append(plan(find(ServeConfig, {}, "", {}, options), find_workers({}, "", {})))
+        made.append([lambda: ServeLaunch(load(ServeConfig, options=options))])
     else:
         assert run_command([*command.split(), *told]) == 0
     (given,) = made
     if command == "serve":
-        launch = Launch(*given[:2])
+        launch = given[0]()
         for role, kind in KINDS.items():
-            load(kind, None, launch._environ(role, 0))
+            load(kind, None, launch.environ(role, 0))
+    elif command == "front":
+        assert isinstance(given[0](), FrontLaunch)
     elif command == "proxy":
         assert isinstance(given[0], ProxyConfig)
         assert all(isinstance(one, ServerAt) for servers in given[1:] for one in servers)
