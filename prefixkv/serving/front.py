@@ -36,6 +36,7 @@ from prefixkv.serving.http import (
     json_response,
     make_app,
     read_body,
+    refused,
     run_until_disconnect,
 )
 from prefixkv.serving.ids import id_of, take_id
@@ -50,7 +51,6 @@ from prefixkv.serving.openai import (
     model,
     models,
     parse,
-    refused,
     too_long,
     unknown_model,
 )

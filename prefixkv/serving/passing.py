@@ -13,8 +13,7 @@ import msgspec
 from starlette.responses import Response
 
 from prefixkv.serving.failures import ApiError, failed, is_inner
-from prefixkv.serving.http import decode_body
-from prefixkv.serving.openai import refused
+from prefixkv.serving.http import decode_body, refused
 
 ANSWER_BYTES: Final = 64 << 20
 """Most bytes of an answer that is not streamed, and of one event of a stream."""

@@ -39,10 +39,11 @@ from prefixkv.serving.http import (
     count_samples,
     make_app,
     read_body,
+    refused,
     run_until_disconnect,
 )
 from prefixkv.serving.ids import HEADER, id_of
-from prefixkv.serving.openai import event, refused
+from prefixkv.serving.openai import event
 from prefixkv.serving.outcomes import Outcomes, RequestLine, line_of
 from prefixkv.serving.passing import (
     ANSWER_BYTES,
