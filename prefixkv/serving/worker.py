@@ -549,13 +549,20 @@ def make_worker(config: WorkerConfig) -> PrefillWorker | DecodeWorker:
 def _check_model(settings: WorkerSettings, node: DecodeConfig | PrefillConfig) -> None:
     """Raise ConfigError for what the model cannot have, before its weights are read, which may take
     minutes."""
-    from prefixkv.engines.hf.models import WINDOWS, check_checkpoints, folder_keeps, no_windows
+    from prefixkv.engines.hf.models import (
+        ExtraState,
+        check_checkpoints,
+        extra_state_of,
+        no_windows,
+    )
 
     models = settings.models
-    keeps = folder_keeps(models.model, models.context or None) if models.model else ""
-    if settings.window_pages and keeps != WINDOWS:
+    extra = ExtraState.NONE
+    if models.model:
+        extra = extra_state_of(models.model, models.context or None)
+    if settings.window_pages and extra is not ExtraState.WINDOWS:
         raise ConfigError(no_windows(settings.window_pages))
-    check_checkpoints(node, keeps)
+    check_checkpoints(node, extra)
 
 
 def _model(settings: WorkerSettings) -> Any:

@@ -23,7 +23,7 @@ from prefixkv.engines.hf import PagedModel, Sampling, make_model
 from prefixkv.engines.hf import attention as attention_module
 from prefixkv.engines.hf.attention import NAME
 from prefixkv.engines.hf.identity import identity_of
-from prefixkv.engines.hf.models import unpaged_copy
+from prefixkv.engines.hf.models import ExtraState, unpaged_copy
 from prefixkv.engines.hf.recurrent import NO_SLOT, StateRows
 from prefixkv.errors import ConfigError
 from prefixkv.pages.windows import WindowGroup, WindowPages, WindowSpec
@@ -673,7 +673,7 @@ def test_a_context_within_the_window_needs_no_group(family: str, less: int) -> N
     window = family_of(family)[0].window
     assert make_model(config_of(family), seed=3, context=window + 1, trial=False).window == window
     short = make_model(config_of(family), seed=3, context=window - less)
-    assert (short.window, short.keeps) == (0, "")
+    assert (short.window, short.extra_state) == (0, ExtraState.NONE)
     assert short.num_layers == short.config.num_hidden_layers
     assert not short.make_pool(8).groups
     with World(short) as world:
