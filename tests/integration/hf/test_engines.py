@@ -3,8 +3,6 @@ pages that are missing for a while."""
 
 from __future__ import annotations
 
-import pickle
-
 import numpy as np
 import pytest
 
@@ -153,18 +151,6 @@ def test_least_tokens_hold_through_a_retraction(model: PagedModel, reference: Re
                 assert len(tokens) >= 30
                 assert not {*tokens[:30]} & {*reference.greedy(prompt, 2)}
     assert answers[0] == answers[1]
-
-
-def test_a_prefill_job_may_travel_to_another_process(model: PagedModel) -> None:
-    with World(model) as world:
-        sampling = Sampling(temperature=0.5, seed=3, stop_tokens=(7,))
-        world.ask("r", range(20), sampling=sampling, namespace=("tenant", 1), max_new_tokens=3)
-        (job,) = world.decode.take_prefill_jobs()
-        there = pickle.loads(pickle.dumps(job))
-        assert there.choice == job.choice
-        assert there.request().digest == job.request().digest
-        world.prefill.submit(there)
-        world.run()
 
 
 def test_no_answer_waits_behind_the_many_samples_of_others(model: PagedModel) -> None:

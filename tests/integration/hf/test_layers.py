@@ -214,32 +214,6 @@ def test_a_window_that_is_one_token_off_or_ignored_would_be_seen(
 
 
 @of_windows
-@pytest.mark.parametrize("path", ["chunks", "steps"])
-@pytest.mark.parametrize("which", [0, -1])
-def test_a_window_page_of_another_text_would_be_seen(
-    made: PagedModel, reference: Reference, path: str, which: int
-) -> None:
-    """Control: for one forward, the oldest page that is read, or the newest, is another text's."""
-    grown = _Texts(made, _texts()[:2], 32)
-    for _ in range(3):
-        grown.forward({0: 24, 1: 24})
-    right = grown.window_pages
-
-    def wrong(at: int) -> WindowPages:
-        first, ids = right(at)
-        if at == 0:
-            start, size = grown.done[0], grown.windows.page_size
-            read = range(max(0, start + 1 - made.window) // size, (start - 1) // size + 1)
-            place, ids = read[which] - first, ids.copy()
-            ids[place] = right(1).ids[place]
-        return WindowPages(first, ids)
-
-    grown.window_pages = wrong  # type: ignore[method-assign]
-    grown.forward(dict.fromkeys((0, 1), {"chunks": 16, "steps": 1}[path]))
-    assert grown.off(reference) > OFF
-
-
-@of_windows
 def test_too_few_window_pages_are_no_answer(made: PagedModel) -> None:
     grown = _Texts(made, _texts(), 32)
     for _ in range(3):
