@@ -132,11 +132,10 @@ class DecodeEngine(NodeEngine):
     ) -> None:
         self.model, self._tokenizer = model, tokenizer
         self._flat = model.flat_pool(pool)
-        config = config or DecodeConfig()
-        self._computes = config.compute is not None
-        config = model.configured(config, pool, keeps_checkpoints=self._computes)
-        self.states: StateMemory | None = None
         layout = pool.layout
+        config = model.configured(config or DecodeConfig(), layout.num_pages, layout.page_size)
+        self._computes = config.compute is not None
+        self.states: StateMemory | None = None
         # Most tokens of one prompt per forward: a row of the window group has pages for no more.
         most = layout.num_pages * layout.page_size
         self._step_tokens = min([most, *(group.step_tokens for group in pool.groups)])

@@ -139,14 +139,14 @@ class PagedModel:
             return ExtraState.STATES
         return ExtraState.WINDOWS if self.window else ExtraState.NONE
 
-    def configured(self, config: Config, pool: KVPool, keeps_checkpoints: bool) -> Config:
+    def configured(self, config: Config, num_pages: int, page_size: int) -> Config:
         """Return a node's config with the model's identity, and with `num_checkpoints` where it
         keeps some and does not say how many. Raises ConfigError."""
         check_checkpoints(config, self.extra_state)
         config = with_model(config, self.identity, self.name)
-        if keeps_checkpoints and not config.checkpoints:
-            num = self.num_checkpoints(pool.layout.num_pages, pool.layout.page_size)
-            config = replace(config, checkpoints=num)
+        keeps = config.cache if isinstance(config, PrefillConfig) else config.compute is not None
+        if keeps and not config.checkpoints:
+            config = replace(config, checkpoints=self.num_checkpoints(num_pages, page_size))
         return config
 
     @property

@@ -75,8 +75,8 @@ class PrefillEngine(NodeEngine):
         self.model = model
         self.chunk_tokens = chunk_tokens
         self._flat = model.flat_pool(pool)
-        config = config or PrefillConfig()
-        config = model.configured(config, pool, keeps_checkpoints=config.cache)
+        layout = pool.layout
+        config = model.configured(config or PrefillConfig(), layout.num_pages, layout.page_size)
         # Slots of the states: the engine's, then those of the checkpoints.
         self.states: StateMemory | None = None
         self._free_slots: list[int] = []
