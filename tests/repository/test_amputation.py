@@ -40,7 +40,7 @@ ORGANS = {
 }
 """Paths below the package, by organ."""
 
-RINGS = ("engines", "serving", "cli", "testing")
+RINGS = ("engines", "serving", "cli", "conformance")
 BETWEEN = ("assembly.py", "policies.py", "__init__.py", "spi.py", "transfer.py")
 
 # Of the kernel alone, so that it runs whatever is away.

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from prefixkv.testing.hashing import VOCABULARY, splitmix64
+from prefixkv.conformance.hashing import VOCABULARY, splitmix64
 
 Tokens = npt.NDArray[np.int32]
 Seconds = npt.NDArray[np.float64]
