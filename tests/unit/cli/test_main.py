@@ -33,7 +33,7 @@ from prefixkv.protocol.messages import PROTOCOL_VERSION
         ("serve {tmp}/w.toml", "is no folder"),
         ("serve --device nonsense", "device is 'nonsense'"),
         ("serve --request-log /nowhere/at/all", "request_log: '/nowhere/at/all' cannot be written"),
-        ("replay none.jsonl --per-request {tmp}/no/p.jsonl", "--per-request is"),
+        ("replay none.jsonl --json {tmp}/no/p.jsonl", "--json is"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(arguments, why, tmp_path, capfd):
