@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.turns.report import Measured
 from benchmarks.turns.workload import Call, Clients
-from prefixkv.cli.chats.workload import Tokens
+from prefixkv.cli.demo.workload import Tokens
 from prefixkv.conformance.hashing import Hashes, PrefixHasher, extend, sample
 from prefixkv.conformance.pattern import KVPattern
 from prefixkv.decode.request import DecodeRequest

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
-from prefixkv.cli.outputs import check_writable, write_text, writing
+from prefixkv.cli.outputs import check_plot, check_writable, write_text, writing
 from prefixkv.cli.replay.check import TraceCheck, check_trace, why_nothing_here
 from prefixkv.cli.replay.curves import Makers, capacities_for, maker_of, replays
 from prefixkv.cli.replay.optimum import OPTIMUM
@@ -19,7 +19,6 @@ from prefixkv.cli.replay.readers import read_trace
 from prefixkv.cli.replay.report import (
     TraceResults,
     amount,
-    check_plot,
     draw,
     sentence,
     table,
@@ -151,7 +150,7 @@ def replay(
         here = TraceResults(trace, mine)
         console.print("\n".join(f"  {line}" for line in table(here)))
         at_pool = [one for one in mine if one.capacity_blocks == asked]
-        if any(found.hit_tokens for one in at_pool for found in (one, *one.host)):
+        if any(one.hit_tokens or any(host.loads for host in one.host) for one in at_pool):
             console.print(sentence(here, asked) + "\n")
         else:
             # Nothing to choose by, but the reason is worth more than a row of zeros.

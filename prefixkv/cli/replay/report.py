@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from prefixkv.cli.outputs import check_plot
 from prefixkv.cli.replay.optimum import OPTIMUM
 from prefixkv.cli.replay.run import ReplayResult
 from prefixkv.cli.replay.trace import Trace
-from prefixkv.errors import ConfigError
 from prefixkv.spi import DEFAULT_POLICY
 
 NOISE: Final = 0.02
@@ -214,15 +214,6 @@ def _others(results: TraceResults, chosen: ReplayResult) -> str:
 
 _LINES: Final = ("-", "--", "-.", ":")
 _MARKERS: Final = "osD^vP*Xh<>"
-
-
-def check_plot(path: Path | None) -> None:
-    """Raise ConfigError if a plot is requested and matplotlib is missing."""
-    if path is not None:
-        try:
-            import matplotlib  # noqa: F401, ICN001
-        except ImportError as error:
-            raise ConfigError("--plot needs matplotlib: pip install 'prefixkv[plot]'") from error
 
 
 def draw(results: Sequence[ReplayResult], path: Path) -> None:

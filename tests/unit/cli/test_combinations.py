@@ -1,5 +1,4 @@
-"""`prefixkv replay` with its options in combination: each pair of their values once. A command whose
-options are tried one by one may fail for weeks with two of them."""
+"""`prefixkv replay` with its options in combination: each pair of their values once."""
 
 from __future__ import annotations
 
