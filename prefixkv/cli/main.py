@@ -12,6 +12,7 @@ from typing import Annotated, Final
 import typer
 
 from prefixkv import PrefixKVError, __version__
+from prefixkv.cli.keys import keys
 from prefixkv.cli.outputs import check_plot
 from prefixkv.cli.replay.command import replay
 from prefixkv.cli.serve import add_commands, check_packages
@@ -51,6 +52,7 @@ def begin(
 
 
 app.command()(replay)
+app.command()(keys)
 
 
 @app.command()
