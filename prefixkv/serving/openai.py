@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Final, TypeVar, get_type_hints
 import msgspec
 
 from prefixkv.engines.hf.requests import MAX_LOGPROBS, Sampling
+from prefixkv.serving.failures import refused
 from prefixkv.serving.http import ApiError, no_json
 from prefixkv.serving.text import Arguments
 from prefixkv.serving.words import plain_words
@@ -518,10 +519,6 @@ _REQUIRED: Final = {
     for kind in _NEUTRAL_OF
 }
 _TYPES: Final = {kind: get_type_hints(kind, include_extras=True) for kind in _NEUTRAL_OF}
-
-
-def refused(name: str, why: str) -> ApiError:
-    return ApiError(400, f"{name} {why}", code="invalid_value", param=name)
 
 
 def too_long(

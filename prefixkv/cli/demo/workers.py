@@ -20,7 +20,7 @@ from prefixkv.serving.config import KINDS
 from prefixkv.serving.fleet import Fleet
 from prefixkv.serving.http import ApiError
 from prefixkv.serving.launch import Child
-from prefixkv.serving.variables import without_settings
+from prefixkv.serving.roles import without_settings
 from prefixkv.serving.wire import Ask, WorkerInfo
 from prefixkv.settings import as_environ
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -18,10 +20,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from prefixkv.errors import ConfigError
-from prefixkv.serving import proxy as proxy_module
-from prefixkv.serving.config import Limits, ListenSettings, ProxyConfig, ServerAt
+from prefixkv.proxy import server as proxy_module
+from prefixkv.proxy.config import ProxyConfig, ServerAt
+from prefixkv.proxy.server import Proxy
+from prefixkv.serving.config import Limits, ListenSettings
 from prefixkv.serving.http import ApiError, HttpServer, Stream, json_response, make_app
-from prefixkv.serving.proxy import Proxy
 from tests.support.patience import NEVER_S, PATIENCE_S
 from tests.support.scenes import played_by
 
@@ -758,3 +761,12 @@ def test_servers_as_they_are_named() -> None:
         Proxy(config, [], [one])
     with pytest.raises(ConfigError, match="named twice"):
         Proxy(config, [one], [one, one])
+
+
+def test_it_imports_no_engine() -> None:
+    program = (
+        "import sys, prefixkv.proxy.server; "
+        "sys.exit(next((n for n in sys.modules if n.startswith('prefixkv.engines')), None) or "
+        "('torch' in sys.modules and 'torch'))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=PATIENCE_S).returncode == 0

@@ -12,7 +12,7 @@ from typing import Any
 from starlette.responses import Response
 
 from prefixkv.serving.http import ApiError, Stream, json_response
-from tests.unit.serving.test_proxy import LIMITS, Engine, Stage, never, refusing, run, until, well
+from tests.unit.proxy.test_server import LIMITS, Engine, Stage, never, refusing, run, until, well
 
 USAGE = {
     "prompt_tokens": 40,
@@ -36,7 +36,7 @@ def test_both_servers_get_the_id_of_the_line(tmp_path: Path) -> None:
         )
         assert answer.headers["x-request-id"] == "mine"
         assert answer.json()["usage"]["completion_tokens"] == 3
-        names.extend([stage.decode[0].at.name, stage.prefill[0].at.name])
+        names.extend([stage.decode[0].at.url, stage.prefill[0].at.url])
         ids.extend([*stage.decode[0].ids, *stage.prefill[0].ids])
 
     prefill_asked = asyncio.Event()
