@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prefixkv.conformance.hashing import PrefixHasher, splitmix64
+from prefixkv.conformance.pattern import KVPattern
 from prefixkv.memory.kv_pool import KVPool
-from prefixkv.testing.hashing import PrefixHasher, splitmix64
-from prefixkv.testing.pattern import KVPattern
 from tests.support.patterns import MirroredPattern
 
 SHAPES = [  # dtype, attention, order, heads, head_dim

@@ -17,9 +17,9 @@ import numpy.typing as npt
 from msgspec.structs import astuple, replace
 
 from prefixkv import Mesh
+from prefixkv.conformance.hashing import Hashes, splitmix64
 from prefixkv.errors import CallerError
 from prefixkv.spi import KVLayout, Slab, pages_for
-from prefixkv.testing.hashing import Hashes, splitmix64
 
 Pages = npt.NDArray[np.int32]
 WordArray = npt.NDArray[Any]  # of unsigned words, 1 to 8 bytes

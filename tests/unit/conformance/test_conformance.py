@@ -1,6 +1,6 @@
 """The conformance kit passes an engine that is right, and names the law that each wrong one breaks.
 
-The engine is the toy (`prefixkv.testing.toy`); each faulty one differs from it in one method.
+The engine is the toy (`prefixkv.conformance.toy`); each faulty one differs from it in one method.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
+from prefixkv import conformance
 from prefixkv.config import ComputeConfig, HostConfig
+from prefixkv.conformance.__main__ import main
+from prefixkv.conformance.interface import LAWS, AnswerLog, Prompt
+from prefixkv.conformance.toy import ToyDecode, ToyPrefill, ToySides, toy_answer
 from prefixkv.errors import AbortedError, OutOfPagesError
-from prefixkv.testing import conformance
-from prefixkv.testing.sides import LAWS, AnswerLog, Prompt
-from prefixkv.testing.toy import ToyDecode, ToyPrefill, ToySides, toy_answer
 from tests.support.patience import PATIENCE_S
 
 LOCAL = {"backend": "shm", "patience_s": PATIENCE_S}
@@ -589,17 +590,14 @@ def test_an_engine_that_raises_at_its_end_is_found() -> None:
 
 def test_the_command_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
-        conformance.main(
-            ["prefixkv.testing.toy:ToySides", "--only", "full hit", "--backend", "shm"]
-        )
-        == 0
+        main(["prefixkv.conformance.toy:ToySides", "--only", "full hit", "--backend", "shm"]) == 0
     )
     assert capsys.readouterr().out.startswith("1 passed, 0 broken, 0 not run")
-    assert conformance.main(["--list"]) == 0
+    assert main(["--list"]) == 0
     assert "full hit: Ask twice for a prompt of whole pages" in capsys.readouterr().out
     mutant = f"{__name__}:faulty"
     options = ["--only", "one prompt", "--seed", "2", "--backend", "shm"]
-    assert conformance.main([mutant, *options]) == 1
+    assert main([mutant, *options]) == 1
     assert "seed 2: calls" in capsys.readouterr().out
 
 
@@ -647,10 +645,10 @@ class WithoutAbort(ToySides):
 def test_a_mistake_in_the_command_is_one_line_and_status_2(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert conformance.main([*arguments, "--backend", "shm"]) == 2
+    assert main([*arguments, "--backend", "shm"]) == 2
     shown = capsys.readouterr()
     assert not shown.out
-    assert shown.err.startswith(f"python -m prefixkv.testing.conformance: {said}")
+    assert shown.err.startswith(f"python -m prefixkv.conformance: {said}")
     assert shown.err.count("\n") == 1
 
 

@@ -7,14 +7,15 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
 
-from prefixkv.cli.chats.workers import ChatAnswer, ModelWorkers
-from prefixkv.cli.chats.workload import Run, Seconds, Turn, Workload
+from prefixkv.cli.demo.workers import ChatAnswer, ModelWorkers
+from prefixkv.cli.demo.workload import Run, Turn, Workload
 
 Speller = Callable[[Turn, bool], list[int]]
-"""Function that returns the tokens of a turn's text; its second argument is True for the first
-turn."""
+"""Returns the tokens of a turn's text; its second argument is True for the first turn."""
+
+OnAnswer = Callable[[int, int, ChatAnswer], object]
+"""Hears each answer at its end: the number of its conversation, of its turn, and the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,57 +27,49 @@ class Played:
         return [answer for conversation in self.answers for answer in conversation]
 
 
+@dataclass(frozen=True, slots=True)
 class Vocabulary:
     """Chat texts of words at [first, end), and marks that begin and end what each says."""
 
-    def __init__(
-        self, first: int, end: int, system: int, user: int, assistant: int, stop: int
-    ) -> None:
-        self._first, self._num = first, end - first
-        self._marks: Final = system, user, assistant, stop
+    first: int
+    end: int
+    system: int
+    user: int
+    assistant: int
+    stop: int
 
     def __call__(self, turn: Turn, is_first: bool) -> list[int]:
         """Return the tokens that follow the answer before, up to where the model continues. The
         first run of the first turn is the system's."""
-        system, user, assistant, stop = self._marks
-        tokens: list[int] = []
         runs = list(turn.text)
-        if is_first:
-            tokens += [system, *self._words(runs.pop(0)), stop]
+        said = [self.system, *self._words(runs.pop(0)), self.stop] if is_first else []
         # The answer before may have ended at its length, without a stop mark: the user's mark
         # follows either way.
-        return [
-            *tokens,
-            user,
-            *(word for run in runs for word in self._words(run)),
-            stop,
-            assistant,
-        ]
+        words = [word for run in runs for word in self._words(run)]
+        return [*said, self.user, *words, self.stop, self.assistant]
 
     def _words(self, run: Run) -> list[int]:
-        return [int(token) % self._num + self._first for token in run.tokens()]
+        found: list[int] = (run.tokens() % (self.end - self.first) + self.first).tolist()
+        return found
+
+
+def small_vocabulary() -> Vocabulary:
+    from prefixkv.engines.hf.small import WORDS, small_tokenizer
+
+    ids = small_tokenizer().get_vocab()
+    marks = (ids[f"<|{name}|>"] for name in ("system", "user", "assistant", "end"))
+    return Vocabulary(WORDS.start, WORDS.stop, *marks)
 
 
 async def play(
-    workers: ModelWorkers,
-    decode: str,
-    workload: Workload,
-    speller: Speller,
-    salt: str,
-    due: Sequence[Seconds] | None = None,
-    ignore_end: bool = False,
-    on_answer: Callable[[], object] = lambda: None,
-) -> Played:
-    """Play all conversations at once against one decode worker. Raises ModelWorkerError; the other
-    conversations are ended.
-
-    A turn arrives at its due time, or when the turn before it has been answered if that is later;
-    its `ttft_s` counts from there.
+    workers: ModelWorkers, decode: str, workload: Workload, speller: Speller, salt: str,
+    ignore_end: bool = False, on_answer: OnAnswer = lambda *_: None,
+) -> Played:  # fmt: skip
+    """Play all conversations at once against one decode worker; a turn is sent as soon as the turn
+    before it is answered. Raises ModelWorkerError; the other conversations are ended.
 
     Args:
-        due: as in `arrival_times`; None: as soon as the turn before is answered.
         salt: of all requests; passes with different salts share nothing.
-        on_answer: called at the end of each answer.
     """
     begun_s = time.perf_counter()
 
@@ -85,15 +78,11 @@ async def play(
         answers: list[ChatAnswer] = []
         for at, turn in enumerate(turns):
             conversation += speller(turn, at == 0)
-            # Due times count from the start of the pass; a negative rest means it is late, and
-            # sends at once.
-            if due is not None:
-                await asyncio.sleep(begun_s + float(due[number][at]) - time.perf_counter())
             rid = f"{salt}.{number}.{at}"
             answer = await workers.ask(decode, rid, conversation, turn.output_len, salt, ignore_end)
             answers.append(answer)
             conversation += answer.tokens
-            on_answer()
+            on_answer(number, at, answer)
         return tuple(answers)
 
     try:

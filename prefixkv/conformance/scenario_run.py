@@ -12,8 +12,7 @@ from typing import Final
 import numpy as np
 
 from prefixkv import DecodeConfig, DecodeNode, PrefillConfig, PrefillNode, Request
-from prefixkv.errors import InternalError
-from prefixkv.testing.sides import (
+from prefixkv.conformance.interface import (
     AnswerLog,
     EngineSides,
     Finding,
@@ -23,7 +22,8 @@ from prefixkv.testing.sides import (
     SidesError,
     check_sides,
 )
-from prefixkv.testing.witness import DecodeWitness, PrefillWitness, fill_with_junk
+from prefixkv.conformance.witness import DecodeWitness, PrefillWitness, fill_with_junk
+from prefixkv.errors import InternalError
 
 MakeSides = Callable[[ScenarioSettings], EngineSides]
 

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixkv.testing import hashing
-from prefixkv.testing.hashing import PrefixHasher
+from prefixkv.conformance import hashing
+from prefixkv.conformance.hashing import PrefixHasher
 
 tokens_of = st.lists(st.integers(0, 2**31 - 1), max_size=40)
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from prefixkv import ComputeConfig, DecodeConfig, HostConfig, PrefillConfig
-from prefixkv.testing.bench import ScenarioRun
-from prefixkv.testing.sides import BRIEF, AnswerLog, ScenarioSettings
+from prefixkv.conformance.interface import BRIEF, AnswerLog, ScenarioSettings
+from prefixkv.conformance.scenario_run import ScenarioRun
 
 Play = Callable[[ScenarioRun], None]
 

@@ -21,9 +21,9 @@ from prefixkv import (
     PrefillRequest,
     Request,
 )
+from prefixkv.conformance.hashing import VOCABULARY, Hashes, sample, splitmix64
+from prefixkv.conformance.interface import AnswerLog, Prompt, ScenarioSettings, Side
 from prefixkv.spi import Pages
-from prefixkv.testing.hashing import VOCABULARY, Hashes, sample, splitmix64
-from prefixkv.testing.sides import AnswerLog, Prompt, ScenarioSettings, Side
 
 Tokens = npt.NDArray[np.int32]
 

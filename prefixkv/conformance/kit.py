@@ -1,49 +1,25 @@
-"""A conformance kit for engines: it runs an engine's own two loops through hits, retractions,
-aborts, ends and restarts on small workers, and says by law what broke.
-
-    report = conformance.run(make)      # make: ScenarioSettings -> EngineSides
-    print(report)                       # what broke: law, what was seen, how to see it again
-
-    @pytest.mark.parametrize("case", conformance.scenarios(), ids=str)
-    def test_my_engine(case):
-        case.check(make)                # AssertionError with the same text
-
-    python -m prefixkv.testing.conformance my_engine.workers:make
-
-`docs/integrate.md` has an example; `prefixkv.testing.toy` is a whole engine that passes.
-"""
+"""Runs of an engine through the scenarios, and the report of what broke."""
 
 from __future__ import annotations
 
-import argparse
 import logging
 import re
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from typing import Final, Literal, NamedTuple
 
 from prefixkv import TransportConfig
-from prefixkv.testing.bench import MakeSides as MakeSides
-from prefixkv.testing.bench import ScenarioOverError, ScenarioRun
-from prefixkv.testing.scenarios import SCENARIOS
-from prefixkv.testing.sides import LAWS as LAWS
-from prefixkv.testing.sides import AnswerLog as AnswerLog
-from prefixkv.testing.sides import EngineSides as EngineSides
-from prefixkv.testing.sides import Finding as Finding
-from prefixkv.testing.sides import Prompt as Prompt
-from prefixkv.testing.sides import ScenarioSettings as ScenarioSettings
-from prefixkv.testing.sides import Side as Side
-from prefixkv.testing.sides import SidesError as SidesError
+from prefixkv.conformance.interface import Finding
+from prefixkv.conformance.scenario_run import MakeSides, ScenarioOverError, ScenarioRun
+from prefixkv.conformance.scenarios import SCENARIOS
 
 Backend = Literal["nixl", "shm", "auto"]
 
 PATIENCE_S: Final = 30.0
 """How long nothing at all may happen before an engine counts as stalled, in seconds."""
 
-_PAGE_SIZE: Final = 4  # of most scenarios
+PAGE_SIZE: Final = 4  # of most scenarios
 _SHOWN_LOG_LINES: Final = 20  # of one run, the last ones
 _LOGGER: Final = logging.getLogger("prefixkv")
 _NUMBER: Final = re.compile(r"\d+")
@@ -138,7 +114,7 @@ class Case(NamedTuple):
 
     def check(
         self, make: MakeSides, *, patience_s: float = PATIENCE_S, probe: bool = True,
-        backend: Backend = "nixl", page_size: int = _PAGE_SIZE,
+        backend: Backend = "nixl", page_size: int = PAGE_SIZE,
     ) -> None:  # fmt: skip
         """Raises AssertionError, with the report, if a law is broken. An engine that does not take
         part in the scenario (`make` raises NotImplementedError) passes it."""
@@ -155,19 +131,19 @@ def scenarios(seeds: Iterable[int] = (0,)) -> list[Case]:
     return [Case(name, seed) for name in SCENARIOS for seed in seeds]
 
 
-def _check_run(only: Sequence[str], page_size: int) -> None:
+def check_run(only: Sequence[str], page_size: int) -> None:
     for name in only:
         if name not in SCENARIOS:
             known = ", ".join(repr(one) for one in SCENARIOS)
             raise ValueError(f"there is no scenario {name!r}, there are {known}")
-    if page_size < _PAGE_SIZE or page_size % _PAGE_SIZE:
-        raise ValueError(f"page_size is {page_size}, a multiple of {_PAGE_SIZE} is needed")
+    if page_size < PAGE_SIZE or page_size % PAGE_SIZE:
+        raise ValueError(f"page_size is {page_size}, a multiple of {PAGE_SIZE} is needed")
 
 
 def run(
     make: MakeSides, *, only: Sequence[str] = (), seeds: Iterable[int] = (0,),
     patience_s: float = PATIENCE_S, probe: bool = True, backend: Backend = "nixl",
-    page_size: int = _PAGE_SIZE,
+    page_size: int = PAGE_SIZE,
 ) -> ConformanceReport:  # fmt: skip
     """Run an engine through the scenarios. What the library logs meanwhile is held back, and is in
     the report where something was found; nothing is raised for what an engine does wrong.
@@ -189,7 +165,7 @@ def run(
     Raises: ValueError for a scenario that there is not, or another page size; SidesError, a
     TypeError, where `make` returns no EngineSides; what `make` raises.
     """
-    _check_run(only, page_size)
+    check_run(only, page_size)
     report = ConformanceReport()
     began_s = time.monotonic()
     for case in scenarios(seeds):
@@ -208,7 +184,7 @@ def _run_case(
     backend: Backend, page_size: int,
 ) -> None:  # fmt: skip
     scenario = SCENARIOS[case.scenario]
-    settings, factor = scenario.settings, page_size // _PAGE_SIZE
+    settings, factor = scenario.settings, page_size // PAGE_SIZE
     settings = replace(
         settings, page_size=settings.page_size * factor,
         prefill_page_size=settings.prefill_page_size * factor,
@@ -243,73 +219,3 @@ def _run_case(
     report.findings += [found._replace(options=options) for found in one.findings]
     if not one.findings:
         report.passed.append(str(case))
-
-
-def _imported(text: str) -> MakeSides:
-    """Return what MODULE:NAME stands for. Raises ValueError."""
-    module, _, name = text.partition(":")
-    name = name or "make"
-    try:
-        found = import_module(module)
-    except (ModuleNotFoundError, TypeError, ValueError) as error:
-        # Another module that this one imports and misses is the engine's fault, not a wrong name.
-        missing = getattr(error, "name", None) or module
-        if not f"{module}.".startswith(f"{missing}."):
-            raise
-        raise ValueError(f"there is no module {module!r} here (MODULE:NAME is needed)") from None
-    make: MakeSides | None = getattr(found, name, None)
-    if not callable(make):
-        has = "is not callable" if hasattr(found, name) else "does not exist"
-        raise ValueError(f"{name!r} of module {module!r} {has} (MODULE:NAME is needed)")
-    return make
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 1 if a law was found broken, 2 after a mistake in the command (on stderr)."""
-    parser = argparse.ArgumentParser(
-        prog="python -m prefixkv.testing.conformance",
-        description="Run an engine's two loops through the conformance scenarios.",
-    )
-    parser.add_argument(
-        "make", nargs="?", default="prefixkv.testing.toy:ToySides",
-        help="MODULE:NAME of the class or function that makes both workers, as `make` of `run`; "
-             "without :NAME it is `make` in that module; %(default)s",
-    )  # fmt: skip
-    parser.add_argument("--only", action="append", default=[], metavar="SCENARIO",
-                        help="run this scenario; may be given several times")  # fmt: skip
-    parser.add_argument("--seed", action="append", type=int, metavar="N",
-                        help="run with this seed, 0 by default; may be repeated")  # fmt: skip
-    parser.add_argument("--patience", type=float, default=PATIENCE_S, metavar="S",
-                        help="seconds without progress that are a stall; %(default)s")  # fmt: skip
-    parser.add_argument("--backend", choices=("nixl", "shm", "auto"), default="nixl",
-                        help="transport between the workers; %(default)s")  # fmt: skip
-    parser.add_argument("--page-size", type=int, default=_PAGE_SIZE, metavar="TOKENS",
-                        help="tokens per page, a multiple of 4; %(default)s")  # fmt: skip
-    parser.add_argument("--no-probe", action="store_true", help="watch calls only, and no bytes")
-    parser.add_argument("--list", action="store_true", help="name the scenarios, and end")
-    given = parser.parse_args(arguments)
-    if given.list:
-        for scenario in SCENARIOS.values():
-            print(f"{scenario.name}: {scenario.about}")
-        return 0
-    try:
-        _check_run(given.only, given.page_size)
-        make = _imported(given.make)
-    except ValueError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 2
-    try:
-        report = run(
-            make, only=given.only, seeds=given.seed or (0,), patience_s=given.patience,
-            probe=not given.no_probe, backend=given.backend,
-            page_size=given.page_size,
-        )  # fmt: skip
-    except SidesError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 2
-    print(report)
-    return int(not report.ok)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
