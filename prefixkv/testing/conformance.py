@@ -10,7 +10,7 @@ aborts, ends and restarts on small workers, and says by law what broke.
 
     python -m prefixkv.testing.conformance my_engine.workers:make
 
-`docs/integrate.md` has an example; `prefixkv.testing.toy` is a whole engine that passes.
+`docs/integrate/conformance.md` has an example; `prefixkv.testing.toy` is a whole engine that passes.
 """
 
 from __future__ import annotations
