@@ -23,6 +23,7 @@ from prometheus_client.core import CounterMetricFamily
 
 import prefixkv
 from prefixkv import DecodeNode, PrefillNode, config, spi, transfer
+from prefixkv.cache.eviction.policy import Use
 from prefixkv.cli.main import app
 from prefixkv.decode import journal as decode_journal
 from prefixkv.engines.sglang import transfer_options as sglang
@@ -39,6 +40,7 @@ from prefixkv.protocol.sender_machine import SenderMachine
 from prefixkv.runtime import metrics as m
 from prefixkv.runtime.node import Node
 from prefixkv.serving import config as serving
+from prefixkv.serving.router import BoundedAffinityRouter
 from prefixkv.settings import Field, fields_of, sentences_of
 from prefixkv.testing import sides
 
@@ -295,7 +297,14 @@ CALLS = {
         wait fileno move_weights fence peers lost_peers num_rooms stats close""",
     sides.EngineSides: """submit abort step expected restart decode prefill vocabulary close""",
 }
-RECORDS = (prefixkv.Request, prefixkv.PrefillAsk, sides.ScenarioSettings, sides.Prompt)
+RECORDS = (
+    prefixkv.Request,
+    prefixkv.PrefillAsk,
+    Use,
+    BoundedAffinityRouter,
+    sides.ScenarioSettings,
+    sides.Prompt,
+)
 
 
 def calls() -> str:
@@ -328,7 +337,7 @@ def calls() -> str:
 
 def first_paragraphs(kind: type) -> str:
     """A class's docstring up to its arguments."""
-    return re.split(r"\n\n?(?:Args|Raises|Returns)\b", about(kind))[0].rstrip()
+    return re.split(r"\n\n?(?:Args|Attributes|Raises|Returns)\b", about(kind))[0].rstrip()
 
 
 def signature(function: Any) -> str:

@@ -1,5 +1,4 @@
-"""The two schedulers of docs/integrate.md, run for real: the lines between the markers are the ones it
-shows."""
+"""The two schedulers of docs/integrate.md, run for real: it shows the lines between the markers."""
 
 from __future__ import annotations
 

@@ -181,9 +181,9 @@ def test_the_two_workers_of_the_first_steps_say_what_the_page_says(tmp_path: Pat
 
 
 def test_a_node_leaves_once_what_it_serves_has_ended() -> None:
-    """docs/operate.md: `leave`, of a rolling restart."""
+    """docs/ops.md: `leave`, of a rolling restart."""
     scope: dict[str, Any] = {}
-    code = (block.code for block in blocks(read("docs/operate.md")))
+    code = (block.code for block in blocks(read("docs/ops.md")))
     exec(next(block for block in code if block.startswith("def leave(")), scope)
     with PrefillNode(make_pool()) as prefill, DecodeNode(make_pool()) as decode:
         pair = NodePair(decode, prefill)
