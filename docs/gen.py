@@ -43,7 +43,7 @@ from prefixkv.runtime.node import Node
 from prefixkv.serving import config as serving
 from prefixkv.serving.router import BoundedAffinityRouter
 from prefixkv.settings import Field, fields_of, sentences_of
-from prefixkv.conformance import sides
+from prefixkv.conformance import interface
 
 ROOT = Path(__file__).parents[1]
 KEYS = re.compile(r"(?ms)^- ((?:`[^`]+`,?\s+)*`[^`]+`):\s(.*?)(?=\n- |\n\n|\Z)")
@@ -296,15 +296,15 @@ CALLS = {
         lost_peers num_rooms stats close""",
     transfer.PrefillTransfers: """add send_chunk offer withdraw abort refuse endpoint take_events
         wait fileno move_weights fence peers lost_peers num_rooms stats close""",
-    sides.EngineSides: """submit abort step expected restart decode prefill vocabulary close""",
+    interface.EngineSides: """submit abort step expected restart decode prefill vocabulary close""",
 }
 RECORDS = (
     prefixkv.Request,
     prefixkv.PrefillAsk,
     Use,
     BoundedAffinityRouter,
-    sides.ScenarioSettings,
-    sides.Prompt,
+    interface.ScenarioSettings,
+    interface.Prompt,
 )
 
 
