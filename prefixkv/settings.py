@@ -32,6 +32,7 @@ from typing import (
     Final,
     Literal,
     NamedTuple,
+    TypeAlias,
     TypeVar,
     Union,
     get_args,
@@ -620,6 +621,25 @@ def check_flag(name: str, value: object, *, or_none: bool = False) -> None:
     if not isinstance(value, bool) and not (or_none and value is None):
         wanted = "True, False or None" if or_none else "True or False"
         raise CallerError(f"{name} is {shown(value)}, {wanted} is needed")
+
+
+Continues: TypeAlias = bool | float | None
+"""Whether a conversation goes on: True, within ten minutes; seconds, within these; False or 0, it
+has ended; None, unknown."""
+
+CONTINUES_S: Final = 600.0
+"""What True stands for, in seconds."""
+
+
+def check_continues(continues: Continues) -> float | None:
+    """Return within how many seconds a conversation goes on; 0 if it has ended. Raises CallerError
+    for anything but `Continues`."""
+    if continues is None or isinstance(continues, bool):
+        return None if continues is None else CONTINUES_S if continues else 0.0
+    if not _is_number(continues) or not 0 <= continues <= MAX_BYTES:
+        wanted = "True, False, None, or seconds"
+        raise CallerError(f"continues is {shown(continues)}, {wanted} are needed")
+    return float(continues)
 
 
 def check_timeout(timeout_s: object) -> None:

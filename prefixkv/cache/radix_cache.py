@@ -51,7 +51,7 @@ from prefixkv.errors import (
     shown_namespace,
 )
 from prefixkv.paging import Pages, Where
-from prefixkv.settings import check_flag, check_time, whole_count
+from prefixkv.settings import Continues, check_continues, check_flag, check_time, whole_count
 
 EVENT_LIMIT_PAGES = 1 << 20
 """Pages of events that wait for a listener at most; one further behind is sent the whole tree
@@ -555,15 +555,16 @@ class RadixCache(RadixTree):
 
     # --- hints, all of them soft -----------------------------------------------------------------
 
-    def hint(self, target: MatchResult | PrefixLock, returns_s: float | None) -> None:
-        """Note that the session that used `target` last returns within so many seconds, or with 0
-        that it has ended; soft, it changes only the order of evictions within its namespace.
+    def hint(self, target: MatchResult | PrefixLock, continues: Continues) -> None:
+        """Note whether the session that used `target` last will continue, and within how many
+        seconds; soft, it changes only the order of evictions within its namespace.
 
-        Leaves of ended sessions go first. Leaves of sessions that return go last, those that are
+        Leaves of ended sessions go first. Leaves of sessions that continue go last, those that are
         due last first, until they are used again or overdue (eviction/hints.py). A target that is
-        gone, or where no use ended, is ignored, and None says nothing. Raises LockError: the target
-        is another cache's.
+        gone, or where no use ended, is ignored, and so is None. Raises LockError: the target is
+        another cache's. CallerError: `continues` is neither a flag nor seconds.
         """
+        returns_s = check_continues(continues)
         # 1. Find the place. A lock of an earlier epoch, or after its end, may point to where
         #    nothing is.
         if isinstance(target, PrefixLock):

@@ -26,13 +26,14 @@ from prefixkv.errors import AbortedError
 from prefixkv.pages.manager import RequestPages
 from prefixkv.pages.requests import AllOf, BrokenEvent, still_pending
 from prefixkv.request import DeviceEvent
+from prefixkv.settings import Continues
 
 
 class End(NamedTuple):
     """A request to be released once the device is done. An abort may come first."""
 
     req: DecodeRequest
-    continues: bool | None = None
+    continues: Continues = None
     keep_tokens: int | None = None  # of its key: what follows is not cached
 
 

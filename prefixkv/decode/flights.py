@@ -32,6 +32,7 @@ from prefixkv.pages.manager import RequestPages
 from prefixkv.paging import Pages
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.request import DeviceEvent, Request
+from prefixkv.settings import Continues
 
 StartKey: TypeAlias = tuple[Hashable, int, bytes]
 """A namespace, the page number at which a flight begins, and the packed tokens of that page."""
@@ -139,7 +140,7 @@ class Source:
     def dropped(self, req: DecodeRequest) -> None:
         """A request's pages, or those of its flight, go elsewhere than to the tree."""
 
-    def left(self, key: RadixKey, now_s: float, continues: bool | None) -> None:
+    def left(self, key: RadixKey, now_s: float, continues: Continues) -> None:
         """A request has left this path to the tree, and the device is done with it."""
 
     def flushed(self) -> None:

@@ -40,6 +40,7 @@ from prefixkv.paging import Pages
 from prefixkv.protocol.events import HostCopy, HostCopyDone
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.request import DeviceEvent
+from prefixkv.settings import Continues
 
 HOST: Final = "host memory"
 """In place of a decode worker's name in the key by which a load holds its pages; no room has it."""
@@ -124,7 +125,7 @@ class _Due(NamedTuple):
 
     key: RadixKey
     now_s: float
-    continues: bool | None
+    continues: Continues
 
 
 @dataclass(slots=True, eq=False)
@@ -254,7 +255,7 @@ class HostTier(Generic[LockT]):
         self._forget_written()
         self._unwritten.append((after, device_pages))
 
-    def leave(self, key: RadixKey, now_s: float, continues: bool | None) -> None:
+    def leave(self, key: RadixKey, now_s: float, continues: Continues) -> None:
         """Note that a request has left a path in the device's tree, to be written unless the
         conversation ends. O(log due)."""
         if len(key.data) < self._page_bytes:
@@ -304,7 +305,7 @@ class HostTier(Generic[LockT]):
         if self._is_being_written(key, start, whole):
             return False
         # 2. What need not be written, or cannot any more.
-        if continues is False:
+        if continues == 0:
             whole = end = min(end, start)
         num_pages = max(0, end - start)
         if num_pages:
@@ -615,7 +616,7 @@ class HostSource(MeasuringSource):
     def feeds(self, worker: PeerId) -> list[EventFeed]:
         return [EventFeed(self.tier.cache, *worker, is_host=True)]
 
-    def left(self, key: RadixKey, now_s: float, continues: bool | None) -> None:
+    def left(self, key: RadixKey, now_s: float, continues: Continues) -> None:
         self.tier.leave(key, now_s, continues)
 
     def flushed(self) -> None:

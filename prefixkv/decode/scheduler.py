@@ -73,7 +73,7 @@ from prefixkv.protocol.events import (
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import MAX_PAGES
 from prefixkv.request import DeviceEvent, Request, check_event, check_request, check_rid
-from prefixkv.settings import check_flag, whole_count
+from prefixkv.settings import Continues, check_continues, whole_count
 
 _WAITS = frozenset({DecodeState.QUEUED, DecodeState.RETRACTED})
 
@@ -438,20 +438,21 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self,
         req: DecodeRequest,
         after: DeviceEvent | None = None,
-        continues: bool | None = None,
+        continues: Continues = None,
         keep_tokens: int | None = None,
     ) -> None:
         """End a request that is done: what has KV becomes cached prefix.
 
         Nothing is released before `after.query()` is True. `continues` says whether the
-        conversation will go on, if known. With `keep_tokens` only the whole pages of the first that
-        many tokens of prompt and output are cached: for a model's thinking, which clients leave out
-        of the next turn. The prompt stays cached in any case, as it was since it arrived. Raises
-        RequestError if the request does not run.
+        conversation will go on, if known: True or False, or within how many seconds. With
+        `keep_tokens` only the whole pages of the first that many tokens of prompt and output are
+        cached: for a model's thinking, which clients leave out of the next turn. The prompt stays
+        cached in any case, as it was since it arrived. Raises RequestError if the request does not
+        run.
         """
         now_s = self._pump()
         check_event("after", after)
-        check_flag("continues", continues, or_none=True)
+        check_continues(continues)
         if keep_tokens is not None:
             keep_tokens = whole_count("keep_tokens", keep_tokens)
         self._check_runs(req)

@@ -38,7 +38,7 @@ from prefixkv.pages.groups import (
 )
 from prefixkv.pages.table import PageTable
 from prefixkv.paging import Pages, pages_for
-from prefixkv.settings import check_time, whole_count
+from prefixkv.settings import Continues, check_time, whole_count
 from prefixkv.stats import MICROSECONDS, Histogram
 
 HASH_EVERY_TOKENS: Final = 1024
@@ -366,7 +366,7 @@ class PageManager:
         now_s: float,
         *,
         priority: int = 0,
-        continues: bool | None = None,
+        continues: Continues = None,
         keep_tokens: int | None = None,
         on_cached: Callable[[], None] | None = None,
     ) -> None:

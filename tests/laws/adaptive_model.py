@@ -96,7 +96,6 @@ class AdaptiveModel(GhostModel):
         turn, trunk = 1, NO_TRUNK
         if goes_on and last is not None:
             turn, trunk = last.turn + 1, last.trunk
-            self.goes_on_after(last.tick)
             self.returns += self.ends(counted(last), last, use.now_s)
         elif known and new:
             times = 1

@@ -11,8 +11,6 @@ GHOST_PAGES = 40
 
 
 class GhostModel(RadixModel):
-    reports_returns = True
-
     def __init__(self, page_size: int, policy: str) -> None:
         super().__init__(page_size, policy)
         self.ghosts: dict[

@@ -31,7 +31,7 @@ from tests.laws.adaptive_model import (
     AdaptiveModel,
 )
 from tests.laws.ghost_model import BLOCK_PAGES, GHOST_PAGES, STRIDE_PAGES
-from tests.laws.radix_model import PROMISE_S, RANKS, TTL_S, RadixModel
+from tests.laws.radix_model import RANKS, TTL_S, RadixModel
 
 POOL_PAGES = 4096
 NAMESPACES = st.sampled_from([None, "lora", 7])
@@ -61,7 +61,6 @@ def make_pair(policy: str, page_size: int) -> tuple[RadixCache, RadixModel]:
             half_life_s=HALF_LIFE_S, **ghosts,
         )  # fmt: skip
     chosen = make_policy(chosen)
-    chosen.promise_s = PROMISE_S
     return RadixCache(page_size=page_size, policy=chosen, pool_pages=POOL_PAGES), MODELS[policy](
         page_size, policy
     )
@@ -290,8 +289,8 @@ class RadixMachine(RuleBasedStateMachine):
         self.model.wants.pop(at)
         self.cache.unwant(self.wants.pop(at))
 
-    @rule(result=results, continues=st.sampled_from([True, False, None]))
-    def hint(self, result: Any, continues: bool | None) -> None:
+    @rule(result=results, continues=st.sampled_from([True, False, None, 5.0, 20.0]))
+    def hint(self, result: Any, continues: bool | float | None) -> None:
         found, (tokens, namespace), _ = result
         _, depth = self.cache.locate(found)
         use = self.model.before(tokens, namespace, depth)

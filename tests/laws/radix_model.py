@@ -11,6 +11,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from prefixkv.settings import CONTINUES_S
+
 Prefix = tuple[int, ...]
 Place = tuple[Hashable, Prefix]
 
@@ -76,16 +78,9 @@ RANKS: dict[str, Callable[[ModelPage, float], object]] = {
 }
 
 TTL_S = 25.0
-PROMISE_S = 25.0
-
-
-WORDS = 256
-"""After so many hints of a kind that turned out, all count half."""
 
 
 class RadixModel:
-    reports_returns = False
-
     def __init__(self, page_size: int, policy: str) -> None:
         self.page_size = page_size
         self.policy = policy
@@ -94,9 +89,9 @@ class RadixModel:
         self.wants: list[Place] = []
         self.tick = 0
         self.now_s = 0.0  # the latest
-        self.said: dict[int, tuple[bool, float]] = {}  # of the use with this tick, and when
-        self.open: list[int] = []  # ticks of what was said, until it turned out right or wrong
-        self.turned_out: list[tuple[bool, bool]] = []  # what was said, whether it came back
+        self.due_s: dict[
+            int, float
+        ] = {}  # by the tick of a use that something was said of; 0: ended
 
     # --- prefixes --------------------------------------------------------------------------------
 
@@ -230,36 +225,29 @@ class RadixModel:
         unwanted = [place for place in leaves if not self.wanted(place)]
         if not unwanted:
             return min(leaves, key=lambda place: self.pages[place].last.tick, default=None)
-        if self.words_count():
-            first = min(self.group(place) for place in unwanted)
-            unwanted = [place for place in unwanted if self.group(place) == first]
+        # Hints say which page of a namespace goes, and the policy which namespace's turn it is.
+        # That is tested by itself: here it is the one that the cache chose.
+        if self.due_s:
+            of_each = {
+                place[0]: [one for one in unwanted if one[0] == place[0]] for place in unwanted
+            }
+            firsts = [self.first(pages, now_s, order) for pages in of_each.values()]
+            chosen = [place for place in firsts if self.pages[place].page_id in order]
+            return (chosen or firsts)[0]
         return self.choose(unwanted, now_s, order)
 
-    def words_count(self) -> bool:
-        """Whether hints do: unless of what was said to be over more than half as much came back as
-        of what was said to go on."""
-        shares = {}
-        for continues, gone, came in ((False, 7.0, 1.0), (True, 1.0, 7.0)):
-            for said, came_back in self.turned_out:
-                if said == continues:
-                    gone, came = gone + (not came_back), came + came_back
-                    if gone + came > WORDS:
-                        gone, came = gone / 2, came / 2
-            shares[continues] = came / (gone + came)
-        return shares[False] <= shares[True] / 2
-
-    def goes_on_after(self, tick: int) -> None:
-        """For policies that tell returns: a use goes on from that one."""
-        if tick in self.open:
-            self.open.remove(tick)
-            self.turned_out.append((self.said[tick][0], True))
-
-    def group(self, place: Place) -> int:
-        """0: its session is over; 1: nothing was said of it; 2: it goes on."""
-        if (said := self.said.get(self.pages[place].last.tick)) is None:
-            return 1
-        continues, since_s = said
-        return 2 if continues and self.now_s - since_s <= PROMISE_S else 0
+    def first(self, pages: list[Place], now_s: float, order: Sequence[int]) -> Place:
+        """Of the pages of a namespace: of a session that has ended; else of one of which nothing
+        was said, by the policy; else of the one that is due last."""
+        ticks = {place: self.pages[place].last.tick for place in pages}
+        due_s = {place: self.due_s.get(tick) for place, tick in ticks.items()}
+        ended = [place for place in pages if due_s[place] == 0]
+        if ended:
+            return min(ended, key=ticks.__getitem__)
+        unsaid = [at for at in pages if due_s[at] is None or due_s[at] < self.now_s]  # type: ignore[operator]
+        if unsaid:
+            return self.choose(unsaid, now_s, order)
+        return min(pages, key=lambda place: (-due_s[place], ticks[place]))  # type: ignore[operator]
 
     def choose(self, unwanted: list[Place], now_s: float, order: Sequence[int]) -> Place:
         return min(unwanted, key=lambda place: RANKS[self.policy](self.pages[place], now_s))  # type: ignore[arg-type]
@@ -283,23 +271,17 @@ class RadixModel:
             if lock.orphan is None:
                 lock.orphan = self.pages
         self.pages = {}
-        self.said.clear()
-        self.open.clear()
-        self.turned_out.clear()
+        self.due_s.clear()
         self.forget_all()
         return freed
 
     def forget_all(self) -> None:
         """For policies that remember."""
 
-    def hint(self, tokens: Prefix, namespace: Hashable, depth: int, continues: bool) -> None:
+    def hint(
+        self, tokens: Prefix, namespace: Hashable, depth: int, continues: bool | float
+    ) -> None:
         use = self.before(tokens, namespace, depth)
         if use is not None:
-            self.said[use.tick] = (continues, self.now_s)
-            if self.reports_returns:
-                self.open = [tick for tick in self.open if tick != use.tick] + [use.tick]
-                for tick in self.open[:2]:
-                    said, since_s = self.said[tick]
-                    if self.now_s - since_s > PROMISE_S:
-                        self.open.remove(tick)
-                        self.turned_out.append((said, False))
+            in_s = CONTINUES_S if continues is True else float(continues)
+            self.due_s[use.tick] = self.now_s + in_s if in_s else 0.0

@@ -136,7 +136,7 @@ class HintedQueue:
         while nodes:
             node = nodes.pop()
             nodes += node.children.values()
-            if node.entry is not None and node.entry[2] is self._queue and _stands(node):
+            if _stands(node):
                 self.add(node)
 
     def add(self, leaf: TreeNode) -> None:
@@ -152,7 +152,6 @@ class HintedQueue:
             if place is not None:
                 forget(place)
             space.places[leaf] = place = Place(leaf, space, tick)
-            space.sweep()
         elif self._policy.last_tick(place.mark) == tick:
             place.mark, place.end = leaf.mark, leaf.end
         self._queue.add(place)
@@ -162,6 +161,7 @@ class HintedQueue:
             due_s = None
         if due_s is None:
             space.unsaid.add(leaf)
+            space.sweep()
             return
         key = -due_s, tick
         if leaf.entry is not None:
@@ -172,16 +172,18 @@ class HintedQueue:
         heappush(space.ended if due_s == ENDED else space.returning, entry)
         if due_s != ENDED:
             heappush(self._due, (due_s, tick, leaf))
+        space.sweep()
 
     def first(self, now_s: float) -> TreeNode | None:
         self._end_promises(now_s)
         self._pay()
         while isinstance(place := self._queue.first(now_s), Place):
             leaf, space = place.leaf, place.space
-            # Lazily: it may be gone, held, or wanted by now.
-            is_here = _stands(leaf) and leaf.entry[2] in (self, space.unsaid)
-            if is_here and space.places.get(leaf) is place:
-                return self._victim(place, now_s)
+            # Lazily: it may be gone or held by now.
+            if _stands(leaf) and space.places.get(leaf) is place:
+                # The tree puts a wanted one last.
+                is_wanted = leaf.wants and leaf.deepest_want(leaf.end) == leaf.end
+                return leaf if is_wanted else self._victim(place, now_s)
             forget(place)
             if space.places.get(leaf) is place:
                 del space.places[leaf]
@@ -194,8 +196,10 @@ class HintedQueue:
         if victim is leaf:
             self._debt = None
             return leaf
-        num_pages = debt.num_pages if debt is not None and debt.place is place else len(leaf.pages)
-        own = place.space.places[victim]
+        num_pages = (
+            debt.num_pages if debt is not None and debt.place is place else leaf.end - leaf.start
+        )
+        own = place.space.places.get(victim, victim)
         self._debt = Debt(place, num_pages, victim, victim.start, victim.end, (own.mark, own.end))
         return victim
 

@@ -1,16 +1,19 @@
-"""Hints of sessions that go on and sessions that are over, under every policy; the machines and
+"""Hints of sessions that go on and sessions that have ended, under every policy; the machines and
 `test_policies.py` hold them against a model besides."""
 
 from __future__ import annotations
+
+from collections import Counter
+from random import Random
 
 import pytest
 
 import benchmarks.policies.gated
 import benchmarks.policies.gittins  # noqa: F401
 from prefixkv.cache.eviction import hints
-from prefixkv.cache.eviction.hints import Hints
-from prefixkv.cache.eviction.policy import make_policy, policy_names
+from prefixkv.cache.eviction.policy import policy_names
 from prefixkv.cache.radix_cache import RadixCache
+from prefixkv.errors import CallerError
 
 each_policy = pytest.mark.parametrize("policy", policy_names())
 
@@ -25,35 +28,49 @@ def make(policy, num_sessions=4):
     return cache, results
 
 
+def sessions_as_they_go(cache, num_pages, now_s):
+    """The session of each page, evicted one by one."""
+    return [page // 10 for _ in range(num_pages) for page in cache.evict(1, now_s).tolist()]
+
+
 @each_policy
-def test_what_is_over_goes_first_and_what_goes_on_goes_last(policy):
+def test_what_has_ended_goes_first_and_what_goes_on_goes_last(policy):
     for going_on in range(4):
-        over = (going_on + 1) % 4
+        ended = (going_on + 1) % 4
         cache, results = make(policy)
-        cache.hint(results[over], continues=False)
+        cache.hint(results[ended], continues=False)
         cache.hint(results[going_on], continues=True)
         cache.hint(results[going_on], continues=None)  # says nothing
-        order = [page // 10 for _ in range(16) for page in cache.evict(1, 5.0).tolist()]
-        assert order[:4] == [over] * 4
+        order = sessions_as_they_go(cache, 16, 5.0)
+        assert order[:4] == [ended] * 4
         assert order[-4:] == [going_on] * 4
-        cache.hint(results[over], continues=True)  # gone: ignored
+        cache.hint(results[ended], continues=True)  # gone: ignored
         cache.check_invariants()
 
 
 @each_policy
-def test_a_promise_that_was_broken_is_the_end_of_a_session(policy):
-    chosen = make_policy(policy)
-    chosen.promise_s = 100.0
-    cache, results = make(chosen)
-    cache.hint(results[0], continues=True)
-    cache.hint(results[3], continues=True)
+def test_of_those_that_go_on_the_one_that_is_due_last_goes_first(policy):
+    cache, results = make(policy)
+    for at, seconds in enumerate([120.0, 30.0, 600.0, 60.0]):
+        cache.hint(results[at], continues=seconds)
+    cache.hint(results[1], continues=90.0)  # said again
+    assert sessions_as_they_go(cache, 16, 5.0) == [2] * 4 + [0] * 4 + [1] * 4 + [3] * 4
+
+
+@each_policy
+def test_of_a_session_that_is_overdue_nothing_is_said_any_more(policy):
+    cache, results = make(policy)
+    cache.hint(results[0], continues=100.0)  # at 3.0
+    cache.hint(results[3], continues=100.0)
     cache.evict(1, 50.0)
-    cache.hint(results[3], continues=True)  # again, later
+    cache.hint(results[3], continues=100.0)  # again, later
     assert cache.evict(1, 103.0)[0] // 10 in (1, 2)
-    order = [page // 10 for _ in range(14) for page in cache.evict(1, 103.5).tolist()]
-    assert order[:4] == [0] * 4
+    assert cache.evict(1, 10.0)[0] // 10 in (1, 2)  # the clock never goes back
+    plain, _ = make(policy)
+    plain.evict(3, 103.5)
+    order = sessions_as_they_go(cache, 13, 103.5)
     assert order[-4:] == [3] * 4
-    cache.evict(1, 10.0)  # the clock never goes back
+    assert set(order[:9]) == {0, 1, 2}
 
 
 @each_policy
@@ -67,10 +84,8 @@ def test_the_next_use_makes_a_hint_void(policy):
 
 
 def test_a_promise_of_an_earlier_use_says_nothing_when_its_time_is_over():
-    chosen = make_policy("lru")
-    chosen.promise_s = 100.0
-    cache, results = make(chosen, 2)
-    cache.hint(results[0], continues=True)
+    cache, results = make("lru", 2)
+    cache.hint(results[0], continues=100.0)
     cache.insert([0] * 4, range(4), now_s=2.0)
     assert sorted(cache.evict(4, 103.0).tolist()) == [10, 11, 12, 13]
 
@@ -88,58 +103,95 @@ def test_a_hint_reaches_a_leaf_that_is_held_or_in_a_large_batch(policy):
     assert left == set(range(1, 200, 2)) - {7}
 
 
-def come_back_whatever_was_said(policy):
-    """Two caches, one of which is told that a session is over and that another goes on, at each of
-    twelve turns. Then a use of both: (session, when, what is said)."""
-    caches = [RadixCache(page_size=1, policy=policy) for _ in range(2)]
-
-    def use(session, num_pages, now_s, continues):
-        for cache in caches:
-            first = 100 * session
-            inserted = cache.insert(
-                [session] * num_pages, range(first, first + num_pages), now_s=now_s
-            )
-            cache.hint(inserted, continues if cache is caches[0] else None)
-
-    for turn in range(1, 13):
-        use(1, turn, 10.0 * turn, False)
-        use(2, turn, 10.0 * turn + 1.0, True)
-    return use, *caches
+def test_a_wrong_hint_is_refused_and_changes_nothing():
+    cache, results = make("lru", 2)
+    for wrong in (-1.0, float("nan"), float("inf"), "soon"):
+        with pytest.raises(CallerError, match="continues is"):
+            cache.hint(results[0], continues=wrong)
+    assert sessions_as_they_go(cache, 8, 5.0) == [0] * 4 + [1] * 4
 
 
-def sessions_as_they_go(cache, now_s):
-    return [page // 100 for _ in range(cache.num_pages) for page in cache.evict(1, now_s).tolist()]
+# --- what a namespace keeps -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["gated", "gittins", "adaptive"])
-@pytest.mark.parametrize("going_on", [3, 4])
-def test_hints_count_only_while_what_is_over_comes_back_less(policy, going_on):
-    use, hinted, plain = come_back_whatever_was_said(policy)
-    for session in (3, 4):
-        use(session, 4, 130.0 + session, session == going_on)
-    assert sessions_as_they_go(hinted, 140.0) == sessions_as_they_go(plain, 140.0)
-    for at in range(40):  # those do not come back
-        use(10 + at, 1, 200.0 + 100.0 * at, False)
-    for session in (3, 4):
-        use(session + 90, 4, 4300.0 + session, session == going_on)
-    assert sessions_as_they_go(hinted, 4310.0)[-4:] == [going_on + 90] * 4
+def namespaces_as_they_go(policy, say, seed, num_pages=1):
+    """Two tenants' sessions of `num_pages` pages each, in turn and used again by chance. `say` says
+    what tenant 1 says of each of its sessions, drawn with the generator. Which tenant each session
+    was of, as they go; a third of them went before the last hints."""
+    rng, drawn = Random(seed), Random(f"hints {seed}")
+    cache = RadixCache(page_size=1, policy=policy)
+    sessions, order, free = [], [], list(range(4096))
+    of_page = {}
+
+    def evict(num_sessions):
+        for _ in range(num_sessions * num_pages):
+            (page,) = cache.evict(1, now_s).tolist()
+            order.append(of_page.pop(page))
+            free.append(page)
+
+    for turn in range(300):
+        now_s = float(turn)
+        tenant = rng.randrange(2)
+        tokens = [turn] * num_pages
+        ids = [free.pop() for _ in tokens]
+        of_page |= dict.fromkeys(ids, tenant)
+        sessions.append((tenant, cache.insert(tokens, ids, tenant, now_s=now_s)))
+        if tenant:
+            cache.hint(sessions[-1][1], say(drawn))
+        if turn % 3 == 2:
+            evict(1)
+    evict(200)
+    cache.check_invariants()
+    return order
 
 
-def test_where_a_policy_tells_no_returns_hints_count_always():
-    use, hinted, _ = come_back_whatever_was_said("lru")
-    use(3, 4, 133.0, True)
-    use(4, 4, 134.0, False)
-    assert sessions_as_they_go(hinted, 140.0)[-4:] == [3] * 4
+WAYS = {
+    "all": lambda _: True,
+    "ended": lambda _: False,
+    "chance": lambda drawn: drawn.choice([True, False, None, 5.0, 30.0, 120.0]),
+}
 
 
-def test_a_return_from_what_was_evicted_is_counted():
-    """What is said to be over goes first, so most of its returns are of that kind."""
-    cache = RadixCache(page_size=512, policy="adaptive", pool_pages=20)
-    for turn in range(1, 13):
-        tokens = [1] * 512 * turn
-        cache.hint(cache.insert(tokens, range(turn), now_s=10.0 * turn), False)
-        cache.evict(turn, 10.0 * turn + 1.0)
-    assert not cache._hints.believed
+@pytest.mark.parametrize("num_pages", [1, 3])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("policy", ["lru", "fifo", "mru"])
+def test_hints_change_nothing_of_whose_turn_it_is(policy, way, num_pages):
+    """A client that lies in all its hints hurts its own namespace alone."""
+    for seed in range(5):
+        plain = namespaces_as_they_go(policy, lambda _: None, seed, num_pages)
+        assert Counter(plain).keys() == {0, 1}
+        assert namespaces_as_they_go(policy, WAYS[way], seed, num_pages) == plain
+
+
+def test_a_session_that_was_spared_takes_the_place_of_what_went_for_it():
+    cache = RadixCache(page_size=1)
+    for at in range(6):  # sessions 0, 2, 4 of tenant "a", 1, 3, 5 of tenant "b"
+        result = cache.insert([at], [at], "ab"[at % 2], now_s=float(at))
+        if at == 0:
+            cache.hint(result, continues=True)
+    # 2 goes for 0, at the first place; then 1 is the least recently used, then 0 at 2's place,
+    # for which 4 goes.
+    assert [cache.evict(1, 6.0)[0] for _ in range(6)] == [2, 1, 4, 3, 0, 5]
+
+
+def test_the_hints_of_more_namespaces_than_are_counted_are_not_taken(monkeypatch):
+    monkeypatch.setattr(hints, "MOST_NAMESPACES", 1)
+    cache = RadixCache(page_size=1)
+    results = [cache.insert([at], [at], at, now_s=float(at)) for at in range(3)]
+    cache.hint(results[1], continues=True)
+    cache.hint(results[0], continues=True)
+    assert [cache.evict(1, 4.0)[0] for _ in range(3)] == [0, 1, 2]
+
+
+def test_what_hints_keep_of_leaves_is_swept():
+    cache = RadixCache(page_size=1)
+    for at in range(2000):
+        result = cache.insert([at], [at % 8], now_s=float(at))
+        cache.hint(result, continues=at % 3 == 0)
+        if at >= 7:
+            cache.evict(1, float(at))
+    (space,) = cache._queue._spaces.values()
+    assert max(len(space.places), len(space.ended), len(space.returning)) <= 130
 
 
 def test_a_reset_forgets_what_was_said():
@@ -154,9 +206,7 @@ def test_a_reset_forgets_what_was_said():
 
 def test_the_oldest_hints_are_forgotten(monkeypatch):
     monkeypatch.setattr(hints, "MOST_HINTS", 2)
-    noted = Hints(promise_s=10.0, reports_returns=True)
-    for tick in (1, 2, 1, 3):
-        noted.note(tick, True, float(tick))
-    assert [noted.group(tick, 5.0)[0] for tick in (1, 2, 3)] == [2, 1, 2]
-    assert [noted.group(tick, 12.0)[0] for tick in (1, 3)] == [0, 2]
-    assert list(noted._open) == [1, 3]
+    cache, results = make("lru", 3)
+    for at in (0, 1, 0, 2):
+        cache.hint(results[at], continues=True)
+    assert len(cache._hints.due_s) == 2
