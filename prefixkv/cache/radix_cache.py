@@ -21,7 +21,9 @@ import numpy as np
 
 from prefixkv.cache import audit
 from prefixkv.cache.events import (
+    LOG_PAGES,
     Change,
+    ChangeLog,
     CheckpointEvicted,
     CheckpointSaved,
     Cleared,
@@ -41,7 +43,7 @@ from prefixkv.cache.results import (
     as_page_ids,
     check_page_ids,
 )
-from prefixkv.cache.tree import RadixTree
+from prefixkv.cache.tree import RadixTree, inserted
 from prefixkv.errors import (
     CallerError,
     LockError,
@@ -52,10 +54,6 @@ from prefixkv.errors import (
 )
 from prefixkv.paging import Pages, Where
 from prefixkv.settings import check_flag, check_time, whole_count
-
-EVENT_LIMIT_PAGES = 1 << 20
-"""Pages of events that wait for a listener at most; one further behind is sent the whole tree
-again."""
 
 
 class _Insertion(NamedTuple):
@@ -498,8 +496,8 @@ class RadixCache(RadixTree):
             reported = taken[::-1]
         else:
             reported = taken = self._evict_in_order(num_pages, merge_candidates)
-        if self._log is not None:
-            self._log.append(TakenOut(reported))
+        if self._logs:
+            self._note(TakenOut(reported))
         # Merge last. A node that lost one child may lose the others in the same call, and
         # `_evict_in_order` must not meet nodes that died in a merge.
         for node in merge_candidates:
@@ -546,8 +544,7 @@ class RadixCache(RadixTree):
         # Results become stale, and locks of before are orphans from here on.
         self.version += 1
         self._epoch += 1
-        if self._log is not None:
-            self._log.append(Cleared())
+        self._note(Cleared())
         # Waiting requests begin again at the top of their namespaces.
         for want in self._wants.values():
             want.attach(self._root(want.namespace), 0)
@@ -620,28 +617,22 @@ class RadixCache(RadixTree):
 
     # --- listening and looking on ----------------------------------------------------------------
 
-    def drain_changes(self, snapshot: bool = False) -> list[Change]:
-        """Return what was stored and removed since the last call, for an `EventFeed`.
+    def record(self, limit_pages: int = LOG_PAGES) -> ChangeLog:
+        """Return a log of what is stored and removed, for one more reader."""
+        return ChangeLog(self._logs, self._whole, limit_pages)
 
-        The first call starts the recording and returns the whole tree as insertions. A listener
-        that fell more than `EVENT_LIMIT_PAGES` behind, or passes `snapshot`, gets `Cleared` and
-        then the whole tree. Before the first call nothing is recorded.
-        """
-        check_flag("snapshot", snapshot)
-        if snapshot or self._log is None or self._logged_pages > EVENT_LIMIT_PAGES:
-            self._log = [] if self._log is None and not snapshot else [Cleared()]
-            # Parents before children, since an insertion names the page that it follows.
-            for node in self.nodes():
-                assert node.parent is not None
-                self._log_stored(node, node.parent.pages, node.key, node.pages)
-            self._log += map(CheckpointSaved, self.checkpoint_pages())
-        changes, self._log, self._logged_pages = self._log, [], 0
-        return changes
+    def _whole(self) -> list[Change]:
+        # Parents before children, since an insertion names the page that it follows.
+        stored = [
+            inserted(node, above.pages, node.key, node.pages)
+            for node in self.nodes()
+            if (above := node.parent) is not None
+        ]
+        return [Cleared(), *stored, *map(CheckpointSaved, self.checkpoint_pages())]
 
     def note_checkpoint(self, change: CheckpointSaved | CheckpointEvicted) -> None:
         """Note a change of `Checkpoints` for listeners, in the order of the cache's own changes."""
-        if self._log is not None:
-            self._log.append(change)
+        self._note(change)
 
     def stats(self) -> CacheStats:
         """Return a snapshot of sizes and counts. O(1)."""

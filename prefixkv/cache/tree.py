@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from prefixkv.cache.events import Change, Inserted
+from prefixkv.cache.events import Change, ChangeLog, Inserted
 from prefixkv.cache.eviction.guard import guarded
 from prefixkv.cache.eviction.policy import MakeHints, Policy, SessionHints, Use, make_policy
 from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, forget
@@ -58,10 +58,8 @@ class RadixTree:
         # One flag per page of the pool: in the tree, or in an orphan. It refuses an id that is
         # inserted a second time, which would give two prompts the same memory.
         self._in_tree = None if pool_pages is None else PageFlags(pool_pages)
-        # Changes since the last drain, and the pages that they stored. None until somebody listens:
-        # recording costs nothing before that.
-        self._log: list[Change] | None = None
-        self._logged_pages = 0
+        # Of the readers that listen: recording costs nothing before there is one.
+        self._logs: list[ChangeLog] = []
         self._now_s = 0.0  # the latest time that was given
         self.evictable_pages = self.protected_pages = self.orphan_pages = self.num_nodes = 0
         self._inserted_pages = self._evicted_pages = 0
@@ -299,20 +297,13 @@ class RadixTree:
                 if where is None:
                     where = np.frombuffer(pages, np.int32).astype(np.intp)
                 self._in_tree.array[where] = True
-        if self._log is not None:
-            self._log_stored(node, pages_above, key, pages)
+        if self._logs:
+            self._note(inserted(node, pages_above, key, pages), num_pages)
         return node
 
-    def _log_stored(self, node: TreeNode, pages_above: Packed, key: Packed, pages: Packed) -> None:
-        assert self._log is not None
-        while node.parent is not None:
-            node = node.parent
-        assert isinstance(node, Root)
-        # Copies: nodes grow in place, and a reader may look at this later in another thread. The
-        # named tuple's own `__new__` takes twice as long.
-        change = node.namespace, bytes(pages_above[-PAGE_ID_BYTES:]), bytes(key), bytes(pages)
-        self._log.append(tuple.__new__(Inserted, change))
-        self._logged_pages += len(pages) // PAGE_ID_BYTES
+    def _note(self, change: Change, num_pages: int = 0) -> None:
+        for log in [*self._logs]:
+            log.add(change, num_pages)
 
     # --- taking out ----------------------------------------------------------------------------
 
@@ -482,3 +473,13 @@ class RadixTree:
         if self._in_tree is not None:
             self._in_tree.array[ids.astype(np.intp)] = False
         return ids
+
+
+def inserted(node: TreeNode, pages_above: Packed, key: Packed, pages: Packed) -> Inserted:
+    while node.parent is not None:
+        node = node.parent
+    assert isinstance(node, Root)
+    # Copies: nodes grow in place, and a reader may look at this later in another thread. The named
+    # tuple's own `__new__` takes twice as long.
+    change = node.namespace, bytes(pages_above[-PAGE_ID_BYTES:]), bytes(key), bytes(pages)
+    return tuple.__new__(Inserted, change)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
-from prefixkv.cache.events import EventBatch, EventFeed, Listener
+from prefixkv.cache.events import EventBatch, Listener
 from prefixkv.config import DecodeConfig, PageOptions, PrefillConfig, organs_of
 from prefixkv.control.effects import To
 from prefixkv.errors import CallerError, ConfigError, InternalError, shown
@@ -124,7 +124,7 @@ class Node(OfTransfers, PagedScheduler[Req, Command], Generic[Req, Command, To, 
         self._closing = ExitStack()
         self.checks: list[Callable[[Request], object]] = []  # of a request that is added
         self.more_stats: list[Callable[[], dict[str, int]]] = []
-        self._heard: list[EventFeed] = []
+        self._listeners: Sequence[Listener] = ()
         spec = RankSpec(pool, mesh, state=state)
         self.num_ranks = spec.mesh.num_ranks
         if ranks is not None:
@@ -180,9 +180,9 @@ class Node(OfTransfers, PagedScheduler[Req, Command], Generic[Req, Command, To, 
 
     def on_change(self, *listeners: Listener) -> None:
         """Hand the changes of each cache to a listener: of the pages, then of those behind them."""
-        self._heard = self._feeds
+        self._listeners = listeners
         for feed, listener in zip(self._feeds, listeners, strict=True):
-            feed.listen(listener)
+            listener.listen(feed.cache)
 
     @property
     def num_caches(self) -> int:
@@ -201,8 +201,8 @@ class Node(OfTransfers, PagedScheduler[Req, Command], Generic[Req, Command, To, 
         """Block until a `pop_*` may have something, at most `timeout_s`. Returns whether."""
         check_timeout(timeout_s)
         self._check_open()
-        for feed in self._heard:
-            feed.pass_on()
+        for listener in self._listeners:
+            listener.pass_on()
         if self.has_results:
             return True
         left_s = self.wake_s - time.monotonic()
@@ -365,8 +365,8 @@ class Node(OfTransfers, PagedScheduler[Req, Command], Generic[Req, Command, To, 
         """Take in what the control thread has to say; return the time. Every call of the engine
         begins with this. Raises InternalError for an exception there, with all events taken in."""
         now_s = time.monotonic()
-        for feed in self._heard:
-            feed.pass_on()
+        for listener in self._listeners:
+            listener.pass_on()
         if not self.transfers.pending:  # the usual case: nothing has come
             self._check_open()
             return now_s
@@ -389,8 +389,8 @@ class Node(OfTransfers, PagedScheduler[Req, Command], Generic[Req, Command, To, 
         if self.has_results:
             # 2. The engine's poller comes back for what only a `pop_*` takes.
             self.transfers.notify()
-        for feed in self._heard:
-            feed.pass_on()
+        for listener in self._listeners:
+            listener.pass_on()
 
     def _check_open(self) -> None:
         self.transfers.check_open()
