@@ -32,7 +32,6 @@ from prefixkv.cache.events import (
 from prefixkv.cache.eviction.policy import Policy, Use
 from prefixkv.cache.eviction.queues import forget
 from prefixkv.cache.node import PAGE_ID_BYTES, TreeNode, Want
-from prefixkv.cache.page_flags import Runs
 from prefixkv.cache.radix_key import RadixKey, TokensLike
 from prefixkv.cache.results import (
     NO_PAGES,
@@ -367,22 +366,16 @@ class RadixCache(RadixTree):
                     f"{lock!r} is not a lock of the first of {len(key)} tokens in this tree"
                 )
         pages = as_page_ids(pages, num_pages - held_pages)
-        runs = None
-        if self._in_tree is not None:
-            runs = self._in_tree.free_runs(pages.tobytes())
-        if runs is None:
-            check_page_ids(pages)
+        check_page_ids(pages)
         place = self._walk_behind(key, lock)
         # 2. The last check. Ids of pages that the tree has already are not taken over, so only the
         #    new ones may not be in the tree.
-        num_there = place[1] // self._page_bytes - held_pages
-        if runs is None or num_there:
-            self._check_new(pages, num_there)
+        self._check_new(pages, place[1] // self._page_bytes - held_pages)
         # Less than a page: nothing to share, and no use.
         if not num_pages:
             return InsertResult(self, key.data, key.namespace, place[0], 0, self.version, 0)
         insertion = _Insertion(priority, now_s, visit, lock, extend_lock)
-        return self._insert(key, place, pages.tobytes(), runs, insertion)
+        return self._insert(key, place, pages.tobytes(), None, insertion)
 
     def insert_owned(
         self, key: RadixKey, pages: bytes, where: Where, priority: int, now_s: float,
@@ -409,7 +402,7 @@ class RadixCache(RadixTree):
         key: RadixKey,
         place: tuple[TreeNode | None, int],
         pages: bytes,
-        where: Where | Runs | None,
+        where: Where | None,
         insertion: _Insertion,
     ) -> InsertResult:
         """Insert at a place of `_walk_behind` the pages behind the lock, packed, and as an index if
