@@ -611,6 +611,11 @@ class DecodeConfig:
         )
 
     @property
+    def source_settings(self) -> set[str]:
+        """Those of its settings that ask for a source of pages."""
+        return {name for name in ("compute", "host_memory") if getattr(self, name) is not None}
+
+    @property
     def num_retries(self) -> int:
         """`max_retries` as a number."""
         if self.max_retries is None:

@@ -355,7 +355,17 @@ class Admission(Waiting):
         return None if waiter is None or waiter.seen_at == self._version else waiter
 
     def _next_that_may_fit(self) -> Waiter | None:
-        return self._first_that_may_fit(self._version, self._ledger.limits())
+        """Return the first waiter that fits by its estimate and got no look at this version."""
+        version, (space, most) = self._version, self._ledger.limits()
+        for waiter in self._in_turn():
+            if (
+                waiter.most_pages <= most
+                and waiter.needed_pages <= space
+                and waiter.seen_at != version
+                and not self._workers.refuses(waiter.worker, waiter.new_pages)
+            ):
+                return waiter
+        return None
 
     @property
     def _version(self) -> int:

@@ -89,6 +89,21 @@ class RankSpec:
         """Within which memory can be mapped, "" for a device that it cannot."""
         return place_of() if self.layout.device == "cpu" else ""
 
+    @property
+    def has_points(self) -> bool:
+        """True if requests have more than pages: what only checkpoints go on from."""
+        return self.state is not None or bool(self.windows)
+
+    def check_checkpoints(self, num_checkpoints: int) -> None:
+        """Raise ConfigError where there is nothing to keep, or no slot is left for requests."""
+        if num_checkpoints and not self.has_points:
+            why = "they are of extra state (state=) or of window groups, and there is neither"
+        elif self.state is not None and self.num_slots <= num_checkpoints:
+            why = f"the extra state has {self.num_slots} slots, and requests need some"
+        else:
+            return
+        raise ConfigError(f"checkpoints: {num_checkpoints}: {why}")
+
     def check_own_memory(self) -> None:
         """Raise ConfigError for a group in the memory of the first one: the node takes their page
         ids for those of two pools."""

@@ -475,7 +475,7 @@ class DecodeEngine:
         assert flight is not None
         is_first = start == req.prefix_len
         is_sent = flight.rest is not None
-        if hasattr(self.scheduler.compute, "points") and is_first and start:
+        if hasattr(self.scheduler.sources.get("computed"), "points") and is_first and start:
             sim.counters["ends of what was sent" if is_sent else "checkpoints gone on from"] += 1
         if has_state := req.state_slot >= 0:
             if is_first and start and not is_sent:

@@ -208,7 +208,7 @@ def compute(desk: Desk, rid: str, tokens: int | list[int], max_new: int = 4) -> 
     req = desk.add(rid, tokens, max_new)
     assert desk.admit() == [rid]
     assert desk.scheduler.pop_local() == [req]
-    while (done := desk.scheduler.compute._done.get(req)) is not None:
+    while (done := desk.scheduler.sources["computed"]._done.get(req)) is not None:
         desk.scheduler.computed(req, min(done + 4 - done % 4, req.fill_len))
         desk.scheduler.check_invariants()
     assert desk.transferred() == [rid]
@@ -307,3 +307,22 @@ def test_one_whose_window_does_not_fit_is_sent_if_that_takes_less() -> None:
     (promise,) = promises(desk)
     assert promise.prefix_len == 0
     desk.arrive(sent)
+
+
+def test_the_rule_is_asked_once_for_one_whose_windows_do_not_fit_for_long() -> None:
+    """It counts what it is asked as requests that come."""
+    row_pages = computing(20, step=8).pages.windows[0].row_pages
+    desk = computing(row_pages + 1, step=8)
+    rule, asked = desk.scheduler.sources["computed"].rule, []
+    rule.is_here = lambda *args, **more: asked.append(args) or True
+    other = compute(desk, "a", 8, 40)
+    waits = desk.add("c", 28, 1)
+    asked.clear()
+    for _ in range(4):
+        assert desk.admit() == []
+        desk.scheduler.waiting.look_again()
+    assert asked == []
+    desk.finish(other)
+    assert desk.admit() == ["c"]
+    assert len(asked) == 1
+    assert desk.scheduler.pop_local() == [waits]
