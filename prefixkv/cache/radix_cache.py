@@ -355,7 +355,6 @@ class RadixCache(RadixTree):
         check_flag("visit", visit, or_none=True)
         check_flag("extend_lock", extend_lock)
         key = self._key(tokens, namespace)
-        key.check()
         num_pages, held_pages = len(key.data) // self._page_bytes, 0
         if lock is not None:
             if not isinstance(lock, PrefixLock):
