@@ -110,15 +110,6 @@ def test_namespaces_never_share():
     fails_unchanged(cache, CallerError, cache.insert, RadixKey([1]), [9], namespace="lora")
 
 
-def test_an_empty_namespace_leaves_nothing_behind():
-    cache = RadixCache(page_size=1)
-    for name in range(100):
-        cache.insert([1], [name], namespace=name)
-        cache.unlock(cache.lock(cache.match_prefix([2], namespace=("empty", name))))
-    cache.evict(100)
-    assert not cache._roots
-
-
 def test_arrays_that_come_in_are_copied_and_arrays_that_go_out_are_the_callers():
     cache = RadixCache(page_size=1)
     key, pages = np.array([1, 2, 3], np.int32), np.array([7, 8, 9], np.int32)
