@@ -215,7 +215,3 @@ class DecodeTransfers(Transfers[DecodeCommand, DecodeEvent]):
         "connecting". Any thread may ask."""
         self.check_open()
         return self.control.peers(time.monotonic())
-
-    def peer_states(self) -> list[str]:
-        """Return the state of each prefill rank, as `peers` says it."""
-        return [state for _, state in self.peers().values()]

@@ -343,7 +343,3 @@ class PrefillTransfers(Transfers[PrefillCommand, PrefillEvent]):
         """Return "ready" or "suspect" for each decode rank. Any thread may ask."""
         self.check_open()
         return self.control.peers(time.monotonic())
-
-    def peer_states(self) -> list[str]:
-        """Return the state of each decode rank, as `peers` says it."""
-        return list(self.peers().values())

@@ -76,9 +76,7 @@ class Transfers(OneThread, Generic[C, E]):
     """The base of DecodeTransfers and PrefillTransfers. Used from the engine's thread; the control
     thread is reached by its inbox alone."""
 
-    any_thread = frozenset(
-        {"check_open", "dropped_frames", "fileno", "lost_peers", "peer_states", "peers", "stats"}
-    )
+    any_thread = frozenset({"check_open", "fileno", "lost_peers", "peers", "stats"})
 
     prover: ClassVar[type[Prover]] = Prover
 
@@ -283,14 +281,6 @@ class Transfers(OneThread, Generic[C, E]):
         """As the node's `lost_peers`. Any thread may ask."""
         self.check_open()
         return self.thread.control.lost_peers(time.monotonic())
-
-    def dropped_frames(self) -> dict[str, int]:
-        """Return the number of dropped frames, by reason: received ("dropped: ..."), not sent
-        ("frames_not_sent: ..."), of a form that no peer sends ("frames_malformed"). Any thread may
-        ask."""
-        counters = {**self.thread.control.counters, **self.thread.channel.counters}
-        kinds = "dropped: ", "frames_not_sent: ", "frames_malformed"
-        return {why: count for why, count in counters.items() if why.startswith(kinds)}
 
     def check_open(self) -> None:
         """Raise ClosedError after `close`."""

@@ -26,7 +26,7 @@ from prefixkv.memory.staging_area import BLOCK_BYTES
 from prefixkv.paging import Pages
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.messages import LeaseAsk, LeaseGrant
-from prefixkv.protocol.sender_events import JobDrained, JobEnded
+from prefixkv.protocol.sender_events import JobDrained, JobEnded, PostWrite
 from prefixkv.protocol.tags import ChunkTag
 from prefixkv.protocol.timers import Backoff, Timers
 from prefixkv.staging.leases import LeaseCut
@@ -168,23 +168,13 @@ class StagingSender:
                 self._fail(job, PeerLostError(f"{peer} is gone"))
             self._take_slots()  # the peers that are left may have more of them
 
-    def write(
-        self,
-        job_id: int,
-        key: RoomKey,
-        streams: Streams,
-        ticket: int,
-        peer: PeerId,
-        first_unit: int,
-        src_units: Pages,
-        ready: Any,
-        now_s: float,
-    ) -> None:
-        """Stage a chunk: unit pages, from `first_unit` behind the promised prefix on. A room's
+    def write(self, post: PostWrite, streams: Streams, now_s: float) -> None:
+        """Stage a chunk: unit pages, from `post.first_unit` behind the promised prefix on. A room's
         chunks for one reader come in order. A JobEnded follows. `streams` are the room's.
 
         Raises InternalError for a chunk out of order, or of another use of the room.
         """
+        job_id, key, ticket, peer = post.job_id, post.key, post.ticket, post.peer
         if (cut := self.peers.get(peer)) is None:
             self._say(JobEnded(job_id, PeerLostError(f"{peer} takes no staged writes")))
             return
@@ -192,9 +182,9 @@ class StagingSender:
         stream = streams.setdefault(peer, fresh)
         # 1. Both sides cut a chunk from its first unit on, so a gap or another use of the room
         # would put KV into wrong pages.
-        if (stream.ticket, stream.next_unit) != (ticket, first_unit):
+        if (stream.ticket, stream.next_unit) != (ticket, post.first_unit):
             raise InternalError(
-                f"units {first_unit}.. of {key} under ticket {ticket}, where unit "
+                f"units {post.first_unit}.. of {key} under ticket {ticket}, where unit "
                 f"{stream.next_unit} under {stream.ticket} is next"
             )
         # 2. Pieces are granted in order, and one before this has ended without being written: no
@@ -204,13 +194,13 @@ class StagingSender:
             return
         # 3. Cut, queue, and ask for as many as the window allows. A chunk without pieces ends at
         # once.
-        self.jobs[job_id] = job = _ChunkJob(job_id, stream, ready)
-        for first, count in cut.pieces(len(src_units)):
+        self.jobs[job_id] = job = _ChunkJob(job_id, stream, post.ready)
+        for first, count in cut.pieces(len(post.src_pages)):
             piece = _ChunkPiece(
                 job,
                 number=stream.next_piece,
                 first_unit=stream.next_unit,
-                src_units=src_units[first : first + count],
+                src_units=post.src_pages[first : first + count],
                 num_bytes=cut.sections(count)[self._rank].num_bytes,
             )
             stream.queued.append(piece)

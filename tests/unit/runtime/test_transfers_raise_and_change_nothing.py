@@ -129,7 +129,7 @@ def calls(pair: Pair) -> dict[str, tuple[Any, list[Any], dict[str, Any]]]:
 
 # These take nothing, or a node's commands.
 _WITHOUT_ARGUMENTS = {
-    "check_open", "close", "dropped_frames", "fileno", "lost_peers", "notify", "peer_states",
+    "check_open", "close", "fileno", "lost_peers", "notify",
     "peers", "stats", "submit", "take_events", "take_raw",
 }  # fmt: skip
 

@@ -100,17 +100,6 @@ def test_a_closed_room_waits_no_more_and_its_leases_are_held_until_drained() -> 
     assert table.drained(A) == table.of_room(A) == []
 
 
-# --- what is refused ------------------------------------------------------------------------------
-
-
-def test_an_ask_for_more_than_the_area_has_is_refused_and_changes_nothing() -> None:
-    table = table_of(8)
-    with pytest.raises(LeaseError, match="the area has 32768"):
-        table.ask(A, 0, 8 * BLOCK_BYTES + 1, ONE)
-    assert table.num_waiting == 0
-    assert granted(ask(table, A, 0, 8)) == [(0, 0, 0)]
-
-
 def test_the_audit_sees_what_is_broken() -> None:
     table = table_of(8)
     (first,) = ask(table, A, 0, 4)
