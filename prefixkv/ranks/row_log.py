@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixkv.errors import CallerError, ConfigError, InternalError, RequestError, shown
+from prefixkv.pages.groups import GroupPages, GroupSpec, of_window
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.table import UNUSED
-from prefixkv.pages.windows import WindowPages, WindowSpec, of_window
 from prefixkv.paging import Pages, check_in_pool
 from prefixkv.protocol.commands import (
     AbortRoom,
@@ -54,7 +54,7 @@ class RankSizes(NamedTuple):
     max_running: int
     num_slots: int = 0
     host_pages: int = 0
-    windows: tuple[WindowSpec, ...] = ()
+    windows: tuple[GroupSpec, ...] = ()
 
 
 # --- messages -------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ class _Held(NamedTuple):
     """What a row of a rank above 0 has beside its page ids."""
 
     num_pages: int
-    groups: tuple[WindowPages, ...]  # those of windows, then the state's
+    groups: tuple[GroupPages, ...]  # those of windows, then the state's
 
 
 class RankRequest(_View, frozen=True, eq=False):
@@ -243,9 +243,9 @@ class RankRequest(_View, frozen=True, eq=False):
     are valid until the next `apply`."""
 
     pages: Pages
-    windows: Mapping[str, WindowPages]
+    windows: Mapping[str, GroupPages]
 
-    def window_pages(self, name: str) -> WindowPages:
+    def window_pages(self, name: str) -> GroupPages:
         """See `PrefillRequest.window_pages`. Raises CallerError for a group that there is not."""
         return of_window(self.windows, name)
 
@@ -275,7 +275,7 @@ class RowFollower:
         view.flags.writeable = False
         return view
 
-    def window_pages(self, row: int, name: str) -> WindowPages:
+    def window_pages(self, row: int, name: str) -> GroupPages:
         """See `PagedRequest.window_pages`."""
         return of_window(self._windows(row), name)
 
@@ -284,7 +284,7 @@ class RowFollower:
         states = self._held(row).groups[len(self._sizes.windows) :]
         return int(states[0].ids[0]) if states else -1
 
-    def _windows(self, row: int) -> dict[str, WindowPages]:
+    def _windows(self, row: int) -> dict[str, GroupPages]:
         names = (group.name for group in self._sizes.windows)
         return dict(zip(names, self._held(row).groups, strict=False))
 
@@ -348,7 +348,7 @@ class RowFollower:
             if told.groups is None:
                 groups = self._rows[told.row].groups
             else:
-                groups = tuple(WindowPages(*one) for one in told.groups)
+                groups = tuple(GroupPages(*one) for one in told.groups)
             self._rows[told.row] = _Held(end, groups)
         for rid in message.gone:
             self._views.pop(rid, None)

@@ -13,7 +13,6 @@ from prefixkv.config import DecodeConfig, HostConfig
 from prefixkv.decode import journal as decode_journal
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.scheduler import DecodeParts, DecodeScheduler
-from prefixkv.decode.sources import Sources
 from prefixkv.decode.workers import Workers
 from prefixkv.errors import ConfigError
 from prefixkv.memory.kv_pool import KVPool
@@ -114,16 +113,14 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, DecodeEvent], DecodeSchedule
                 self._host = memory = host_memory(pool, config.host_memory, config.name)
                 undo.callback(memory.close)
                 host = memory.pages(config.host_memory.policy or config.policy)
-            settings = config.for_page_manager(layout.num_pages, spec.num_slots)
-            pages = self._make_pages(spec, settings)
+            options = config.for_page_manager(layout.num_pages, spec.num_slots)
+            pages = self._make_pages(spec, options)
             undo.callback(pages.cache.policy.release)
             check_windows(pages)
             share_pages = config.prefill_share * layout.num_pages
-            sources = Sources(
-                config.compute, config.failure_policy == "local", loads=self._host is not None
-            )
             workers = Workers(True, config.control.bootstrap_timeout_s, share_pages)
-            parts = DecodeParts(sources, workers, secret_number, host)
+            organs = {} if host is None else {"host_memory": host}
+            parts = DecodeParts(workers, secret_number, organs)
             undo.callback(self._release_host_policy)
             DecodeScheduler.__init__(self, pages, config, parts)
             self.transfers = DecodeTransfers(spec, config, transport=transport)
@@ -135,10 +132,16 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, DecodeEvent], DecodeSchedule
             self._observe(decode_journal.timeline)
             undo.pop_all()
 
+    @property
+    def host(self) -> Any:
+        """The tier of host memory; None where there is none."""
+        source = self.sources.get("loaded")
+        return None if source is None else source.tier
+
     def _release_host_policy(self) -> None:
         """Also of a scheduler that is half made."""
-        if (host := getattr(self, "host", None)) is not None:
-            host.cache.policy.release()
+        if hasattr(self, "sources") and self.host is not None:
+            self.host.cache.policy.release()
 
     def close(self) -> None:
         """Close the node, the copies to and from host memory first: their ends come in an inbox
@@ -220,7 +223,7 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, DecodeEvent], DecodeSchedule
 
     def _tell(self) -> None:
         if self._host is not None:
-            for order in self.take_copies():
+            for order in self.take_orders():
                 self._host.submit(order)
                 if self._ranks is not None:
                     self._ranks.copy(order)

@@ -92,7 +92,8 @@ def _decode_queues(node: DecodeNode) -> Samples:
     # Each figure is read once. They may be of different moments, so differences are kept from
     # falling below 0.
     flights, complete = node.flights.all(), len(node.flights.complete)
-    sent, local = len(node.prefill.open), len(node.compute.open)
+    compute = node.sources.get("computed")
+    sent, local = len(node.prefill.open), 0 if compute is None else len(compute.open)
     yield ("pages",), len(node.waiting)
     yield ("transfer",), sent
     yield ("compute",), local

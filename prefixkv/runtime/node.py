@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 import msgspec
 
 from prefixkv.cache.events import EventBatch, EventFeed, Listener
-from prefixkv.config import DecodeConfig, PageSettings, PrefillConfig, organs_of
+from prefixkv.config import DecodeConfig, PageOptions, PrefillConfig, organs_of
 from prefixkv.errors import CallerError, ConfigError, InternalError, shown
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
@@ -119,10 +119,10 @@ class Node(OfTransfers, PagedScheduler[Req, Command], Generic[Req, Command, E]):
         spec.check_own_memory()
         return spec
 
-    def _make_pages(self, spec: RankSpec, settings: PageSettings) -> PageManager:
+    def _make_pages(self, spec: RankSpec, options: PageOptions) -> PageManager:
         layout = spec.layout
         sizes = layout.num_pages, layout.page_size, self.config.max_running
-        return PageManager(*sizes, **settings, windows=spec.windows)
+        return PageManager(*sizes, options=options._replace(windows=spec.windows))
 
     def _observe(self, timeline: Callable[[Any, int, int], dict[str, Any]]) -> None:
         layout, pages = self.pool.layout, self.pages

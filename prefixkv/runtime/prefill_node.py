@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from prefixkv.config import PageSettings, PrefillConfig, check_reserved
+from prefixkv.config import PageOptions, PrefillConfig, check_reserved
 from prefixkv.errors import ConfigError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
@@ -75,13 +75,13 @@ class PrefillNode(Node[PrefillRequest, PrefillCommand, PrefillEvent], PrefillSch
         if config.usable_prefix is not None and (config.checkpoints or spec.windows):
             why = "usable_prefix: it says where the engine goes on, and so do checkpoints"
             raise ConfigError(f"{why}, at which alone a pool with window groups does")
-        settings: PageSettings = {
-            "caching": config.cache,
-            "policy": config.policy,
-            "reserved_pages": check_reserved(config.reserved_pages, pool.layout.num_pages),
-            "num_checkpoints": config.checkpoints,
-        }
-        pages = self._make_pages(spec, settings)
+        options = PageOptions(
+            config.cache,
+            config.policy,
+            reserved_pages=check_reserved(config.reserved_pages, pool.layout.num_pages),
+            num_checkpoints=config.checkpoints,
+        )
+        pages = self._make_pages(spec, options)
         num_slots = max(0, spec.num_slots - config.checkpoints)
         with ExitStack() as undo:
             undo.callback(pages.cache.policy.release)  # the next node may have it

@@ -12,7 +12,7 @@ from prefixkv.errors import ConfigError, HandshakeError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import MAX_RANKS, Mesh, check_holds
 from prefixkv.memory.state_pool import StatePool
-from prefixkv.pages.windows import WindowSpec
+from prefixkv.pages.groups import GroupSpec
 from prefixkv.protocol.messages import (
     GroupDigest,
     ModelDigest,
@@ -53,7 +53,7 @@ class RankSpec:
         self.num_slots = 0 if state is None else state.num_slots
         self.state_layout = None if state is None else state.layout
         self.windows = [
-            WindowSpec(group.name, group.window, group.pool.layout.num_pages, group.step_tokens)
+            GroupSpec(group.name, group.window, group.pool.layout.num_pages, group.step_tokens)
             for group in pool.groups
             if group.window
         ]

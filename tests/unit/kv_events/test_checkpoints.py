@@ -22,12 +22,12 @@ from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.errors import CallerError
 from prefixkv.kv_events.stream import BlockEvents, EventStream, Keep
-from prefixkv.pages.windows import WindowGroups
+from prefixkv.pages.groups import TailGroups
 from prefixkv.serving.router import BoundedAffinityRouter, WorkerIndex
 from tests.unit.kv_events.follower import Follower
 from tests.unit.kv_events.test_stream import FIRST, World
 
-NO_WINDOWS = WindowGroups()
+NO_WINDOWS = TailGroups()
 POOL, SLOTS = 90, 3
 
 

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from prefixkv.cache.radix_key import RadixKey
+from prefixkv.config import PageOptions
 from prefixkv.errors import CallerError, ConfigError, InternalError, OutOfPagesError, RequestError
+from prefixkv.pages.groups import GroupSpec, GroupStart
 from prefixkv.pages.manager import PageManager, RequestPages
-from prefixkv.pages.windows import WindowSpec, WindowStart
 from prefixkv.paging import pages_for
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.prefill.scheduler import PrefillScheduler
@@ -39,7 +40,7 @@ from tests.support.schedulers import prefill_scheduler
 PAGE_SIZE = 4
 ROWS = 4
 KEY = RoomKey(7, 1, "decode-0")
-SPEC = WindowSpec("last", 6, 20, 8)
+SPEC = GroupSpec("last", 6, 20, 8)
 DECODE = RankSizes("decode", 16, PAGE_SIZE, ROWS, ROWS, 8, (SPEC,))
 PREFILL = RankSizes("prefill", 16, PAGE_SIZE, ROWS, 3, 0, (SPEC,))
 
@@ -51,9 +52,11 @@ class Ranks:
         self.log = RankLog()
         self.log.sizes = sizes._replace(num_pages=num_pages)
         self.pages = PageManager(
-            num_pages, PAGE_SIZE, ROWS, num_slots=sizes.num_slots, windows=sizes.windows,
-            spare_rows=1,
-        )  # fmt: skip
+            num_pages,
+            PAGE_SIZE,
+            ROWS,
+            options=PageOptions(num_slots=sizes.num_slots, windows=sizes.windows, spare_rows=1),
+        )
         self.follower = RowFollower(self.log.sizes)
 
     def open(self, tokens: Any, num_pages: int) -> tuple[RequestPages, RadixKey]:
@@ -61,7 +64,7 @@ class Ranks:
         key = RadixKey(tokens)
         match = self.pages.match(key)
         assert match is not None
-        start = WindowStart(match.prefix_len, num_pages) if self.pages.groups else None
+        start = GroupStart(match.prefix_len, num_pages) if self.pages.groups else None
         num_new = num_pages - match.prefix_len // PAGE_SIZE
         return self.pages.open(match, num_new, 1.0, start=start), key
 
@@ -324,7 +327,7 @@ def test_copies_of_pages_that_there_are_not_change_nothing(
 
 
 def leading() -> tuple[PrefillScheduler, RankLog, RowFollower]:
-    pages = PageManager(16, PAGE_SIZE, ROWS, num_checkpoints=2, windows=[SPEC])
+    pages = PageManager(16, PAGE_SIZE, ROWS, options=PageOptions(num_checkpoints=2, windows=[SPEC]))
     log = RankLog()
     log.sizes = PREFILL
     return prefill_scheduler(pages), log, RowFollower(PREFILL)

@@ -11,12 +11,12 @@ import pytest
 
 from prefixkv.cache.checkpoints import Checkpoints
 from prefixkv.errors import CallerError, OutOfPagesError
-from prefixkv.pages.windows import WindowGroup, WindowGroups, WindowSpec, WindowStart
+from prefixkv.pages.groups import GroupSpec, GroupStart, TailGroup, TailGroups
 from tests.laws.window_machine import run
 
 
-def group(window: int = 9, num_pages: int = 12, step: int = 4, shared: bool = False) -> WindowGroup:
-    return WindowGroup(WindowSpec("w", window, num_pages, step), 4, 3, shared)
+def group(window: int = 9, num_pages: int = 12, step: int = 4, shared: bool = False) -> TailGroup:
+    return TailGroup(GroupSpec("w", window, num_pages, step), 4, 3, shared)
 
 
 def test_no_page_of_another_path_depth_or_request_is_ever_read() -> None:
@@ -26,27 +26,27 @@ def test_no_page_of_another_path_depth_or_request_is_ever_read() -> None:
     assert min(seen.values()) > 60, seen
 
 
-SLIDE, COUNT = WindowGroup.slide, WindowGroup.add_counts
+SLIDE, COUNT = TailGroup.slide, TailGroup.add_counts
 
 
-def _first_page(self: WindowGroup, num_tokens: int) -> int:
+def _first_page(self: TailGroup, num_tokens: int) -> int:
     return max(0, num_tokens + 2 - self.window) // self.page_size
 
 
-def _count(self: WindowGroup, ids: Any, refs: int, pins: int) -> None:
+def _count(self: TailGroup, ids: Any, refs: int, pins: int) -> None:
     COUNT(self, ids, -int(self.refs[ids].max(initial=0)) if refs < 0 else refs, pins)
 
 
-def _available(self: WindowGroup, besides: Any = ()) -> int:
+def _available(self: TailGroup, besides: Any = ()) -> int:
     return self.allocator.free_pages + int(np.count_nonzero(self.refs > 0))
 
 
-def _with_match(self: WindowGroup, besides: Any = ()) -> int:
+def _with_match(self: TailGroup, besides: Any = ()) -> int:
     may_go = (self.refs > 0) & (self.pins == 0)
     return self.allocator.free_pages + int(np.count_nonzero(may_go))
 
 
-def _slide(self: WindowGroup, row: int, num_tokens: int) -> None:
+def _slide(self: TailGroup, row: int, num_tokens: int) -> None:
     """Moves the number of the first page, and no page."""
     self.first_pages[row] = max(self.first_pages[row], self.first_page(num_tokens))
 
@@ -70,7 +70,7 @@ def _too_eager(self: Checkpoints, needs: Any) -> bool:
     return True
 
 
-def _let_go(self: WindowGroup, row: int, num_tokens: int) -> None:
+def _let_go(self: TailGroup, row: int, num_tokens: int) -> None:
     """What leaves a row is given up at once, though its device may still read it."""
     before, call = set(self.row(row).ids.tolist()), SLIDE
     call(self, row, num_tokens)
@@ -80,20 +80,20 @@ def _let_go(self: WindowGroup, row: int, num_tokens: int) -> None:
 
 
 BROKEN: dict[str, tuple[type, str, Any]] = {
-    "the window is a token short": (WindowGroup, "first_page", _first_page),
-    "a page that others have is freed": (WindowGroup, "add_counts", _count),
-    "pinned pages count as available": (WindowGroup, "available_pages", _available),
-    "what it goes on from counts as available": (WindowGroup, "available_pages", _with_match),
-    "the row does not move": (WindowGroup, "slide", _slide),
+    "the window is a token short": (TailGroup, "first_page", _first_page),
+    "a page that others have is freed": (TailGroup, "add_counts", _count),
+    "pinned pages count as available": (TailGroup, "available_pages", _available),
+    "what it goes on from counts as available": (TailGroup, "available_pages", _with_match),
+    "the row does not move": (TailGroup, "slide", _slide),
     "no page comes for those that a checkpoint has": (
-        WindowGroup, "num_replaced", lambda self, row, depth, end_pages: 0,
+        TailGroup, "num_replaced", lambda self, row, depth, end_pages: 0,
     ),
     "a lock pins nothing": (Checkpoints, "lock", _lock),
     "what is evicted keeps its pages": (Checkpoints, "_release", _release),
     "what is given back keeps its pages": (Checkpoints, "give_back", _give_back),
     "all go where some are needed": (Checkpoints, "make_room", _too_eager),
-    "what leaves a row is free at once": (WindowGroup, "slide", _let_go),
-    "a row is not closed": (WindowGroups, "free", lambda self, row: None),
+    "what leaves a row is free at once": (TailGroup, "slide", _let_go),
+    "a row is not closed": (TailGroups, "free", lambda self, row: None),
 }  # fmt: skip
 
 
@@ -128,11 +128,11 @@ def test_a_short_request_takes_no_more_pages_than_it_may_come_to_have() -> None:
     one = group(window=9, step=4, num_pages=30, shared=True)
     assert one.row_pages == 4
     for num_tokens, end_pages, wanted in [(3, 1, 1), (3, 2, 2), (3, 9, 4), (30, 8, 3), (30, 20, 4)]:
-        assert one.own_pages(WindowStart(num_tokens, end_pages), 0) == wanted
+        assert one.own_pages(GroupStart(num_tokens, end_pages), 0) == wanted
     # Behind a checkpoint, whose pages 3 and 4 it begins with, it needs what comes behind page 4.
     shared = (np.array([7, 8], np.int32),)
     for end_pages, wanted in [(5, 0), (6, 1), (7, 2), (12, 4)]:
-        assert one.own_pages(WindowStart(20, end_pages, shared), 0) == wanted
+        assert one.own_pages(GroupStart(20, end_pages, shared), 0) == wanted
 
 
 def test_mistakes_raise_and_change_nothing() -> None:
@@ -150,9 +150,9 @@ def test_mistakes_raise_and_change_nothing() -> None:
 
 
 def test_all_groups_admit_or_none() -> None:
-    specs = [WindowSpec("a", 9, 12, 4), WindowSpec("b", 5, 3, 4)]
-    groups = WindowGroups(WindowGroup(spec, 4, 3) for spec in specs)
-    start = WindowStart(20, 9)
+    specs = [GroupSpec("a", 9, 12, 4), GroupSpec("b", 5, 3, 4)]
+    groups = TailGroups(TailGroup(spec, 4, 3) for spec in specs)
+    start = GroupStart(20, 9)
     assert groups.fit(start)
     groups.open(0, start, None)
     assert not groups.fit(start)

@@ -31,7 +31,7 @@ _ALL_TOKENS: Final = 2**31  # more than a request has
 _NONE: Final = np.empty(0, np.int32)
 
 
-class WindowSpec(NamedTuple):
+class GroupSpec(NamedTuple):
     """A window group: its name, its pages, and the tokens that its layers see.
 
     `step_tokens` is the most that the engine computes of a request between two calls about it.
@@ -43,7 +43,7 @@ class WindowSpec(NamedTuple):
     step_tokens: int
 
 
-class WindowStart(NamedTuple):
+class GroupStart(NamedTuple):
     """Where a request begins in the window groups: behind `num_tokens` tokens, of `end_pages` pages
     that it may come to have. `shared`: by group, the pages of the checkpoint from which it goes
     on."""
@@ -56,7 +56,7 @@ class WindowStart(NamedTuple):
         return self.shared[number] if number < len(self.shared) else _NONE
 
 
-class WindowPages(NamedTuple):
+class GroupPages(NamedTuple):
     """What a request has in one window group: int32 `ids` of its pages from `first_page` on. The
     token at position n is slot n % page_size of page ids[n // page_size - first_page]."""
 
@@ -64,7 +64,7 @@ class WindowPages(NamedTuple):
     ids: Pages
 
 
-class WindowGroup:
+class TailGroup:
     """One window group of a worker. Owner: the scheduler's thread.
 
     `array` (int32 [max_requests, columns], C order; its memory never moves) and `first_pages` are
@@ -74,7 +74,7 @@ class WindowGroup:
     """
 
     def __init__(
-        self, spec: WindowSpec, page_size: int, num_requests: int, is_shared: bool = False
+        self, spec: GroupSpec, page_size: int, num_requests: int, is_shared: bool = False
     ) -> None:
         self.spec = spec
         self.name, self.window, num_pages, self.step_tokens = spec
@@ -108,7 +108,7 @@ class WindowGroup:
     def first_page(self, num_tokens: int) -> int:
         """Return the number of the first page that is needed behind `num_tokens` tokens.
 
-        >>> group = WindowGroup(WindowSpec("w", 9, 8, 1), page_size=4, num_requests=1)
+        >>> group = TailGroup(GroupSpec("w", 9, 8, 1), page_size=4, num_requests=1)
         >>> [group.first_page(num_tokens) for num_tokens in (0, 8, 11, 12, 16)]
         [0, 0, 0, 1, 2]
         """
@@ -116,7 +116,7 @@ class WindowGroup:
 
     # --- room -------------------------------------------------------------------------------------
 
-    def own_pages(self, start: WindowStart, number: int) -> int:
+    def own_pages(self, start: GroupStart, number: int) -> int:
         there = self.first_page(start.num_tokens) + len(start.shared_in(number))
         return max(0, min(self.row_pages, start.end_pages - there))
 
@@ -151,12 +151,12 @@ class WindowGroup:
         self._lengths[row] = len(ids)
         self._num_changes[row] += 1
 
-    def row(self, row: int) -> WindowPages:
+    def row(self, row: int) -> GroupPages:
         """Return a read-only view, valid until the row changes. Raises CallerError if not in
         use."""
         view = self.array[row, : self._length(row)]
         view.flags.writeable = False
-        return WindowPages(int(self.first_pages[row]), view)
+        return GroupPages(int(self.first_pages[row]), view)
 
     def has_row(self, row: int) -> bool:
         return 0 <= row < len(self._length_of) and self._length_of[row] != _NO_ROW
@@ -294,25 +294,25 @@ def of_window(windows: Mapping[str, T], name: str) -> T:
     return windows[name]
 
 
-def state_group(num_slots: int, num_requests: int) -> WindowGroup:
+def state_group(num_slots: int, num_requests: int) -> TailGroup:
     """Return the group of extra state: a request has one page, its slot, for any tokens."""
-    return WindowGroup(WindowSpec("state", 1, num_slots, 1), _ALL_TOKENS, num_requests)
+    return TailGroup(GroupSpec("state", 1, num_slots, 1), _ALL_TOKENS, num_requests)
 
 
-class WindowGroups(tuple[WindowGroup, ...]):
+class TailGroups(tuple[TailGroup, ...]):
     """Groups of one worker: those of windows, in the order of its layout, then the state's."""
 
     __slots__ = ()
 
-    def named(self, name: str) -> WindowGroup:
+    def named(self, name: str) -> TailGroup:
         """Return the group of this name. Raises CallerError if there is none."""
         return of_window({group.name: group for group in self}, name)
 
-    def fit(self, start: WindowStart) -> bool:
+    def fit(self, start: GroupStart) -> bool:
         """Return whether all groups have room; what the request shares could not be given up."""
         return self.short_of(start) is None
 
-    def short_of(self, start: WindowStart) -> WindowGroup | None:
+    def short_of(self, start: GroupStart) -> TailGroup | None:
         """Return the first group without room; None if all have room."""
         for number, group in enumerate(self):
             available = group.available_pages(start.shared_in(number))
@@ -321,7 +321,7 @@ class WindowGroups(tuple[WindowGroup, ...]):
         return None
 
     def open(
-        self, row: int, start: WindowStart, make_room: Callable[[Sequence[int]], object] | None
+        self, row: int, start: GroupStart, make_room: Callable[[Sequence[int]], object] | None
     ) -> None:
         """Give a request that fits its row in each group; `make_room` has checkpoints give up what
         is needed. Where it raises, `free` takes back what there is."""
@@ -340,7 +340,7 @@ class WindowGroups(tuple[WindowGroup, ...]):
         return total
 
     def num_replaced(self, row: int, depth: int, end_pages: int) -> list[int] | None:
-        """By group `WindowGroup.num_replaced`; None where the row has moved on, or too few pages
+        """By group `TailGroup.num_replaced`; None where the row has moved on, or too few pages
         are available."""
         if any(one.row(row).first_page > one.first_page(depth * one.page_size) for one in self):
             return None
@@ -358,7 +358,7 @@ class WindowGroups(tuple[WindowGroup, ...]):
         return any(g.allocator.free_pages < need for g, need in zip(self, needs, strict=False))
 
     def share(self, row: int, depth: int, end_pages: int) -> tuple[Pages, ...]:
-        """`WindowGroup.share` in each group, of which enough pages are free."""
+        """`TailGroup.share` in each group, of which enough pages are free."""
         return tuple(group.share(row, depth, end_pages) for group in self)
 
     def promised(self, row: int, end_page: int) -> tuple[bytes, ...]:
@@ -370,7 +370,7 @@ class WindowGroups(tuple[WindowGroup, ...]):
         return tuple(found)
 
     def slide(self, row: int, num_tokens: int) -> None:
-        """`WindowGroup.slide` in each group."""
+        """`TailGroup.slide` in each group."""
         for group in self:
             group.slide(row, num_tokens)
 
