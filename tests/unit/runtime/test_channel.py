@@ -138,38 +138,6 @@ def test_a_socket_that_is_not_read_holds_few_frames_and_loses_none(ends: Ends) -
     )
 
 
-@pytest.mark.parametrize("side", ["router", "dealer"])
-def test_a_socket_is_asked_whether_it_is_empty_and_no_exception_says_so(
-    ends: Ends, side: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Behind the first message of a poll: an exception costs three times as much."""
-    router = ends.router()
-    dealer = ends.dealer(router.endpoint)
-    dealer.send(router.endpoint, b"first")
-    ((route, _, _),) = polled(router)
-    channel = router if side == "router" else dealer
-    sock = router._sock if side == "router" else dealer._lines[router.endpoint].sock
-    receive, raised = type(sock).recv_multipart, [0]
-
-    def received(*args: Any, **options: Any) -> Any:
-        try:
-            return receive(*args, **options)
-        except zmq.Again:
-            raised[0] += args[0] is sock  # not a monitor
-            raise
-
-    monkeypatch.setattr(type(sock), "recv_multipart", received)
-    for _ in range(9):
-        router.send(route, b"back") if side == "dealer" else dealer.send(router.endpoint, b"on")
-    frames, deadline_s = 0, time.monotonic() + PATIENCE_S
-    while frames < 9 and time.monotonic() < deadline_s:
-        before = raised[0]
-        if found := [got for got in channel.poll(0.02) if isinstance(got, FrameReceived)]:
-            frames += len(found)
-            assert raised[0] == before
-    assert frames == 9
-
-
 def news(dealer: DealerChannel, patience_s: float = PATIENCE_S) -> Any:
     """The next thing that it tells of a connection."""
     return next(iter(heard(dealer, Reached | Unreached | ConnectFailed, 1, patience_s)), None)

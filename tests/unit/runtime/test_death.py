@@ -119,17 +119,6 @@ def test_what_could_not_be_ended_is_held_until_the_process_ends() -> None:
     assert not is_dead(msgspec.structs.replace(held.life, began=0))
 
 
-@pytest.mark.parametrize(
-    "odd", [{"pid": 0}, {"pid": 2**64 - 1}, {"began": 2**64 - 1}, {"holder": "x\0" * 64},
-            {"holder": "\N{SNOWMAN}" * 64}, {"boot": ""}],
-    ids=str,
-)  # fmt: skip
-def test_a_life_that_cannot_be_is_never_an_error(odd: dict[str, object]) -> None:
-    held = HeldLife()
-    assert not is_dead(msgspec.structs.replace(held.life, **odd))
-    held.close()
-
-
 @pytest.mark.parametrize("mounts", [True, False], ids=["its own /proc", "the /proc of others"])
 def test_a_process_of_another_pid_namespace(mounts: bool) -> None:
     """It is not dead to us, dead or alive; and where it sees the pids of others, it says nothing of

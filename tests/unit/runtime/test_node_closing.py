@@ -22,7 +22,6 @@ from prefixkv.config import (
     TransportConfig,
 )
 from prefixkv.errors import (
-    AdmissionTimeoutError,
     ClosedError,
     ConfigError,
     DrainingError,
@@ -244,22 +243,6 @@ def test_drain_waits_but_not_while_the_engine_has_something_to_do(pair: NodePair
     proceed()
     pair.until(lambda: {"big", "r"} <= set(pair.d.ended))
     pair.until(lambda: pair.decode.drain(timeout_s=0.01))
-
-
-def test_a_request_that_waits_too_long_for_pages_fails_on_both_sides(
-    clock: SkippableClock, make_pair: MakePair
-) -> None:
-    pair = make_pair(decode={"waiting_timeout_s": 60.0})
-    proceed = queued(pair)
-    assert not pair.decode.wait(0.0)
-    clock.skip(61.0, [pair.decode, pair.prefill])
-    assert pair.decode.wait(None), "the deadline wakes whoever waits for news"
-    pair.until(lambda: "r" in pair.d.ended and "r" in pair.p.failed)
-    assert isinstance(pair.d.ended["r"], AdmissionTimeoutError)
-    assert "decode: request 'r' waited" in str(pair.p.failed["r"])
-    proceed()
-    pair.run("big")
-    assert pair.d.ended["big"] is None
 
 
 # --- forked ---------------------------------------------------------------------------------------

@@ -8,10 +8,7 @@ import select
 import numpy as np
 import pytest
 
-from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.errors import TransferError
-from prefixkv.memory.mesh import Mesh
-from tests.support.mesh_workers import MeshPair
 from tests.support.node_pair import NodePair, tokens_of
 from tests.unit.runtime.conftest import MakePair
 
@@ -76,37 +73,6 @@ def test_the_engine_sleeps_while_one_waits_and_wakes_when_the_prefix_is_there(
         pair.p.chunks[req.rid] = 0
     pair.p.hold = False
     pair.run(*RIDS)
-
-
-def test_several_ranks_compute_a_burst_once_and_what_the_limit_left_is_news() -> None:
-    meshes = Mesh(num_layers=2, num_kv_heads=2, tp_size=2), Mesh(num_layers=2, num_kv_heads=2)
-    system = tokens_of(1, SYSTEM_TOKENS)
-    config = PrefillConfig(follow_s=600.0)
-    with MeshPair(*meshes, prefill_config=config, decode_config=DecodeConfig()) as pair:
-        for at, rid in enumerate(RIDS):
-            pair.submit(rid, np.concatenate([system, tokens_of(100 + at, 7)]), room=at)
-        pair.until(lambda: len(pair.arrived) == len(RIDS))
-        assert pair.mismatches == 0
-        stats = pair.prefill.stats()
-        most = SYSTEM_TOKENS + len(RIDS) * SUFFIX_TOKENS
-        assert stats["prompt_tokens"] - stats["hit_tokens"] == most
-        for rid in RIDS:
-            pair.finish(rid)
-        for at in range(2):
-            pair.submit(f"n{at}", tokens_of(200 + at, 9), room=100 + at)
-        popped: list[str] = []
-        while len(popped) < 2:
-            pair.decode.pop_preallocated()
-            popped += [req.rid for req in pair.prefill.pop_bootstrapped(limit=0)]
-            if len(pair.prefill.bootstrapped) == 2 or popped:
-                assert pair.prefill.wait(0.0)
-                popped += [req.rid for req in pair.prefill.pop_bootstrapped(limit=1)]
-        for rid in popped:
-            pair.computing[rid] = 0
-        pair.until(lambda: len(pair.arrived) == 2)
-        for rid in popped:
-            pair.finish(rid)
-        pair.until(pair.at_rest)
 
 
 # --- sent once ------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from prefixkv.errors import CallerError, CapacityError, RequestError, shown
 from prefixkv.prefill.request import PrefillState
 from prefixkv.request import Request
 from tests.support.junk import JUNK, Broken, OwnError
-from tests.support.node_pair import left, make_pool, scheduling, tokens_of
+from tests.support.node_pair import NodePair, left, make_pool, scheduling, tokens_of
 from tests.support.patience import PATIENCE_S, until
 from tests.support.picture import picture
 
@@ -203,7 +203,7 @@ _ODD = st.builds(_Odd, st.integers(0, 11))
 
 # These take nothing, or end the story.
 _WITHOUT_ARGUMENTS = {
-    "audit", "awaited_ranks", "close", "fileno", "lost_peers", "peers", "stats",
+    "audit", "awaited_ranks", "close", "figures", "fileno", "lost_peers", "peers", "stats",
 }  # fmt: skip
 # Any function is a listener: what one raises is its own.
 # Calls of the control plane and of audits: an engine makes none of them.
@@ -321,3 +321,32 @@ def test_a_chunk_with_a_wrong_argument_is_not_begun(story: Story, wrong: dict[st
         )
     assert before.is_unchanged_in(story.moment())
     story.finish()
+
+
+def test_a_request_of_another_node_is_refused_by_name(story: Story) -> None:
+    """Also one that has ended there: of its own a node takes it, and does nothing."""
+    decode, prefill = story.decode, story.prefill
+    with (
+        PrefillNode(make_pool(), PrefillConfig(control=PATIENT)) as prefills,
+        DecodeNode(make_pool(), DecodeConfig(control=PATIENT)) as decodes,
+    ):
+        pair = NodePair(decodes, prefills)
+        pair.p.hold = True
+        theirs = pair.submit("r", tokens_of(1, 21))
+        pair.until(lambda: "r" in pair.p.computing)
+        computing = prefills.requests["r"]
+        for is_over in (False, True):
+            if is_over:
+                decodes.abort("r")
+                pair.until(lambda: "r" in pair.d.ended and "r" in pair.p.failed)
+            before = story.moment()
+            for call in (
+                lambda: decode.append_many([theirs], [7]),
+                lambda: decode.reserve_many([theirs], 1),
+                lambda: decode.finish(theirs),
+                lambda: prefill.send_chunk(computing, 21, last=True),
+            ):
+                with pytest.raises(RequestError, match="'r' is another node's"):
+                    call()
+            assert before.is_unchanged_in(story.moment())
+        assert prefills.send_chunk(computing, 21) == 0

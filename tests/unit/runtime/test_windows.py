@@ -4,7 +4,6 @@ hits count full pages alone, prefill goes on from its checkpoints, and nothing i
 from __future__ import annotations
 
 import random
-import re
 from typing import Any
 
 import pytest
@@ -27,11 +26,11 @@ from prefixkv.memory.kv_pool import KVPool, PoolGroup
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateTensor
 from prefixkv.memory.state_pool import StatePool
-from prefixkv.request import Request
 from prefixkv.transfer import DecodeTransfers, KVPoll, PrefillTransfers
 from tests.support.patience import until
 from tests.support.window_engine import WindowPair
 from tests.unit.runtime.conftest import QUICK
+from tests.unit.runtime.test_rank_spec import grouped
 
 QUICKLY: dict[str, Any] = {
     "decode_config": DecodeConfig(reserve_tokens=0, control=QUICK),
@@ -185,48 +184,6 @@ def test_a_chunk_waits_on_every_rank_until_it_is_computed() -> None:
         assert sides[0].bytes_sent == sides[1].bytes_sent > 0
         pair.prefill.audit()
         pair.at_rest()
-
-
-def grouped(window: int = 10, heads: int = 2, name: str = "sliding", **sizes: Any) -> KVPool:
-    of = {"num_pages": 8, "page_size": 4, "num_layers": 1, "num_kv_heads": 1, "head_dim": 8}
-    full = KVPool.create(**(of | sizes))
-    last = KVPool.create(**(of | sizes | {"num_kv_heads": heads, "num_pages": 12}))
-    return full.with_groups(PoolGroup(name, last, window, 4))
-
-
-@pytest.mark.parametrize(
-    ("theirs", "field"),
-    [
-        ({"window": 9}, r"groups\[0\]\.window"),
-        ({"heads": 4}, r"groups\[0\]\.num_kv_heads"),
-        ({"name": "other"}, r"groups\[0\]\.name"),
-        ({"window": 0, "num_pages": 12}, r"groups\[0\]\.window"),
-        ({"page_size": 8}, "page_size"),
-        (None, r"groups\[0\]"),
-    ],
-)
-@pytest.mark.parametrize("turned", [False, True])
-def test_workers_of_other_groups_refuse_each_other_by_name(
-    theirs: dict[str, Any] | None, field: str, turned: bool
-) -> None:
-    other = grouped(**theirs) if theirs is not None else KVPool.create(8, 4, 1, 1, 8)
-    pools = (other, grouped()) if turned else (grouped(), other)
-    with (
-        PrefillNode(pools[0], PrefillConfig(control=QUICK)) as prefill,
-        DecodeNode(pools[1], DecodeConfig(reserve_tokens=0, control=QUICK)) as decode,
-    ):
-        request = Request("r", [1, 2, 3], 2, room=1, prefill=prefill.endpoint, decode="decode-0")
-        prefill.add(request)
-        req = decode.add(request)
-
-        def step() -> None:
-            prefill.pop_bootstrapped()
-            decode.pop_preallocated()
-            decode.pop_failed()
-
-        until(lambda: req.state.ended, step=step)
-        assert req.error is not None
-        assert re.search(field, str(req.error)), req.error
 
 
 STATE = StateTensor("s", 0, 1, (1,))
