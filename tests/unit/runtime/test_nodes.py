@@ -10,12 +10,12 @@ import pytest
 
 from prefixkv import DecodeNode
 from prefixkv.config import DecodeConfig
+from prefixkv.conformance.hashing import PrefixHasher
 from prefixkv.errors import (
     PromptMismatchError,
 )
 from prefixkv.protocol.ids import PeerId
 from prefixkv.request import Request
-from prefixkv.testing.hashing import PrefixHasher
 from tests.support.node_pair import (
     DecodeDriver,
     NodePair,
