@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
-from prefixkv.config import ControlConfig, Way
+from prefixkv.config import Way
 from prefixkv.control.effects import (
     AddPeer,
     AgentDestroyed,
@@ -45,10 +45,9 @@ from prefixkv.control.effects import (
 from prefixkv.control.inbox import ControlInbox
 from prefixkv.errors import ClosedError, ConfigError
 from prefixkv.protocol.events import HostCopyDone, RoomEvent
-from prefixkv.protocol.ids import PeerId
-from prefixkv.protocol.messages import ProcessLife
 from prefixkv.runtime.channel import DealerChannel, RouterChannel
 from prefixkv.runtime.logs import PeerLog
+from prefixkv.runtime.prover import Prover
 from prefixkv.transport.base import Settled, Sink, WriteJob
 from prefixkv.transport.transports import Transports
 from prefixkv.wakeups import Inbox
@@ -63,30 +62,6 @@ Effect = DecodeEffect | PrefillEffect
 Command = TypeVar("Command")
 Control: TypeAlias = ControlInbox[Any, Any]  # DecodeControl or PrefillControl
 Channel: TypeAlias = DealerChannel | RouterChannel
-
-
-class Prover:
-    """Where nothing proves deaths: the fence of a peer is the caller's word alone.
-
-    A part that looks at processes overrides these; `Transfers.prover` makes it.
-    """
-
-    def __init__(
-        self, name: str, timing: ControlConfig, is_written_to: bool, tell: Callable[[PeerId], None]
-    ) -> None:
-        """`tell` takes each peer that is dead and has nothing on its way here. `is_written_to`:
-        peers write into memory of this process."""
-
-    @property
-    def life(self) -> ProcessLife | None:
-        """Identity of this process for Hello, None if it is not said."""
-        return None
-
-    def submit(self, peer: PeerId, life: ProcessLife) -> None:
-        """Have a peer's process looked at soon. No-op while that is under way."""
-
-    def close(self, *, ended: bool = True) -> None:
-        """Let the identity go, if writes have `ended`. Idempotent."""
 
 
 class ControlFailed(NamedTuple):

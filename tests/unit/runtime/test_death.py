@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import msgspec
 import pytest
@@ -59,6 +60,7 @@ def read_life(child: subprocess.Popen[bytes]) -> tuple[ProcessLife, int | None]:
     return msgspec.json.decode(line, type=tuple[ProcessLife, int | None])
 
 
+@cache
 def a_dead_life() -> ProcessLife:
     """Of a process that has ended and was waited for."""
     with process(CHILD) as child:

@@ -3,8 +3,6 @@ are woken, and it is sent once, whatever becomes of the first."""
 
 from __future__ import annotations
 
-import select
-
 import numpy as np
 import pytest
 
@@ -46,33 +44,6 @@ def test_a_burst_is_computed_once(pair: NodePair) -> None:
     assert all(pair.d.ended[rid] is None for rid in RIDS)
     assert computed(pair) == SYSTEM_TOKENS + len(RIDS) * SUFFIX_TOKENS
     assert pair.prefill.stats()["overtaken"] == 0
-
-
-def test_the_engine_sleeps_while_one_waits_and_wakes_when_the_prefix_is_there(
-    pair: NodePair,
-) -> None:
-    node = pair.prefill
-    node.pop_bootstrapped()
-    poller = select.poll()
-    poller.register(node.fileno(), select.POLLIN)
-    first = pair.p.computing["r0"]
-    while node.wait(0.0) or poller.poll(0):  # heartbeats and the like
-        node.pop_bootstrapped()
-    for _ in range(SYSTEM_TOKENS // pair.p.chunk):
-        pair.p.compute(first)
-    assert poller.poll(0)
-    assert node.wait(0.0)
-    ready = node.pop_bootstrapped(limit=3)
-    assert [req.prefix_len for req in ready] == [SYSTEM_TOKENS] * 3
-    assert node.wait(0.0), "there is more"
-    assert poller.poll(0)
-    rest = node.pop_bootstrapped()
-    assert len(rest) == len(RIDS) - 4
-    for req in [*ready, *rest]:
-        pair.p.computing[req.rid], pair.p.computed[req.rid] = req, req.prefix_len
-        pair.p.chunks[req.rid] = 0
-    pair.p.hold = False
-    pair.run(*RIDS)
 
 
 # --- sent once ------------------------------------------------------------------------------------

@@ -8,8 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from prefixkv import DecodeNode
-from prefixkv.config import DecodeConfig
 from prefixkv.conformance.hashing import PrefixHasher
 from prefixkv.errors import (
     PromptMismatchError,
@@ -17,10 +15,8 @@ from prefixkv.errors import (
 from prefixkv.protocol.ids import PeerId
 from prefixkv.request import Request
 from tests.support.node_pair import (
-    DecodeDriver,
     NodePair,
     first_token,
-    make_pool,
     tokens_of,
 )
 from tests.support.node_stages import Gate
@@ -134,17 +130,6 @@ def test_many_at_once_in_a_small_pool(make_pair: MakePair) -> None:
         for token in pair.d.outputs[rid]:
             assert token == first_token(tokens)
             tokens = np.append(tokens, np.int32(token))
-
-
-def test_with_the_cache_off_nothing_is_matched_or_kept(make_pair: MakePair) -> None:
-    pair = make_pair(decode={"cache": False})
-    for rid in ("one", "two"):
-        pair.submit(rid, tokens_of(1, 16), max_new_tokens=1)
-        pair.run(rid)
-        assert pair.d.prefix_lens[rid] == [0]
-    stats = pair.decode.stats()
-    assert (stats["pages_cached"], stats["pages_free"]) == (0, 64)
-    assert sent_bytes(pair) == page_bytes(pair, 8)
 
 
 # --- the payload ----------------------------------------------------------------------------------
@@ -291,22 +276,3 @@ def test_another_prompt_fails_on_both_sides_and_its_pages_are_free_at_once(
     stats = pair.decode.stats()
     assert stats["pages_held"] == stats["pages_owned"] == 0
     assert sent_bytes(pair) == 0
-
-
-def test_two_decode_nodes_may_count_their_rooms_alike(pair: NodePair) -> None:
-    config = DecodeConfig(name="decode-1", control=QUICK)
-    with DecodeNode(make_pool(), config) as other:
-        driver = DecodeDriver(other, lambda *ask: pair.p.add(*ask, decode="decode-1"))
-        for room in range(5):
-            pair.submit(f"a{room}", tokens_of(room, 20), room=room)
-            driver.submit(f"b{room}", tokens_of(100 + room, 20), pair.prefill.endpoint, room=room)
-
-        def ended() -> bool:
-            driver.step()
-            return len(driver.ended) == len(pair.d.ended) == 5
-
-        pair.until(ended)
-        for d in (driver, pair.d):
-            assert set(d.ended.values()) == {None}
-            assert (d.mismatches, d.wrong_aux) == (0, 0)
-        until(lambda: driver.step() or other.drain())
