@@ -179,7 +179,7 @@ class ControlThread(Generic[Command]):
                 self._carry_out(effects)
                 raised = [effect.error for effect in effects if isinstance(effect, Raised)]
                 self._close_error = next(iter(raised), None)
-            self._log_news(time.monotonic())
+            self._log(self._peer_log.write, self.control.news.take(), time.monotonic())
         except Exception as error:
             self._close_error = self._close_error or error
         # 3. The sockets last, with time for the farewell to leave.
@@ -206,10 +206,7 @@ class ControlThread(Generic[Command]):
                 if self.num_errors > before:  # it may be due at once again
                     time.sleep(_RETRY_PAUSE_S)
         finally:
-            self._log_news(now_s)
-
-    def _log_news(self, now_s: float) -> None:
-        self._log(self._peer_log.write, self.control.news.take(), now_s)
+            self._log(self._peer_log.write, self.control.news.take(), now_s)
 
     def _log_error(self, error: Exception, text: str, *args: object) -> None:
         self._log(partial(_log.error, exc_info=error), text, *args)
@@ -279,15 +276,11 @@ class ControlThread(Generic[Command]):
                 if self._copies is not None:
                     self._copies.remove_peer(effect.peer)
             case Connect():
-                self._connect(effect.address)
+                try:
+                    cast(DealerChannel, self.channel).connect(effect.address)
+                except ConfigError as error:  # at once, since rooms wait for the address
+                    self._take(ConnectFailed(effect.address, error), time.monotonic())
             case Disconnect():
                 cast(DealerChannel, self.channel).disconnect(effect.address)
             case _:  # the copies' own
                 self._copies.do(effect)
-
-    def _connect(self, address: str) -> None:
-        """A failure is an input at once, since rooms wait for the address."""
-        try:
-            cast(DealerChannel, self.channel).connect(address)
-        except ConfigError as error:
-            self._take(ConnectFailed(address, error), time.monotonic())

@@ -185,14 +185,20 @@ class Transfers(OneThread, Generic[C, E]):
     def take_events(self) -> list[E]:
         """Return the events since the last call, in order: what became of rooms. Raises
         InternalError for an exception in the control thread; the events come next time."""
-        events, error = self.take_raw()
-        # Kept before the error is raised: an event that is lost would leave a room open here.
-        self._undelivered += events
-        if error is not None:
+        self.check_open()
+        queue, failed = self.thread.events, None
+        # Without a system call in the usual case. Drained to the end even after an error, which is
+        # raised once all events are safe: one that is lost would leave a room open here.
+        for event in queue.drain() if queue.pending else ():
+            if isinstance(event, ControlFailed):
+                failed = failed or event.error
+            else:  # a side's control object says only its own events
+                self._undelivered.append(cast(E, event))
+        if failed is not None:
             # The inbox is empty by now, and a poller has to come back for what is kept.
             if self._undelivered:
                 self.notify()
-            raise InternalError(f"in the control thread: {error!r}") from error
+            raise InternalError(f"in the control thread: {failed!r}") from failed
         events, self._undelivered = self._undelivered, []
         for event in events:
             self._follow_event(event)
@@ -215,24 +221,6 @@ class Transfers(OneThread, Generic[C, E]):
 
     def _follow_event(self, event: E) -> None:
         """Follow an event that the engine is about to get: a room that it opened may be over."""
-
-    def take_raw(self) -> tuple[list[E], Exception | None]:
-        """Return the events since the last call, and the first error of the control thread, for a
-        node, which knows its rooms itself."""
-        self.check_open()
-        queue = self.thread.events
-        # The usual case, without a system call.
-        if not queue.pending:
-            return [], None
-        events: list[E] = []
-        failed: Exception | None = None
-        # Drained to the end even after an error, which is raised once all events are safe.
-        for event in queue.drain():
-            if isinstance(event, ControlFailed):
-                failed = failed or event.error
-            else:
-                events.append(cast(E, event))  # a side's control object says only its own events
-        return events, failed
 
     @property
     def pending(self) -> bool:
@@ -302,6 +290,15 @@ class OfTransfers(OneThread):
     """The base of nodes and of ranks above 0: what they say of their transfer side."""
 
     transfers: Transfers[Any, Any]
+
+    def fileno(self) -> int:
+        """A descriptor that is readable while there may be news: on a node, while a `pop_*` may
+        have something. Any thread may ask.
+
+        Now and then it is readable once more when all has been popped already. It does not become
+        readable when a request has waited too long: call `pop_preallocated` from time to time.
+        """
+        return self.transfers.fileno()
 
     @property
     def num_rooms(self) -> int:

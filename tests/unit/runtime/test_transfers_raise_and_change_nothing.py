@@ -130,7 +130,7 @@ def calls(pair: Pair) -> dict[str, tuple[Any, list[Any], dict[str, Any]]]:
 # These take nothing, or a node's commands.
 _WITHOUT_ARGUMENTS = {
     "check_open", "close", "fileno", "lost_peers", "notify",
-    "peers", "stats", "submit", "take_events", "take_raw",
+    "peers", "stats", "submit", "take_events",
 }  # fmt: skip
 
 
