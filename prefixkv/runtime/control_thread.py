@@ -15,12 +15,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
-from prefixkv.config import Way
 from prefixkv.control.effects import (
     AddPeer,
     AgentDestroyed,
@@ -28,7 +27,6 @@ from prefixkv.control.effects import (
     Common,
     Connect,
     ConnectFailed,
-    CopyDone,
     DecodeEffect,
     Disconnect,
     Examine,
@@ -48,7 +46,7 @@ from prefixkv.protocol.events import HostCopyDone, RoomEvent
 from prefixkv.runtime.channel import DealerChannel, RouterChannel
 from prefixkv.runtime.logs import PeerLog
 from prefixkv.runtime.prover import Prover
-from prefixkv.transport.base import Settled, Sink, WriteJob
+from prefixkv.transport.base import Settled, WriteJob
 from prefixkv.transport.transports import Transports
 from prefixkv.wakeups import Inbox
 
@@ -74,26 +72,13 @@ class ControlThread(Generic[Command]):
     """The thread with its inboxes. Created by the scheduler's thread, which calls `submit`,
     `events` and `close`.
 
-    The parts are created here, one after the other, since each needs the one before: transports
-    report to the inbox, the control object says in its Hello how to reach them, the
-    channel wakes with the inbox. If one raises, all that was created is closed again.
+    The parts are made here by the transfer side, one after the other, since each needs the one
+    before: transports report to the inbox, the control object says in its Hello how to reach them,
+    the channel wakes with the inbox. If one raises, all that was made is closed again.
     """
 
-    def __init__(
-        self,
-        name: str,
-        transports: Callable[[Sink], Transports],
-        control: Callable[[Mapping[Way, bytes]], Control],
-        channel: Callable[[int], Channel],
-        copies: Callable[[Callable[[CopyDone], None]], Any],
-        prover: Prover,
-    ) -> None:
-        """Create transports, control object, copies and sockets, and start the thread.
-
-        `transports` is given where events go, `control` the transports' offers, `channel` a
-        descriptor that wakes its sockets, `copies` where their ends are reported. `prover` looks at
-        processes; it is closed here, also if this raises.
-        """
+    def __init__(self, name: str, side: Any) -> None:
+        """Have the parts made by `side`, a Transfers, and start the thread."""
         self.num_errors = 0  # exceptions handed to the scheduler's thread
         self.num_log_errors = 0  # what log handlers have raised
         self._peer_log = PeerLog(name)
@@ -102,23 +87,24 @@ class ControlThread(Generic[Command]):
         self._pid = os.getpid()  # a fork of this process must not close what its parent uses
         self._close_error: Exception | None = None
         with ExitStack() as undo:
-            self._prover = prover
-            undo.callback(prover.close)
+            # A transport writes to addresses. The side holds the memory, which so lives as long as
+            # the thread, even if the node is dropped.
+            self._side = side
+            # It says which process this is, so it comes before the control object.
+            self._prover: Prover = side._make_prover()
+            undo.callback(self._prover.close)
             self.inbox: Inbox[Command | Common | None] = Inbox()
             undo.callback(self.inbox.close)
             # The threads that copy to and from host memory put theirs there as well.
             self.events: Inbox[RoomEvent | ControlFailed | HostCopyDone] = Inbox()
             undo.callback(self.events.close)
-            # A transport writes to addresses. What made it holds the memory, which so lives as long
-            # as the thread, even if the node is dropped.
-            self._made_of = transports
-            self.transports = transports(self.inbox.put)
+            self.transports: Transports = side._make_transports(self.inbox.put)
             undo.callback(self.transports.close)
-            self.control: Control = control(self.transports.offers)
-            self._copies = copies(self.inbox.put)
+            self.control: Control = side._make_control(self.transports.offers, self._prover.life)
+            self._copies = side._make_copies(self.inbox.put)
             if self._copies is not None:
                 undo.callback(self._copies.close)
-            self.channel: Channel = channel(self.inbox.fd)
+            self.channel: Channel = side._make_channel(self.inbox.fd)
             undo.callback(self.channel.close)
             self._thread = threading.Thread(
                 target=self._run, name=f"prefixkv-control-{name}", daemon=True

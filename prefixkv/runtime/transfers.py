@@ -80,6 +80,7 @@ class Transfers(OneThread, Generic[C, E]):
 
     prover: ClassVar[type[Prover]] = Prover
 
+    _is_written_to: ClassVar[bool]  # by peers
     peer_id: PeerId
     thread: ControlThread[C]
 
@@ -117,31 +118,23 @@ class Transfers(OneThread, Generic[C, E]):
         self._undelivered: list[E] = []
         self._closed = False
 
-    def _start(
-        self,
-        control: Callable[[Mapping[Way, bytes], ProcessLife | None], Control],
-        channel: Callable[[int], Channel],
-        is_written_to: bool,
-    ) -> None:
-        """Start the control thread. `control` gets the transports' offers and what is said of this
-        process, `channel` the descriptor that wakes it."""
-        # Before the thread, which closes it, and before the control object, which says what it
-        # holds.
-        prover = self.prover(self._name, self._control, is_written_to, self._proved)
-        self.thread = ControlThread(
-            self._name,
-            self._transports,
-            lambda offers: control(offers, prover.life),
-            channel,
-            self._copies,
-            prover,
-        )
+    # --- the parts of the control thread, which has them made -------------------------------------
+
+    def _make_prover(self) -> Prover:
+        return self.prover(self._name, self._control, self._is_written_to, self._proved)
+
+    def _make_control(self, offers: Mapping[Way, bytes], life: ProcessLife | None) -> Control:
+        """`offers`: the transports'; `life`: what is said of this process."""
+        raise NotImplementedError
+
+    def _make_channel(self, wake_fd: int) -> Channel:
+        raise NotImplementedError
 
     @property
     def _area(self) -> StagingArea | None:
         return None if self._buffer is None else self._buffer.area
 
-    def _transports(self, sink: Sink) -> Transports:
+    def _make_transports(self, sink: Sink) -> Transports:
         memory = RankMemory(self._layout, self._area, self._spec.state_layout)
         what = self.peer_id, memory, sink, self._transport
         if self._make is None:
@@ -149,7 +142,7 @@ class Transfers(OneThread, Generic[C, E]):
         way: Way = "shm" if self._transport.backend == "shm" else "nixl"
         return Transports({way: self._make(*what)})
 
-    def _copies(self, sink: Callable[[CopyDone], None]) -> Any:
+    def _make_copies(self, sink: Callable[[CopyDone], None]) -> Any:
         """None where nothing is staged."""
         if self._buffer is None:
             return None
