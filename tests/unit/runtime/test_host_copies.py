@@ -319,12 +319,6 @@ def test_close_waits_for_what_runs_and_ends_the_rest(worlds: Worlds) -> None:
         world.copies.submit(load(6, pages(0), pages(0)))
 
 
-def test_an_order_of_unequal_or_no_pages_is_refused(world: World) -> None:
-    for host, device in ((pages(0, 1), pages(0)), (pages(), pages())):
-        with pytest.raises(PageStateError, match="order 1 has"):
-            world.copies.submit(load(1, host, device))
-
-
 def test_threads_that_have_started_end_where_another_cannot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

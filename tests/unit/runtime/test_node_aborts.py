@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 
 from prefixkv.errors import AbortedError, TransferError
-from tests.support.node_pair import NodePair, asked_for, tokens_of
+from tests.support.node_pair import NodePair, tokens_of
 from tests.support.node_stages import (
     STAGES,
     Proceed,
@@ -75,31 +74,3 @@ def test_what_was_not_posted_yet_is_not_waited_for(pair: NodePair, side: str) ->
     getattr(pair, side).abort("r")
     pair.until(lambda: "r" in pair.d.ended)
     pair.settle()
-
-
-def test_aborts_of_both_sides_at_once(pair: NodePair) -> None:
-    """A storm of both, at whatever moment; each request ends once on each side, and the rest is
-    whole."""
-    rng = np.random.default_rng(3)
-    rids = [f"r{i}" for i in range(60)]
-    for i, rid in enumerate(rids):
-        pair.submit(rid, tokens_of(i % 7, int(rng.integers(4, 60))), max_new_tokens=2)
-        for _ in range(int(rng.integers(3))):
-            pair.step()
-        victim = rids[int(rng.integers(max(0, i - 4), i + 1))]
-        if rng.random() < 0.5:
-            (pair.decode if rng.random() < 0.5 else pair.prefill).abort(victim)
-    pair.until(lambda: len(pair.d.ended) == len(rids))
-    for rid in pair.prefill.requests.copy():
-        if (
-            pair.d.ended[rid.partition(".")[0]] is not None
-        ):  # decode ended it before prefill had ever heard of it
-            pair.prefill.abort(rid)
-    pair.settle()
-    finished = [rid for rid, error in pair.d.ended.items() if error is None]
-    assert len(finished) > 10
-    assert len(finished) < 55
-    assert set(finished) <= asked_for(
-        pair.p.sent
-    )  # some at the second attempt, when what they shared was aborted
-    assert sorted([*pair.p.sent, *pair.p.failed]) == sorted(pair.p.added)

@@ -154,28 +154,20 @@ def test_scrapes_from_another_thread_while_requests_run(pair: NodePair) -> None:
     """None fails, counters never fall, and what runs does not notice."""
     seen: list[float] = []
     failures: list[BaseException] = []
-    done = threading.Event()
+    done, name = threading.Event(), pair.decode.peer_id.name
 
     def scrape_on() -> None:
         try:
             while not done.is_set():
                 scrape = Scrape(pair)
-                seen.append(
-                    sum(
-                        scrape.get("decode", "prompt_tokens_total", **labels)
-                        for labels in namespaces(scrape)
-                    )
-                )
+                labels = [
+                    one for one in scrape.labels("prompt_tokens_total") if one["node"] == name
+                ]
+                names = [one["namespace"] for one in labels]
+                get = scrape.get
+                seen.append(sum(get("decode", "prompt_tokens_total", namespace=n) for n in names))
         except BaseException as error:
             failures.append(error)
-
-    def namespaces(scrape: Scrape) -> list[dict[str, str]]:
-        own = [
-            label
-            for label in scrape.labels("prompt_tokens_total")
-            if label["node"] == pair.decode.peer_id.name
-        ]
-        return [{"namespace": label["namespace"]} for label in own]
 
     scraper = threading.Thread(target=scrape_on)
     scraper.start()

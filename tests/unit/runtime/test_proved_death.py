@@ -17,7 +17,7 @@ from tests.support.node_pair import (
     left,
 )
 from tests.support.node_process import NodeProcess
-from tests.support.patience import NEVER_S, SkippableClock
+from tests.support.patience import SkippableClock
 from tests.unit.runtime.test_processes import WithPrefillChild
 
 pytestmark = pytest.mark.usefixtures("_any_wire")
@@ -67,25 +67,6 @@ def test_prefill_is_killed(
     there.run("again", 4)
     there.check_at_rest()
     assert there.node.stats()["peers_proved_dead"] == 1
-
-
-@pytest.mark.slow
-def test_a_prefill_that_stands_still_is_looked_at_and_never_fenced(
-    start: Start, stack: ExitStack, clock: SkippableClock, verdicts: list[bool]
-) -> None:
-    there = WithPrefillChild(start, stack)
-    there.submit("r", 1, 1, "stop")
-    there.until(lambda: there.child.stopped)
-    for _ in range(3):
-        there.until_silence_shows(clock, looked_again(verdicts))
-    assert not any(verdicts)
-    assert there.node.stats()["peers_proved_dead"] == 0
-    assert there.node.stats()["pages_quarantined"] == 32
-    there.child.resume()
-    there.child.call("skip", NEVER_S)
-    there.until(lambda: not left(there.node))
-    there.run("again", 2)
-    there.check_at_rest()
 
 
 @contextmanager

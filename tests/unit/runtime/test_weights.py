@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from prefixkv import DecodeNode, PrefillNode
-from prefixkv.config import ControlConfig, DecodeConfig, ModelConfig, PrefillConfig
+from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig
 from prefixkv.errors import WeightsVersionError
 from tests.support.node_pair import NodePair, make_pool, tokens_of
 
@@ -70,23 +70,3 @@ def test_what_runs_and_what_is_on_its_way_ends_on_both_sides(pair: NodePair) -> 
     pair.d.hold_running = pair.p.hold = False
     pair.prefill.flush(weights_version="v2")
     works(pair, "after")
-
-
-@pytest.mark.parametrize("side", ["decode", "prefill"])
-def test_workers_that_begin_with_other_weights_are_told_at_once(side: str) -> None:
-    old, new = ModelConfig(), ModelConfig(weights_version="2")
-    models = (new, old) if side == "decode" else (old, new)
-    with (
-        PrefillNode(make_pool(), PrefillConfig(control=PATIENT, model=models[1])) as prefill,
-        DecodeNode(make_pool(), DecodeConfig(control=PATIENT, model=models[0])) as decode,
-    ):
-        pair = NodePair(decode, prefill)
-        versions = models[0].weights_version, models[1].weights_version
-        for number in range(2):  # before prefill has the request, and with it
-            rid = f"r{number}"
-            pair.submit(rid, tokens_of(1, 21), tell=bool(number))
-            pair.until(lambda rid=rid: rid in pair.d.ended)
-            assert moved(pair.d.ended[rid]) == versions
-        pair.until(lambda: "r1" in pair.p.failed)
-        (prefill if side == "decode" else decode).flush(weights_version="2")
-        works(pair, "after")

@@ -21,7 +21,7 @@ from prefixkv.config import (
 )
 from prefixkv.decode.host_tier import HostTier
 from prefixkv.digest import prompt_digest
-from prefixkv.errors import CallerError, PageStateError, RequestError
+from prefixkv.errors import PageStateError, RequestError
 from prefixkv.memory.kv_pool import KVPool, PoolGroup
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateTensor
@@ -217,17 +217,6 @@ def test_what_groups_do_not_go_with_is_refused_by_name(
     settings = (DecodeConfig if node is DecodeNode else PrefillConfig)(**config)
     with pytest.raises(ConfigError, match=why):
         node(grouped(**sizes), settings, **more)
-
-
-def test_a_group_that_there_is_not_has_no_pages() -> None:
-    with WindowPair(**QUICKLY) as pair:
-        req = pair.submit("a", [1, 2, 3])
-        assert req.window_pages("sliding").ids.size == 0
-        for name in ("draft", {1}, 7):
-            with pytest.raises(CallerError, match="there is no window group"):
-                req.window_pages(name)  # type: ignore[arg-type]
-        with pytest.raises(RequestError):
-            pair.prefill.save_state(None, 4)  # type: ignore[arg-type]
 
 
 def randomly(pools: list[KVPool], seed: int) -> None:
