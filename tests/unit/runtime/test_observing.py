@@ -160,11 +160,8 @@ def test_scrapes_from_another_thread_while_requests_run(pair: NodePair) -> None:
         try:
             while not done.is_set():
                 scrape = Scrape(pair)
-                labels = [
-                    one for one in scrape.labels("prompt_tokens_total") if one["node"] == name
-                ]
-                names = [one["namespace"] for one in labels]
-                get = scrape.get
+                labels, get = scrape.labels("prompt_tokens_total"), scrape.get
+                names = [one["namespace"] for one in labels if one["node"] == name]
                 seen.append(sum(get("decode", "prompt_tokens_total", namespace=n) for n in names))
         except BaseException as error:
             failures.append(error)
