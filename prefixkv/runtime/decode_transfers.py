@@ -32,7 +32,6 @@ from prefixkv.runtime.channel import DealerChannel
 from prefixkv.runtime.control_thread import ControlThread
 from prefixkv.runtime.rank_spec import RankSpec, checked_config
 from prefixkv.runtime.transfers import (
-    MakeTransport,
     Transfers,
     room_key,
     secret_number,
@@ -49,7 +48,6 @@ class DecodeTransfers(Transfers[DecodeCommand, DecodeEvent]):
             this has closed. Over shared memory a peer may write there longer: see `close`.
         config: its name, model, control and transport are used.
         worker: the `peer_id` of rank 0; None on rank 0.
-        transport: makes another transport than NIXL's, for tests.
 
     Raises ConfigError: a pool that is not the rank's share, or cannot be registered.
     """
@@ -61,18 +59,17 @@ class DecodeTransfers(Transfers[DecodeCommand, DecodeEvent]):
         pool: KVPool | RankSpec,
         config: DecodeConfig | None = None,
         worker: PeerId | None = None,
-        transport: MakeTransport | None = None,
     ) -> None:
         self._begun_s = time.monotonic()  # first: no request came before
         config = checked_config(config, DecodeConfig)
-        super().__init__(pool, config, transport)
+        super().__init__(pool, config)
         if worker is not None:
             check_kind("worker", worker, PeerId)
         self._config, self._worker = config, worker or self.peer_id
         self.thread = ControlThread(self._name, self)
 
     def _make_control(self, offers: Mapping[Way, bytes], life: ProcessLife | None) -> DecodeControl:
-        if self._make is None and self._transport.backend == "shm" and not offers["shm"]:
+        if self._transport.backend == "shm" and not offers["shm"]:
             raise ConfigError(
                 'backend is "shm", and the pool, or the state, is not memory that a peer may map: '
                 "make it with shared=True"

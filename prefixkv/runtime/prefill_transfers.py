@@ -38,7 +38,6 @@ from prefixkv.runtime.channel import RouterChannel
 from prefixkv.runtime.control_thread import ControlThread
 from prefixkv.runtime.rank_spec import RankSpec, checked_config
 from prefixkv.runtime.transfers import (
-    MakeTransport,
     Transfers,
     room_key,
 )
@@ -83,10 +82,9 @@ class PrefillTransfers(Transfers[PrefillCommand, PrefillEvent]):
         pool: KVPool | RankSpec,
         config: PrefillConfig | None = None,
         endpoints: Sequence[str] = (),
-        transport: MakeTransport | None = None,
     ) -> None:
         config = checked_config(config, PrefillConfig)
-        super().__init__(pool, config, transport)
+        super().__init__(pool, config)
         spec = self._spec
         if not isinstance(endpoints, tuple | list) or not all(
             isinstance(address, str) for address in endpoints

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from prefixkv.addresses import is_loopback
-from prefixkv.config import DecodeConfig, PrefillConfig, TransportConfig, Way, check_version
+from prefixkv.config import DecodeConfig, PrefillConfig, Way, check_version
 from prefixkv.control.effects import STAGING, CopyDone
 from prefixkv.control.lives import LostPeers
 from prefixkv.errors import ClosedError, ConfigError, InternalError, RequestError, shown, travels
@@ -39,17 +39,13 @@ from prefixkv.runtime.control_thread import (
 from prefixkv.runtime.one_thread import OneThread
 from prefixkv.runtime.prover import Prover
 from prefixkv.runtime.rank_spec import RankSpec
-from prefixkv.settings import check_callable, check_timeout
-from prefixkv.transport.base import RankMemory, Sink, Transport
+from prefixkv.settings import check_timeout
+from prefixkv.transport.base import RankMemory, Sink
 from prefixkv.transport.nixl.ucx import check_interface
 from prefixkv.transport.transports import Transports, make_transports
 
 C = TypeVar("C")
 E = TypeVar("E", bound=RoomEvent)
-
-
-MakeTransport = Callable[[PeerId, RankMemory, Sink, TransportConfig], Transport]
-"""Maker of another transport for a rank than those of `TransportConfig.backend`, for tests."""
 
 
 def room_key(room: int, generation: int, decode: str = "") -> RoomKey:
@@ -88,10 +84,8 @@ class Transfers(OneThread, Generic[C, E]):
         self,
         pool: KVPool | RankSpec,
         config: DecodeConfig | PrefillConfig,
-        transport: MakeTransport | None,
     ) -> None:
         """Make the staging memory. Raises ConfigError or CapacityError."""
-        check_callable("transport", transport)
         spec = pool if isinstance(pool, RankSpec) else RankSpec(pool)
         self._weights_version = config.model.weights_version  # of the rooms that are begun now
         self._name = f"{config.name}/{spec.rank}" if spec.rank else config.name
@@ -101,7 +95,6 @@ class Transfers(OneThread, Generic[C, E]):
         self._layout = layout = spec.layout
         self._page_size, self._num_pages = layout.page_size, layout.num_pages
         self._num_slots, self._windows = spec.num_slots, layout.windows
-        self._make = transport
         self._buffer: StagingBuffer | None = None
         if self._transport.staging_bytes:
             if not STAGING:
@@ -137,10 +130,7 @@ class Transfers(OneThread, Generic[C, E]):
     def _make_transports(self, sink: Sink) -> Transports:
         memory = RankMemory(self._layout, self._area, self._spec.state_layout)
         what = self.peer_id, memory, sink, self._transport
-        if self._make is None:
-            return Transports(make_transports(*what))
-        way: Way = "shm" if self._transport.backend == "shm" else "nixl"
-        return Transports({way: self._make(*what)})
+        return Transports(make_transports(*what))
 
     def _make_copies(self, sink: Callable[[CopyDone], None]) -> Any:
         """None where nothing is staged."""
@@ -152,7 +142,7 @@ class Transfers(OneThread, Generic[C, E]):
     def _check_interface(self, what: str, address: str) -> None:
         """Raise ConfigError where KV could not come from, or go to, another machine: no interface
         is named."""
-        if self._make is None and self._transport.backend != "shm":
+        if self._transport.backend != "shm":
             check_interface(self._transport.interface, what, is_loopback(address))
 
     def _proved(self, peer: PeerId) -> None:
