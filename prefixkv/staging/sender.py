@@ -3,7 +3,7 @@
 It stands between the rooms' machines and the transport: to a machine a staged chunk is one job that
 ends once, like a direct one. A piece of it goes
 
-    QUEUED --its KV is ready--> ASKED --LeaseGrant--> GRANTED --a free slot--> GATHERING --> WRITING
+    queued --its KV is ready--> ASKED --LeaseGrant--> GRANTED --a free slot--> GATHERING --> WRITING
         --> done, or UNDRAINED --proof that nothing of the write can land--> done
 
 and holds a local slot from GATHERING on. A slot is free again when its write is DONE or drained:
@@ -62,7 +62,6 @@ StagedWriteAction = SendLeaseAsk | Gather | WriteJob | Cancel | JobEnded | JobDr
 class PieceState(enum.Enum):
     """The state of a piece; the module draws the way through them."""
 
-    QUEUED = enum.auto()
     ASKED = enum.auto()
     GRANTED = enum.auto()
     GATHERING = enum.auto()
@@ -112,7 +111,7 @@ class _ChunkPiece:
     first_unit: int
     src_units: Pages
     num_bytes: int  # size of our section of the lease
-    state: PieceState = PieceState.QUEUED
+    state: PieceState = PieceState.ASKED  # before that it is queued
     lease_id: int = -1
     dst_offset: int = -1
     slot: int = -1
@@ -345,7 +344,6 @@ class StagingSender:
             if all(other.state is not PieceState.ASKED for other in stream.open.values()):
                 stream.resend.start(now_s)
                 self._timers.wake(stream, stream.resend.due_s)
-            piece.state = PieceState.ASKED
             stream.open[piece.number] = piece
             self.counters["pieces_asked"] += 1
             self._send_ask(piece)
@@ -457,9 +455,7 @@ class StagingSender:
         laws = {
             "each slot is free or held, once": sorted(slots) == list(range(self.num_slots)),
             "an open piece is where its state says": sorted(map(id, opened)) == sorted(placed),
-            "what is queued has not been asked for": all(
-                piece.state is PieceState.QUEUED for piece in queued
-            ),
+            "what is queued has not been asked for": not {*queued} & {*opened},
             "windows hold": all(len(stream.open) <= self._window for stream in streams),
             "a job lives while it has pieces to go": not over,
             "asks are repeated": self._timers.next_s < float("inf")

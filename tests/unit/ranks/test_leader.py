@@ -368,17 +368,3 @@ def refuses(raw: Any, match: str | None = None) -> None:
 )
 def test_news_that_are_not_the_next_of_a_rank_are_refused(raw: Any, match: str) -> None:
     refuses(raw, match)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["CallerError", "InternalError", "PrefixKVError", "Mapping", "__name__", "", "os.system"],
-)
-def test_an_error_of_another_name_comes_back_as_a_plain_one(name: str) -> None:
-    error = TransferError("rank 1 broke")
-    raw = pack_rank_events(1, 0, [RoomEnded(KEY, KVPoll.FAILED, error)]).replace(
-        msgspec.msgpack.encode("TransferError"), msgspec.msgpack.encode(name)
-    )
-    leader = Led(2)
-    leader.on_rank_events(raw, 0.0)
-    assert leader.taken == [(1, same(RoomEnded(KEY, KVPoll.FAILED, error)))]

@@ -125,9 +125,3 @@ def test_heads_that_would_come_from_ranks_that_send_no_kv_are_refused() -> None:
         pair.submit("r", tokens_of(0, 10), room=1)
         pair.until(lambda: "r" in pair.failed)
         assert "send no KV" in str(pair.failed["r"])
-
-
-def test_a_state_pool_that_is_not_the_rank_s_share_is_a_mistake() -> None:
-    state = StateMemory(TENSORS, 2, ONE).pool()
-    with pytest.raises(ConfigError, match="not the share of rank 1"):
-        MeshPair(mesh(2), ONE, device="cpu", prefill_more={"states": [state, state]})
