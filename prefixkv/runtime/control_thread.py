@@ -82,7 +82,6 @@ class ControlThread(Generic[Command]):
         self.num_errors = 0  # exceptions handed to the scheduler's thread
         self.num_log_errors = 0  # what log handlers have raised
         self._peer_log = PeerLog(name)
-        self._stopping = False
         self._closed = False
         self._pid = os.getpid()  # a fork of this process must not close what its parent uses
         self._close_error: Exception | None = None
@@ -129,7 +128,6 @@ class ControlThread(Generic[Command]):
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
-        self._stopping = True
         self.inbox.put(None)  # only wakes the thread
         self._thread.join()
         # After the thread, which waits on them.
@@ -142,7 +140,7 @@ class ControlThread(Generic[Command]):
 
     def _run(self) -> None:
         """Steps until it is stopped, then the end in its order."""
-        while not self._stopping:
+        while not self._closed:
             try:
                 self._step(time.monotonic())
             except Exception as error:

@@ -116,7 +116,7 @@ def test_a_poll_takes_a_bounded_share_of_a_flood(ends: Ends) -> None:
     frames: list[Any] = []
     while len(frames) < 1000:
         some = router.poll(PATIENCE_S)
-        assert 1 <= len(some) <= 256
+        assert len(some) <= 256
         frames += some
     assert [int(frame.raw) for frame in frames] == list(range(1000))
 
