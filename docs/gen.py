@@ -359,7 +359,13 @@ def read_laws() -> dict[str, str]:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     found = LAWS.findall(text.partition("\n## The laws\n")[2].partition("\n## ")[0])
     keys = (number or (name if name[-1].isdigit() else name.lower()) for name, number, _ in found)
-    return dict(zip(keys, (one_line(law) for _, _, law in found), strict=True))
+    return dict(
+        zip(
+            keys,
+            (one_line(law).replace("](#", "](../architecture.md#") for _, _, law in found),
+            strict=True,
+        )
+    )
 
 
 def laws() -> str:
