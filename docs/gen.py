@@ -37,12 +37,13 @@ from prefixkv.protocol.ids import KVPoll
 from prefixkv.protocol.machine import Table
 from prefixkv.protocol.receiver_machine import ReceiverMachine
 from prefixkv.protocol.sender_machine import SenderMachine
+from prefixkv.proxy import config as proxy
 from prefixkv.runtime import metrics as m
 from prefixkv.runtime.node import Node
 from prefixkv.serving import config as serving
 from prefixkv.serving.router import BoundedAffinityRouter
 from prefixkv.settings import Field, fields_of, sentences_of
-from prefixkv.testing import sides
+from prefixkv.conformance import sides
 
 ROOT = Path(__file__).parents[1]
 KEYS = re.compile(r"(?ms)^- ((?:`[^`]+`,?\s+)*`[^`]+`):\s(.*?)(?=\n- |\n\n|\Z)")
@@ -103,7 +104,7 @@ def settings() -> str:
         "environment. Times are seconds. A value out of its bounds raises `ConfigError`.\n"
     ]
     known: dict[str, str] = {}  # what two workers share stands with the first
-    modules = (config, serving, options, sglang)
+    modules = (config, serving, proxy, options, sglang)
     for kind in (kind for one in modules for kind in classes_of(one, dataclasses.is_dataclass)):
         rows = []
         for field in fields_of(kind):

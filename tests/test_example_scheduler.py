@@ -16,12 +16,12 @@ import pytest
 
 from prefixkv import DecodeNode, PrefillNode
 from prefixkv.config import DecodeConfig, PrefillConfig
+from prefixkv.conformance.hashing import PrefixHasher
+from prefixkv.conformance.pattern import KVPattern
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.errors import AbortedError, OutOfPagesError
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.request import Request
-from prefixkv.testing.hashing import PrefixHasher
-from prefixkv.testing.pattern import KVPattern
 from tests.support.node_pair import SALT, first_token, make_pool, node_at_rest, tokens_of
 from tests.support.patience import PATIENCE_S
 
