@@ -25,7 +25,7 @@ import prefixkv
 from prefixkv import DecodeNode, PrefillNode, config, spi, transfer
 from prefixkv.cache.eviction.policy import Use
 from prefixkv.cli.main import app
-from prefixkv.conformance import interface as sides
+from prefixkv.conformance import interface
 from prefixkv.decode import journal as decode_journal
 from prefixkv.engines.sglang import transfer_options as sglang
 from prefixkv.engines.vllm import options
@@ -296,15 +296,15 @@ CALLS = {
         lost_peers num_rooms stats close""",
     transfer.PrefillTransfers: """add send_chunk offer withdraw abort refuse endpoint take_events
         wait fileno move_weights fence peers lost_peers num_rooms stats close""",
-    sides.EngineSides: """submit abort step expected restart decode prefill vocabulary close""",
+    interface.EngineSides: """submit abort step expected restart decode prefill vocabulary close""",
 }
 RECORDS = (
     prefixkv.Request,
     prefixkv.PrefillAsk,
     Use,
     BoundedAffinityRouter,
-    sides.ScenarioSettings,
-    sides.Prompt,
+    interface.ScenarioSettings,
+    interface.Prompt,
 )
 
 
@@ -360,13 +360,7 @@ def read_laws() -> dict[str, str]:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     found = LAWS.findall(text.partition("\n## The laws\n")[2].partition("\n## ")[0])
     keys = (number or (name if name[-1].isdigit() else name.lower()) for name, number, _ in found)
-    return dict(
-        zip(
-            keys,
-            (one_line(law).replace("](#", "](../architecture.md#") for _, _, law in found),
-            strict=True,
-        )
-    )
+    return dict(zip(keys, (one_line(law) for _, _, law in found), strict=True))
 
 
 def laws() -> str:
@@ -386,7 +380,8 @@ def laws() -> str:
     ]
     for law, text in read_laws().items():
         shown = table(["mistake", "made in", "test"], rows[law])
-        parts.append(f"## Law {law}\n\n{text}\n\n{shown}")
+        linked = text.replace("](#", "](../architecture.md#")
+        parts.append(f"## Law {law}\n\n{linked}\n\n{shown}")
     return "\n".join(parts)
 
 
