@@ -25,7 +25,9 @@ autodoc_typehints = "none"  # they stand in the signatures
 autodoc_preserve_defaults = True
 napoleon_use_ivar = True
 napoleon_use_rtype = False
-OUTSIDE = re.compile(r"\[([^\]]+)\]\((?:\.\./)+(?:[A-Z]+\.md|tests/[\w/.]+|docs/ops/?[^)]*)\)")
+OUTSIDE = re.compile(
+    r"\[([^\]]+)\]\((?:\.\./)+(?:[A-Z]+\.md(?:#[\w-]+)?|tests/[\w/.]+|docs/ops/?[^)]*)\)"
+)
 """Links that lead out of docs/: the site shows their text alone."""
 OPS = re.compile(r"\[([^\]]+)\]\((?:\.\./)*ops/[^)]*\)")
 
