@@ -136,7 +136,6 @@ def test_policies_and_tiers_are_replayed(traces: str, tmp_path: Path) -> None:
     command = f"replay {traces} --requests 60 --jobs 1"
     rows = rows_of(command, tmp_path)
     assert {row["capacity_blocks"] for row in rows} == {1000, 3000, 6000, 10_000, 20_000, 50_000}
-    assert (tmp_path / "out.png").stat().st_size
     rows = rows_of(f"{command} --tiers", tmp_path)
     assert [len(row["host"]) for row in rows[:4]] == [4, 4, 0, 0]
 
@@ -155,7 +154,6 @@ def test_the_radix_cache_is_measured() -> None:
     bench = Bench(seed=0, quick=True, peer=None, tell=rows.append)
     bench.match(1024, 4, 16)
     bench.lock(4)
-    bench.evict_one("lru", 50)
     bench.insert(16)
     assert bench.rows == rows
     assert all(row["us"] > 0 for row in rows)
