@@ -12,7 +12,7 @@ import pytest
 from prefixkv.cli.main import run_command
 from prefixkv.cli.replay.check import check_trace
 from prefixkv.cli.replay.optimum import replay_optimum
-from prefixkv.cli.replay.readers import make_trace, read_trace
+from prefixkv.cli.replay.readers import make_trace
 from prefixkv.cli.replay.run import replay_policy
 
 
