@@ -72,9 +72,11 @@ class _HeldPages:
         if isinstance(event, Cleared):
             self.forget()
             self.in_sync = True
-        elif self.in_sync and isinstance(event, Stored):
+        elif not self.in_sync:
+            return
+        elif isinstance(event, Stored):
             self._store(event, room)
-        elif self.in_sync:
+        else:
             self._remove(event)
 
     def _store(self, event: Stored, room: int) -> None:
