@@ -90,7 +90,6 @@ if TYPE_CHECKING:
     from prefixkv.runtime.host_copies import HostMemory as HostMemory
     from prefixkv.runtime.metrics import NodeCollector as NodeCollector
     from prefixkv.runtime.one_thread import Closing as Closing
-    from prefixkv.runtime.transfers import MakeTransport as MakeTransport
     from prefixkv.runtime.transfers import secret_number as secret_number
     from prefixkv.transport.base import Transport as Transport
     from prefixkv.variables import check_environ as check_environ
@@ -108,7 +107,7 @@ _HOMES = homes_of(
         "admission": "AdmissionPolicy register_admission",
         # A transport.
         "transport.base": "Transport",
-        "runtime.transfers": "MakeTransport secret_number",
+        "runtime.transfers": "secret_number",
         # A source of what a request lacks; host memory is one.
         "decode.sources": "Lack Sources",
         "decode.host_tier": "HostTier",

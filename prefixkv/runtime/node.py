@@ -13,7 +13,7 @@ import msgspec
 
 from prefixkv.cache.events import EventBatch, Listener
 from prefixkv.config import DecodeConfig, PageOptions, PrefillConfig, organs_of
-from prefixkv.errors import CallerError, ConfigError, InternalError, shown
+from prefixkv.errors import CallerError, ConfigError, shown
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
@@ -211,14 +211,6 @@ class Node(OfTransfers, PagedScheduler[Req, Command], Generic[Req, Command, E]):
             # Also a look now and then: when a room that has ended is forgotten, no event says so.
             self.transfers.wait(min(end_s - now_s, 0.05))
 
-    def fileno(self) -> int:
-        """A descriptor that is readable while a `pop_*` may have something. Any thread may ask.
-
-        Now and then it is readable once more when all has been popped already. It does not become
-        readable when a request has waited too long: call `pop_preallocated` from time to time.
-        """
-        return self.transfers.fileno()
-
     def audit(self) -> None:
         """Check every law: tree, allocator, page table and requests. Slow. Raises InternalError."""
         self._pump()
@@ -340,20 +332,16 @@ class Node(OfTransfers, PagedScheduler[Req, Command], Generic[Req, Command, E]):
 
     def _pump(self) -> float:
         """Take in what the control thread has to say; return the time. Every call of the engine
-        begins with this. Raises InternalError for an exception there, with all events taken in."""
+        begins with this. Raises InternalError for an exception there; the next call goes on."""
         now_s = time.monotonic()
         for listener in self._listeners:
             listener.pass_on()
         if not self.transfers.pending:  # the usual case: nothing has come
             self._check_open()
             return now_s
-        events, failed = self.transfers.take_raw()
-        # All events before the error is raised: an event that is lost would leave a room open here.
-        for event in events:
+        for event in self.transfers.take_events():
             self._take(event, now_s)
         self._tell()
-        if failed is not None:
-            raise InternalError(f"in the control thread: {failed!r}") from failed
         return now_s
 
     def _tell(self) -> None:
