@@ -43,8 +43,7 @@ class HostEvents:
     """The events of one server. Owned by its engine loop. `name_bytes`: of a block's name."""
 
     def __init__(self, cache: RadixCache, name_bytes: int) -> None:
-        self._cache, self._name_bytes = cache, name_bytes
-        self._changes = cache.record()
+        self._cache, self._changes, self._name_bytes = cache, cache.record(), name_bytes
         self._left: OrderedDict[bytes, _HostBlock] = OrderedDict()  # by name: not there yet
         self._there: dict[int, _HostBlock] = {}  # by host page
 
