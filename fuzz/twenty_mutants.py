@@ -322,9 +322,8 @@ MUTANTS = (
     ),
     Mutant(
         "H14", "prefill goes on behind pages without a state",
-        ("PrefillBootstrapQueue._usable_tokens",),
-        "return 0 if self._found is None else self._found.depth * self._pages.page_size",
-        "return self._dense_pages * self._pages.page_size",
+        ("PrefillBootstrapQueue._find",),
+        "usable = 0 if checkpoint is None else checkpoint.depth * page_size", "pass",
         ("prefill/test_state_checkpoints.py::test_pages_without_a_state_are_not_gone_on_from",),
     ),
     Mutant(
