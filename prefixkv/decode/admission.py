@@ -18,7 +18,7 @@ from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.waiting import LEFT, NOT_ENTERED, PAGES, Waiter, Waiting
 from prefixkv.decode.workers import ALONE, Worker
 from prefixkv.errors import check_laws
-from prefixkv.pages.windows import WindowStart
+from prefixkv.pages.groups import GroupStart
 
 MAX_LOOKS: Final = 16
 
@@ -160,7 +160,7 @@ class Admission(Waiting):
         if waiter.blocked_by or worker.has_share:
             has = f"{worker.num_pages} pages, its share of the pool"
             return f"{waited} pages: prefill worker {worker.address} has {has}"
-        if windows and (short := windows.short_of(WindowStart(req.fill_len, req.max_pages))):
+        if windows and (short := windows.short_of(GroupStart(req.fill_len, req.max_pages))):
             return f"{waited} pages of window group {short.name!r}"
         return f"{waited} pages"
 

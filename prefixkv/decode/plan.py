@@ -19,7 +19,7 @@ from prefixkv.decode.flights import Flight, Need, Segment, Source
 from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.rooms import PrefillSource
-from prefixkv.pages.windows import WindowStart
+from prefixkv.pages.groups import GroupStart
 from prefixkv.paging import pages_for
 
 
@@ -53,7 +53,7 @@ class Plan(NamedTuple):
     req: DecodeRequest
     look: Look
     segments: tuple[Segment, ...] = ()
-    group_start: WindowStart | None = None
+    group_start: GroupStart | None = None
     shareable: bool = False
 
     @property
@@ -213,7 +213,7 @@ class Planner:
         groups = None
         if ledger.has_more:
             at = first.end if first.source.sends else first.start
-            groups = WindowStart(at, req.max_pages, *(first.found.windows if first.found else ()))
+            groups = GroupStart(at, req.max_pages, *(first.found.windows if first.found else ()))
             if not ledger.pages.groups.fit(groups):
                 return None
         return Plan(req, look, way, groups, look.match is not None and not is_found)

@@ -14,9 +14,9 @@ from typing import Final, NamedTuple
 
 from prefixkv.cache.checkpoints import Checkpoint
 from prefixkv.cache.results import MatchResult
+from prefixkv.pages.groups import GroupStart
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.request_checkpoints import RequestCheckpoints
-from prefixkv.pages.windows import WindowStart
 from prefixkv.paging import page_floor, whole_pages
 from prefixkv.prefill.request import PrefillRequest, PrefillState, SendPlan, WindowPlan
 from prefixkv.prefill.shared_prefixes import SharedPrefixes
@@ -177,7 +177,7 @@ class PrefillBootstrapQueue:
         points = self._checkpoints
         if pages.windows:
             shared = () if found.checkpoint is None else found.checkpoint.windows
-            start = WindowStart(prefix_len, req.max_pages, shared)
+            start = GroupStart(prefix_len, req.max_pages, shared)
             if not pages.windows.fit(start):
                 return False
         # The checkpoint first: an eviction for what is taken must not take it.

@@ -226,17 +226,13 @@ class SchedulerSim(PairSim):
 
     def decode_scheduler(self) -> DecodeScheduler:
         num_pages, self.log = self.decode_pages, RankLog()
-        settings = {
-            **self.config.for_page_manager(num_pages),
-            "num_slots": self.num_slots,
-            "num_checkpoints": self.num_checkpoints,
-        }
-        if (last := self.sides[1].last) is not None:
-            settings["windows"] = (last,)
+        windows = () if (last := self.sides[1].last) is None else (last,)
+        options = self.config.for_page_manager(num_pages)._replace(
+            num_slots=self.num_slots, num_checkpoints=self.num_checkpoints, windows=windows
+        )
         rows = self.config.max_running
-        pages = PageManager(num_pages, PAGE_SIZE, rows, **settings)
+        pages = PageManager(num_pages, PAGE_SIZE, rows, options=options)
         pages.hash_every_pages = 1
-        windows = settings.get("windows", ())
         self.log.sizes = RankSizes(
             "decode", num_pages, PAGE_SIZE, rows, self.num_slots, windows=windows
         )

@@ -19,8 +19,8 @@ from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.sources import Sources
 from prefixkv.decode.workers import Workers
 from prefixkv.errors import OutOfPagesError
-from prefixkv.pages.windows import WindowSpec
-from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
+from prefixkv.pages.groups import GroupSpec
+from prefixkv.protocol.events import HostCopy, HostCopyDone
 from prefixkv.protocol.ids import RoomKey
 from prefixkv.protocol.messages import Promise
 from prefixkv.ranks.leader import RankLeader
@@ -701,7 +701,7 @@ assert PAGE_SIZE == 4
 
 # --- with windows and states ----------------------------------------------------------------------
 
-LAST = [WindowSpec("last", 6, 9, 1)]  # three pages of it for each request
+LAST = [GroupSpec("last", 6, 9, 1)]  # three pages of it for each request
 
 
 def test_a_load_has_no_pages_in_window_groups_and_no_slot() -> None:

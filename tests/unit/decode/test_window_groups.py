@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from prefixkv.config import ComputeConfig
+from prefixkv.config import ComputeConfig, PageOptions
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.sources import Sources
 from prefixkv.errors import RequestError
+from prefixkv.pages.groups import GroupSpec
 from prefixkv.pages.manager import PageManager
-from prefixkv.pages.windows import WindowSpec
 from prefixkv.protocol.commands import OpenRoom
 from prefixkv.protocol.messages import Promise
 from tests.support.schedulers import decode_scheduler
@@ -25,8 +25,8 @@ def make(
     num_pages: int = 40, windows: tuple[int, ...] = (9,), step: int = 1, **settings: Any
 ) -> Desk:
     desk = Desk(num_pages)
-    specs = [WindowSpec(f"w{at}", WINDOW, num, step) for at, num in enumerate(windows)]
-    desk.pages = PageManager(num_pages, PAGE_SIZE, 8, windows=specs)
+    specs = [GroupSpec(f"w{at}", WINDOW, num, step) for at, num in enumerate(windows)]
+    desk.pages = PageManager(num_pages, PAGE_SIZE, 8, options=PageOptions(windows=specs))
     desk.scheduler = decode_scheduler(desk.pages, reserve_tokens=0, **settings)
     return desk
 
@@ -136,8 +136,10 @@ def test_one_that_was_retracted_has_its_window_sent_again_though_all_its_kv_is_c
 def computing(num_window_pages: int, step: int = 4, below: int = 1000, tokens: int = 1) -> Desk:
     """A desk whose engine computes prompts, from checkpoints at multiples of `tokens`."""
     desk = Desk(60)
-    specs = [WindowSpec("w0", WINDOW, num_window_pages, step)]
-    desk.pages = PageManager(60, PAGE_SIZE, 8, windows=specs, num_checkpoints=4)
+    specs = [GroupSpec("w0", WINDOW, num_window_pages, step)]
+    desk.pages = PageManager(
+        60, PAGE_SIZE, 8, options=PageOptions(windows=specs, num_checkpoints=4)
+    )
     desk.scheduler = decode_scheduler(
         desk.pages,
         reserve_tokens=0,
@@ -227,7 +229,7 @@ def test_what_was_computed_before_a_flush_leaves_none() -> None:
 def test_a_state_that_was_kept_before_a_flush_is_not_entered() -> None:
     """Its pages were cached, and are in no tree any more."""
     desk = Desk(60)
-    desk.pages = PageManager(60, PAGE_SIZE, 8, num_slots=4, num_checkpoints=4)
+    desk.pages = PageManager(60, PAGE_SIZE, 8, options=PageOptions(num_slots=4, num_checkpoints=4))
     sources = Sources(ComputeConfig(below=0))
     desk.scheduler = decode_scheduler(desk.pages, reserve_tokens=0, sources=sources)
     for flushes in (True, False):
