@@ -432,7 +432,7 @@ def find_function(tree: pathlib.Path, names: tuple[str, ...]) -> tuple[pathlib.P
         short = name.rpartition(".")[2]
         for path in sorted((tree / "prefixkv").rglob("*.py")):
             text = path.read_text(encoding="utf-8")
-            if f"def {short}(" in text:
+            if f"def {short}(" in text and "cli" not in path.parts:
                 found += [(path, *lines) for lines in lines_of(ast.parse(text), name)]
         if len(found) == 1:
             return found[0]
