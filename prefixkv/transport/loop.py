@@ -158,9 +158,6 @@ class TransportLoop(ABC, Generic[P]):
         peer = self._peers.get(job.peer)
         if peer is None or peer.removed:
             self._jobs.refuse(job, PeerLostError(f"{job.peer} is no peer of this transport"))
-        # Not connected: parked until the peer is, since pages are checked against its runs.
-        elif peer.routes is None:
-            self._jobs.park(peer.outbox, job)
         else:
             self._jobs.start(peer.outbox, peer.routes, job)
 

@@ -406,12 +406,8 @@ class FakeTransport:
         """Queue a job, or park it until the peer is connected."""
         self._check_open()
         peer = self._peers.get(job.peer)
-        # 1. Unknown or removed: refused. 2. Not connected: parked until it is. 3. Connected:
-        #    queued.
         if peer is None or peer.removed:
             self._jobs.refuse(job, PeerLostError(f"{job.peer} is no peer of this transport"))
-        elif peer.routes is None:
-            self._jobs.park(peer.outbox, job)
         else:
             self._jobs.start(peer.outbox, peer.routes, job)
 
@@ -454,7 +450,7 @@ class FakeTransport:
             # A peer that is not connected is tried again only with jobs to send, and once its
             # former writes have ended.
             if peer.routes is None:
-                if peer.outbox.parked and not peer.in_flight:
+                if peer.routes is None and peer.outbox and not peer.in_flight:
                     yield Action("connect", self.me, peer.peer), partial(self._connect, peer)
             elif peer.in_flight < self._config.window:
                 yield from self._post_choices(peer)
@@ -535,7 +531,7 @@ class FakeTransport:
             self._lose(peer, error)
             return
         peer.routes = routes
-        self._jobs.start_parked(peer.outbox, routes)
+        self._jobs.cut(peer.outbox, routes)
 
     def _lose(self, peer: _FakePeer, error: Exception) -> None:
         peer.routes = None

@@ -192,9 +192,9 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
         assert link is not None
         # The room must be at its link before the link is looked at, or it would wait for the next
         # frame.
-        room = self._rooms[promise.key] = Room(promise, link, self.timing, now_s, refused)
-        link.waiting.append(room)
-        self.timers.wake(room.key, room.wake_s)
+        entered = self._rooms[promise.key] = Room(promise, link, self.timing, now_s, refused)
+        link.waiting.append(entered)
+        self.timers.wake(promise.key, entered.wake_s)
         self._promote(link, now_s)
 
     def _abort(self, command: AbortRoom, now_s: float) -> None:
