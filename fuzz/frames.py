@@ -48,22 +48,8 @@ _HONEST = 6  # requests at a time
 _HOSTILE = 4
 _WARM_UP = 20  # honest requests before and after the attack
 _NUMBERS = (
-    0,
-    1,
-    2,
-    3,
-    4,
-    7,
-    64,
-    255,
-    4096,
-    2**20,
-    2**30,
-    2**31 - 1,
-    2**31,
-    2**32,
-    2**63,
-    2**64 - 1,
+    *(0, 1, 2, 3, 4, 7, 64, 255, 4096, 2**31 - 1, 2**64 - 1),
+    *(2**power for power in (20, 30, 31, 32, 63)),
 )
 # What is hostile is kept for a while; an honest request waits longer on no busy machine.
 _KEPT_S = 20.0

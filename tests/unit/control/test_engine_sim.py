@@ -1,6 +1,6 @@
 """Both sides whole, over a bad network, with aborts, failures and restarts, each run from one seed:
-single ranks, and workers of several ranks with staging. The long profiles: `fuzz/pair.py`, and
-`fuzz/mesh_pair.py`."""
+single ranks, and workers of several ranks with staging. The long profiles: `fuzz/run.py pair`, and
+`mesh_pair`."""
 
 from dataclasses import replace
 from typing import Any
@@ -123,7 +123,7 @@ def test_ranks_with_window_layers_end_with_nothing_lost(seed: int) -> None:
 
 
 class ShmPairSim(OverShm, PairSim):
-    """`fuzz/pair.py --backend shm`."""
+    """`fuzz/run.py pair --backend shm`."""
 
 
 @pytest.mark.slow
