@@ -35,6 +35,7 @@ class ControlInbox(Generic[Input, E]):
 
     INPUTS: ClassVar[Takes] = {}  # by type: the method that takes an input
     INSIDE: ClassVar[Takes] = {}  # the same for what is said inside; all else goes out as it is
+    staging: Any  # where slices are staged, else None
 
     def __init__(
         self, me: PeerId, timing: ControlConfig, option_names: Mapping[str, str] | None = None
@@ -72,6 +73,16 @@ class ControlInbox(Generic[Input, E]):
                 if frame is not None and not isinstance(item, FrameFailed):
                     self.say(FrameFailed(frame, error))
         return self._out
+
+    @property
+    def wake_s(self) -> float:
+        """Time at which the next Tick is wanted, infinity if never."""
+        raise NotImplementedError
+
+    @property
+    def num_rooms(self) -> int:
+        """Rooms that are open, or that a peer may write or speak for."""
+        raise NotImplementedError
 
     def lost_peers(self, now_s: float) -> LostPeers:
         """Return the peers that are suspect or over and still hold something of ours, and what is

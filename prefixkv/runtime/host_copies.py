@@ -10,7 +10,7 @@ from typing import Final
 
 from prefixkv.cache.eviction.policy import Policy
 from prefixkv.config import HostConfig
-from prefixkv.decode.ledger import HostPages
+from prefixkv.decode.host_tier import HostPages
 from prefixkv.errors import PageStateError
 from prefixkv.memory.host_pool import HostPool
 from prefixkv.memory.kv_layout import KVLayout

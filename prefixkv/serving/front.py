@@ -26,7 +26,7 @@ from starlette.routing import BaseRoute, Route
 from prefixkv import PrefixKVError
 from prefixkv.engines.hf.generation import OPENAI, SamplingDefaults
 from prefixkv.serving.config import ListenSettings
-from prefixkv.serving.failures import answer_ended
+from prefixkv.serving.failures import answer_ended, refused
 from prefixkv.serving.fleet import Fleet
 from prefixkv.serving.http import (
     BODIES,
@@ -50,7 +50,6 @@ from prefixkv.serving.openai import (
     model,
     models,
     parse,
-    refused,
     too_long,
     unknown_model,
 )

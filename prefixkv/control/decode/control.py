@@ -102,7 +102,8 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
         born_s: float | None = None,
     ) -> None:
         super().__init__(me, timing, option_names)
-        self.staging = None if hello.staging is None else STAGING[0].receiver(hello.staging)
+        area = hello.staging
+        self.staging = None if area is None else STAGING[0].receiver(area, self.say)
         self._page_size = hello.topology.page_size
         self._links = Links(hello, self, born_s)
         self._rooms = ReceiverRooms(self, self._links, self.staging)
@@ -192,9 +193,9 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
         assert link is not None
         # The room must be at its link before the link is looked at, or it would wait for the next
         # frame.
-        entered = self._rooms[promise.key] = Room(promise, link, self.timing, now_s, refused)
-        link.waiting.append(entered)
-        self.timers.wake(promise.key, entered.wake_s)
+        opened = self._rooms[promise.key] = Room(promise, link, self.timing, now_s, refused)
+        link.waiting.append(opened)
+        self.timers.wake(opened.key, opened.wake_s)
         self._promote(link, now_s)
 
     def _abort(self, command: AbortRoom, now_s: float) -> None:
@@ -260,11 +261,11 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
             landed = receiver.ChunkLanded(*part, num_units=tag.num_pages)
             self._rooms.on(room, landed, now_s)
         elif self.staging is not None:
-            self.say_all(self.staging.on_arrival(tag))
+            self.staging.on_arrival(tag)
 
     def _scattered(self, done: CopyDone, now_s: float) -> None:
         if self.staging is not None:
-            self.say_all(self.staging.on_scattered(done.copy_id, done.error))
+            self.staging.on_scattered(done.copy_id, done.error)
 
     def _tick(self, tick: Tick, now_s: float) -> None:
         def look(key: str | RoomKey) -> None:
@@ -380,7 +381,7 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
         if self.staging is None:
             raise ProtocolError("a lease is asked for where there is no staging")
         try:
-            self.say_all(self.staging.on_ask(ask.rank, ask))
+            self.staging.on_ask(ask.rank, ask)
         except ProtocolError as error:  # and the frame is counted as dropped
             self._rooms.on(room, Fail(error), now_s)
             raise
@@ -525,7 +526,7 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
             # Staging knows the room before the promise is out: a lease may be asked for right away.
             if leader.plan is not None and not room.poll.ended:
                 assert self.staging is not None
-                self.say_all(self.staging.open(room.promise, self._page_size, leader.plan))
+                self.staging.open(room.promise, self._page_size, leader.plan)
             self._rooms.on(room, receiver.PeerReady(tuple(links)), now_s)
 
     def _refuse_peer(

@@ -148,9 +148,8 @@ class ReceiverRooms(dict[RoomKey, Room]):
                     continue
                 # Staging sees the end of a room first: it may still hold leases that peers write,
                 # and passes RoomDrained on only when these are free.
-                passed = [action] if self._staging is None else self._staging.pass_on(action)
-                for said in passed:
-                    self._say(said)
+                pass_on = self._say if self._staging is None else self._staging.pass_on
+                pass_on(action)
                 if isinstance(action, RoomOverdue):
                     room.tell_overdue(self._news)
         finally:

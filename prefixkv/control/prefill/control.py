@@ -128,7 +128,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         self.staging: Any = None
         if staging is not None:
             resend_s, next_id = timing.resend_s, self._rooms.next_job_id
-            self.staging = STAGING[0].sender(ours.rank, *staging, resend_s, next_id)
+            self.staging = STAGING[0].sender(me, ours.rank, staging, resend_s, next_id, self.say)
 
     @property
     def wake_s(self) -> float:
@@ -420,7 +420,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
                 if self.staging is not None:
                     room = self._rooms.get(peer.key(body))
                     stream = None if room is None else room.streams.get(peer.id)
-                    self.say_all(self.staging.on_grant(stream, body))
+                    self.staging.on_grant(stream, body)
             case messages.Fenced():
                 self._peers.lives.end(peer.id, LEFT)
                 self._lose_peer(peer, PeerLostError(f"{peer.id} {LEFT}", peer.id), now_s)
@@ -695,25 +695,21 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         if staging is not None and post.peer in staging.peers and post.group < 0:
             use = post.key, self._rooms.jobs[post.job_id].streams, post.ticket
             what = post.first_unit, post.src_pages, post.ready, now_s
-            self.say_all(staging.write(post.job_id, *use, post.peer, *what))
+            staging.write(post.job_id, *use, post.peer, *what)
             return
         pages = post.src_pages, post.dst_pages
         route: Route = "pages"
         if post.group >= 0:
             num_windows = sum(group.window > 0 for group in self._ours.digest.groups)
             route = window_route(post.group) if post.group < num_windows else "state"
-        tag = self.tag(post, post.chunk)
+        numbers = self.me.incarnation, *post.key.numbers, self._rank, post.chunk
+        tag = ChunkTag(*numbers, ticket=post.ticket)
         self._out.append(WriteJob(post.job_id, post.peer, *pages, tag, post.ready, route))
-
-    def tag(self, post: Any, chunk: int, lease_id: int = -1) -> ChunkTag:
-        """Of a PostWrite, or of a piece that is staged."""
-        use: tuple[int, int, int, int] = (*post.key.numbers, self._rank, chunk)
-        return ChunkTag(self.me.incarnation, *use, lease_id=lease_id, ticket=post.ticket)
 
     def _cancel(self, cancel: CancelWrite, now_s: float) -> None:
         # The job is either staging's or the transport's; the other one does not know it.
         if self.staging is not None:
-            self.say_all(self.staging.cancel(cancel.job_id))
+            self.staging.cancel(cancel.job_id)
         self._out.append(Cancel(cancel.job_id))
 
     def _write_done(self, done: WriteDone, now_s: float) -> None:
@@ -730,7 +726,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
     def _job_ended(self, end: JobEnded, now_s: float) -> None:
         """Of a staged piece, or of a job of a room."""
         if self.staging is not None and self.staging.owns(end.job_id):
-            self.say_all(self.staging.on_write_ended(end.job_id, end.error, end.drained, now_s))
+            self.staging.on_write_ended(end.job_id, end.error, end.drained, now_s)
         else:
             self._rooms.on_job(end, now_s)
 
@@ -740,17 +736,17 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
 
     def _job_drained(self, proof: JobDrained, now_s: float) -> None:
         if self.staging is not None and self.staging.owns(proof.job_id):
-            self.say_all(self.staging.on_write_drained(proof.job_id))
+            self.staging.on_write_drained(proof.job_id)
         else:
             self._rooms.on_job(proof, now_s)
 
     def _gathered(self, done: CopyDone, now_s: float) -> None:
         if self.staging is not None:
-            self.say_all(self.staging.on_gathered(done.copy_id, done.error))
+            self.staging.on_gathered(done.copy_id, done.error)
 
     def _tick_staging(self, tick: StagingTick, now_s: float) -> None:
         assert self.staging is not None
-        self.say_all(self.staging.tick(now_s))
+        self.staging.tick(now_s)
 
     # --- the transport's peers --------------------------------------------------------------------
 
@@ -765,7 +761,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         self._out.append(removed)
         self._tombs.forget(removed.peer)
         if self.staging is not None:
-            self.say_all(self.staging.remove_peer(removed.peer))
+            self.staging.remove_peer(removed.peer)
 
     def _free(self, freed: Freed, now_s: float) -> None:
         # None of the room's writes is under way, so staging has no job of it either.

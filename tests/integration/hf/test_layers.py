@@ -23,10 +23,10 @@ from prefixkv.engines.hf import PagedModel, Sampling, make_model
 from prefixkv.engines.hf import attention as attention_module
 from prefixkv.engines.hf.attention import NAME
 from prefixkv.engines.hf.identity import identity_of
-from prefixkv.engines.hf.models import unpaged_copy
+from prefixkv.engines.hf.models import ExtraState, unpaged_copy
 from prefixkv.engines.hf.recurrent import NO_SLOT, StateRows
 from prefixkv.errors import ConfigError
-from prefixkv.pages.windows import WindowGroup, WindowPages, WindowSpec
+from prefixkv.pages.groups import GroupPages, GroupSpec, TailGroup
 from tests.support.hf_workload import Found, Storm, check_answers, checkpoint_counts, run_round
 from tests.support.hf_world import BY_SIZE, TINY, Reference, World
 from tests.support.hf_world import family as family_of
@@ -81,8 +81,8 @@ class _Texts:
         for _, view in self.views():
             view.normal_(0, 3)
         for group in pool.groups:
-            spec = WindowSpec(group.name, group.window, group.pool.layout.num_pages, step)
-            self.windows = WindowGroup(spec, size, len(texts))
+            spec = GroupSpec(group.name, group.window, group.pool.layout.num_pages, step)
+            self.windows = TailGroup(spec, size, len(texts))
             for at, num in enumerate(pages):
                 self.windows.open(at, 0, min(num, self.windows.row_pages))
         self.done = [0] * len(texts)
@@ -93,7 +93,7 @@ class _Texts:
         every = self.memory.views.values() if self.memory is not None else ()
         return [(part.name, view) for views in every for part, view in views]
 
-    def window_pages(self, at: int) -> WindowPages:
+    def window_pages(self, at: int) -> GroupPages:
         return self.windows.row(at)
 
     def forward(self, nums: dict[int, int], slots: dict[int, int] | None = None) -> None:
@@ -214,40 +214,14 @@ def test_a_window_that_is_one_token_off_or_ignored_would_be_seen(
 
 
 @of_windows
-@pytest.mark.parametrize("path", ["chunks", "steps"])
-@pytest.mark.parametrize("which", [0, -1])
-def test_a_window_page_of_another_text_would_be_seen(
-    made: PagedModel, reference: Reference, path: str, which: int
-) -> None:
-    """Control: for one forward, the oldest page that is read, or the newest, is another text's."""
-    grown = _Texts(made, _texts()[:2], 32)
-    for _ in range(3):
-        grown.forward({0: 24, 1: 24})
-    right = grown.window_pages
-
-    def wrong(at: int) -> WindowPages:
-        first, ids = right(at)
-        if at == 0:
-            start, size = grown.done[0], grown.windows.page_size
-            read = range(max(0, start + 1 - made.window) // size, (start - 1) // size + 1)
-            place, ids = read[which] - first, ids.copy()
-            ids[place] = right(1).ids[place]
-        return WindowPages(first, ids)
-
-    grown.window_pages = wrong  # type: ignore[method-assign]
-    grown.forward(dict.fromkeys((0, 1), {"chunks": 16, "steps": 1}[path]))
-    assert grown.off(reference) > OFF
-
-
-@of_windows
 def test_too_few_window_pages_are_no_answer(made: PagedModel) -> None:
     grown = _Texts(made, _texts(), 32)
     for _ in range(3):
         grown.forward({0: 24})
     right = grown.window_pages
     for wrong in (
-        lambda at: WindowPages(right(at).first_page + 1, right(at).ids[1:]),
-        lambda at: WindowPages(right(at).first_page, right(at).ids[:3]),
+        lambda at: GroupPages(right(at).first_page + 1, right(at).ids[1:]),
+        lambda at: GroupPages(right(at).first_page, right(at).ids[:3]),
     ):
         grown.window_pages = wrong  # type: ignore[method-assign]
         with pytest.raises(AssertionError):
@@ -673,7 +647,7 @@ def test_a_context_within_the_window_needs_no_group(family: str, less: int) -> N
     window = family_of(family)[0].window
     assert make_model(config_of(family), seed=3, context=window + 1, trial=False).window == window
     short = make_model(config_of(family), seed=3, context=window - less)
-    assert (short.window, short.keeps) == (0, "")
+    assert (short.window, short.extra_state) == (0, ExtraState.NONE)
     assert short.num_layers == short.config.num_hidden_layers
     assert not short.make_pool(8).groups
     with World(short) as world:

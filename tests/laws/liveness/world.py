@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from prefixkv.config import ComputeConfig
+from prefixkv.config import ComputeConfig, PageOptions
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.decode.sources import Sources
@@ -279,7 +279,9 @@ class World(PairSim):
     def decode_scheduler(self) -> DecodeScheduler:
         case, side = self.case, self.sides[1]
         drawn = any(ask.kind == "drawn" for ask in case.asks)
-        pages = PageManager(side.num_pages, side.page_size, case.rows, policy=self.policy)
+        pages = PageManager(
+            side.num_pages, side.page_size, case.rows, options=PageOptions(policy=self.policy)
+        )
         pages.hash_every_pages = 1
         compute = ComputeConfig(below=case.compute, ask="both") if case.compute >= 0 else None
         return decode_scheduler(

@@ -68,7 +68,7 @@ class _Prover:
         pass
 
 
-class Thread(ControlThread[Any, Any]):
+class Thread(ControlThread[Any]):
     """A transfer side's control thread, without a thread: `work` and `frame` are its steps."""
 
     world: ClassVar[World]  # that is being made, or played
