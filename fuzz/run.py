@@ -8,7 +8,7 @@ windows      every token that a step sees in a window is there, of its path; a n
 scheduler    decode, one to four ranks, with host memory, windows, states, over transfers and copies
              that fail, keeps every law after each step, and ends with nothing held
 pair         two sides over a bad network, with aborts, restarts and flushes, end with nothing held;
-             every byte read is the one computed; `--backend shm`: over real shm transports
+             every byte read is the one computed
 mesh_pair    the same for whole workers of any meshes, staged, sliced or direct
 weights      the same while weights change in place: two versions never mix
 engine       tokens of Hugging Face's models are what the model says by itself; `--models llama,...`
@@ -145,12 +145,8 @@ _STORM = {
 
 
 def pair(options: argparse.Namespace) -> Round:
-    from tests.support.shm_fabric import OverShm
     from tests.support.sim import storm_of
     from tests.support.sim_engines import PairSim
-
-    class ShmPairSim(OverShm, PairSim):
-        pass
 
     def make(number: int) -> PairSim:
         """A simulation whose storms, pool sizes and policy follow from the seed."""
@@ -166,8 +162,7 @@ def pair(options: argparse.Namespace) -> Round:
                 "window_pages": (chance.choice([16, 24, 40]), chance.choice([10, 16, 40])),
                 "checkpoints": chance.choice([0, 2, 6]),
             }
-        kind = ShmPairSim if options.backend == "shm" else PairSim
-        return kind(number, storm, **sizes)
+        return PairSim(number, storm, **sizes)
 
     return simulated(make)
 
@@ -295,7 +290,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=1, help="of the first round; later ones add 1")
     parser.add_argument("--policy", help="of radix; by default all in turn")
-    parser.add_argument("--backend", choices=["nixl", "shm"], default="nixl", help="of pair")
     kinds = "llama,qwen3,mistral,qwen3_next,granitemoehybrid,gemma3_text,gpt_oss"
     parser.add_argument("--models", default=kinds, help="of engine")
     parser.add_argument("--case", help="of liveness, as a failure printed it, or a name of ONCE")

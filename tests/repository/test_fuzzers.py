@@ -24,7 +24,7 @@ SHORT = {
             "leases": [],
             "liveness": ["--seed", "7000"],
             "mesh_pair": [],
-            "pair": ["--backend", "shm"],
+            "pair": [],
             "radix": [],
             "scheduler": [],
             "weights": [],
