@@ -37,7 +37,7 @@ class ActiveJob:
         self.dst_pages: Pages = job.dst_pages
         self.parts: list[Part] = []
         # Parts [0, next_part) are posted; `in_flight` of them have not ended.
-        self.is_ready = job.ready is None
+        self._ready = job.ready
         self.next_part = 0
         self.in_flight = 0
         self.error: Exception | None = None  # the first one
@@ -73,9 +73,9 @@ class ActiveJob:
     def poll_ready(self) -> bool:
         """Return whether posting may begin. Raises what `ready.query()` raises."""
         # Asked until it says yes, and never again after.
-        if not self.is_ready:
-            self.is_ready = self.job.ready is None or bool(self.job.ready.query())
-        return self.is_ready
+        if self._ready is not None and self._ready.query():
+            self._ready = None
+        return self._ready is None
 
     def part_tag(self, part: int) -> ChunkTag:
         """Return the tag that notifies of a part. The pages are counted from what is posted."""
