@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -47,10 +47,51 @@ from prefixkv.transport.base import (
 )
 from prefixkv.transport.jobs import ActiveJob, JobTable, Outbox
 from prefixkv.transport.runs import Part, Routes, RunTable, part_indices, routes_to
-from tests.support.fabric_actions import Action as Action
-from tests.support.fabric_actions import Choice, Fault, Predicate
-from tests.support.fabric_actions import FakeDisconnectError as FakeDisconnectError
-from tests.support.fabric_actions import Hold as Hold
+
+Kind = Literal["event", "connect", "post", "land", "complete", "fail", "notify", "renew"]
+
+
+class FakeDisconnectError(Exception):
+    """Not a class of prefixkv, as NIXL's errors are not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """`tag` names the part, if there is one; `number` is its write's, in order of posting."""
+
+    kind: Kind
+    owner: PeerId
+    target: PeerId | None = None
+    job_id: int | None = None
+    tag: ChunkTag | None = None
+    number: int | None = None
+
+
+# A choice is an action, and the call that performs it.
+Predicate = Callable[[Action], bool]
+Choice = tuple[Action, Callable[[], None]]
+
+
+@dataclass(eq=False, slots=True)
+class Hold:
+    """Keeps matching actions from happening until `release`."""
+
+    matches: Predicate
+    _holds: list[Hold] = field(repr=False)
+
+    def release(self) -> None:
+        if self in self._holds:
+            self._holds.remove(self)
+
+
+class Fault(NamedTuple):
+    """A fault by chance has no condition."""
+
+    error: Exception
+    at: Literal["post", "check"]
+    lands: bool
+    matches: Predicate | None = None
+
 
 Guard = Callable[[PeerId, RoomKey, Pages], None]
 StagingGuard = Callable[[PeerId, ChunkTag, Pages], None]
