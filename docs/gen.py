@@ -378,7 +378,8 @@ def laws() -> str:
     ]
     for law, text in read_laws().items():
         shown = table(["mistake", "made in", "test"], rows[law])
-        parts.append(f"## Law {law}\n\n{text}\n\n{shown}")
+        linked = text.replace("](#", "](../architecture.md#")
+        parts.append(f"## Law {law}\n\n{linked}\n\n{shown}")
     return "\n".join(parts)
 
 

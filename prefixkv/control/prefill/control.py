@@ -693,9 +693,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         staging = self.staging
         # Pages of groups are never staged: they go straight where they belong.
         if staging is not None and post.peer in staging.peers and post.group < 0:
-            use = post.key, self._rooms.jobs[post.job_id].streams, post.ticket
-            what = post.first_unit, post.src_pages, post.ready, now_s
-            staging.write(post.job_id, *use, post.peer, *what)
+            staging.write(post, self._rooms.jobs[post.job_id].streams, now_s)
             return
         pages = post.src_pages, post.dst_pages
         route: Route = "pages"
