@@ -370,10 +370,8 @@ def laws() -> str:
     spec.loader.exec_module(module)
     rows: dict[str, list[list[str]]] = {law: [] for law in read_laws()}
     for mutant in module.MUTANTS:
-        test = module.find_test(ROOT, mutant.tests)
-        rows.setdefault(mutant.law, []).append(
-            [mutant.what, f"`{mutant.functions[0]}`", f"`{test}`"]
-        )
+        test = module.find_test(ROOT, mutant.test)
+        rows.setdefault(mutant.law, []).append([mutant.what, f"`{mutant.function}`", f"`{test}`"])
     parts = [
         "Each [law](../architecture.md#the-laws), the mistakes against it that "
         "`fuzz/twenty_mutants.py` makes in the code, and the test that fails with each.\n"
