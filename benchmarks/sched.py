@@ -35,15 +35,16 @@ from benchmarks.samples import COLD_BYTES, Samples, no_collector
 from prefixkv.cache.events import EventFeed
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.cli.replay import replay_policy
-from prefixkv.config import DecodeConfig, KVEventsConfig, PrefillConfig
+from prefixkv.config import DecodeConfig, KVEventsConfig, PageOptions, PrefillConfig
+from prefixkv.decode.host_tier import HostPages
 from prefixkv.decode.request import DecodeRequest
-from prefixkv.decode.scheduler import DecodeParts, DecodeScheduler, HostPages
+from prefixkv.decode.scheduler import DecodeParts, DecodeScheduler
 from prefixkv.errors import ConfigError
 from prefixkv.kv_events.publisher import KVEventPublisher
 from prefixkv.pages.manager import PageManager
 from prefixkv.paging import whole_pages
 from prefixkv.prefill.scheduler import PrefillScheduler
-from prefixkv.protocol.host_copy import HostCopyDone
+from prefixkv.protocol.events import HostCopyDone
 from prefixkv.protocol.ids import KVPoll, PeerId
 from prefixkv.request import Request
 from prefixkv.spi import DEFAULT_POLICY
@@ -104,7 +105,7 @@ class Worker:
     def __init__(self, seed: int, config: DecodeConfig) -> None:
         self._rng = np.random.default_rng(seed)
         self.pages = PageManager(
-            NUM_PAGES, PAGE_SIZE, MOST_RUNNING, MOST_PAGES, **config.for_page_manager(NUM_PAGES)
+            NUM_PAGES, PAGE_SIZE, MOST_RUNNING, MOST_PAGES, config.for_page_manager(NUM_PAGES)
         )
         self.scheduler = DecodeScheduler(self.pages, replace(config, reserve_tokens=PAGE_SIZE))
         self._num_requests = 0
@@ -177,8 +178,12 @@ class HostWorker:
     """A scheduler with or without host memory, whose other side and whose copies answer at once."""
 
     def __init__(self, has_host: bool) -> None:
-        self.pages = PageManager(HOST_POOL, PAGE_SIZE, 64, spare_rows=8 if has_host else 0)
-        parts = DecodeParts(host=HostPages(HOST_PAGES, "adaptive") if has_host else None)
+        self.pages = PageManager(
+            HOST_POOL, PAGE_SIZE, 64, options=PageOptions(spare_rows=8 if has_host else 0)
+        )
+        parts = DecodeParts(
+            organs={"host_memory": HostPages(HOST_PAGES, "adaptive")} if has_host else {}
+        )
         self.scheduler = DecodeScheduler(self.pages, Endless(reserve_tokens=0), parts)
         self.now_s, self._rooms = 0.0, 0
         self.others: list[Tokens] = []
@@ -209,9 +214,9 @@ class HostWorker:
         self._free(self.pages.cache.evict(HOST_POOL, self.now_s))
 
     def _copy(self) -> None:
-        while orders := self.scheduler.take_copies():
+        while orders := self.scheduler.take_orders():
             for order in orders:
-                self.scheduler.copy_ended(HostCopyDone(order.number, None, 1, 1e-6), self.now_s)
+                self.scheduler.hear(HostCopyDone(order.number, None, 1, 1e-6), self.now_s)
 
     def _lose(self, tokens: Tokens, num_pages: int) -> None:
         """Evict the last pages of a path: all else is held meanwhile."""

@@ -41,11 +41,11 @@ PARTS = {
     ),
     "serving": (
         [
-            "serving/proxy.py", "serving/fleet.py", "serving/feed.py", "serving/worker.py",
-            "serving/front.py", "serving/http.py",
+            "proxy/server.py", "proxy/bodies.py", "serving/fleet.py", "serving/feed.py",
+            "serving/worker.py", "serving/front.py", "serving/http.py",
         ],
         [
-            "tests/unit/serving/test_proxy.py", "tests/unit/serving/test_fleet.py",
+            "tests/unit/proxy", "tests/unit/serving/test_fleet.py",
             "tests/unit/serving/test_feed.py", "tests/unit/serving/test_http.py",
             "tests/unit/serving/test_waits.py", "tests/unit/serving/test_page.py",
             "tests/integration/serving/test_decode_worker.py",

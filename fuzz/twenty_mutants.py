@@ -91,7 +91,7 @@ MUTANTS = (
     ),
     Mutant(
         "4", "a match is locked after its pages were evicted for it", ("PageManager.open",),
-        """                lock = self.cache.lock(match, now_s=now_s, visit=visit)
+        """                lock = self.cache.lock_at(match, place, now_s, visit)
             if start is not None:
                 points = self.checkpoints
                 self.groups.open(row, start, None if points is None else points.make_room)
@@ -103,7 +103,7 @@ MUTANTS = (
                 self.groups.open(row, start, None if points is None else points.make_room)
             new = self._take(num_new_pages, now_s)
             if match is not None:
-                lock = self.cache.lock(match, now_s=now_s, visit=visit)
+                lock = self.cache.lock_at(match, self.cache.locate(match), now_s, visit)
 """,
         (
             "pages/test_manager.py::"
@@ -301,14 +301,14 @@ MUTANTS = (
         ("cache/test_checkpoints.py::test_it_goes_with_its_page",),
     ),
     Mutant(
-        "H10", "window pages that nothing has any more are kept", ("WindowGroup.add_counts",),
+        "H10", "window pages that nothing has any more are kept", ("TailGroup.add_counts",),
         "(gone := ids[self.refs[ids] == 0])", "(gone := ids[:0])",
-        ("pages/test_windows.py::test_no_page_of_another_path_depth_or_request_is_ever_read",),
+        ("pages/test_groups.py::test_no_page_of_another_path_depth_or_request_is_ever_read",),
     ),
     Mutant(
-        "H11", "a row that moves on loses the pages that it has passed", ("WindowGroup.slide",),
+        "H11", "a row that moves on loses the pages that it has passed", ("TailGroup.slide",),
         "moved = np.concatenate([ids[passed:], out[~is_shared]])", "moved = ids[passed:].copy()",
-        ("pages/test_windows.py::test_no_page_of_another_path_depth_or_request_is_ever_read",),
+        ("pages/test_groups.py::test_no_page_of_another_path_depth_or_request_is_ever_read",),
     ),
     Mutant(
         "H12", "a second state at a page keeps its slot", ("Checkpoints.save",),

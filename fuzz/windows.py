@@ -5,7 +5,7 @@ what is found, evicted and refused is what a naive model says.
 
     python fuzz/windows.py --seconds 600 [--seed 1]
 
-It was shown to find the twelve bugs of `tests/unit/pages/test_windows.py`, each within 20 seeds.
+It was shown to find the twelve bugs of `tests/unit/pages/test_groups.py`, each within 20 seeds.
 """
 
 from __future__ import annotations

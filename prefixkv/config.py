@@ -6,10 +6,10 @@ Times are seconds, `*_tokens` tokens, `*_bytes` bytes, a `Share` is a part of th
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Protocol, TypedDict
+from typing import Annotated, Any, Final, Literal, NamedTuple, Protocol
 
 from msgspec import Meta
 
@@ -17,6 +17,7 @@ from prefixkv.addresses import check_address
 from prefixkv.admission import AdmissionPolicy, explain_admission
 from prefixkv.cache.eviction.policy import Policy, default_policy, explain_policy
 from prefixkv.errors import ConfigError, shown
+from prefixkv.pages.groups import GroupSpec
 from prefixkv.settings import (
     MAX_BYTES,
     MAX_COUNT,
@@ -287,16 +288,27 @@ class TransportConfig:
         return _IDLE_SLEEP_S * self.polling
 
 
-class PageSettings(TypedDict, total=False):
-    """Arguments of a `PageManager` besides its sizes."""
+class PageOptions(NamedTuple):
+    """What a `PageManager` has besides its sizes.
 
-    caching: bool
-    policy: str | Policy
-    evict_reserve_pages: int
-    num_slots: int
-    reserved_pages: int
-    spare_rows: int
-    num_checkpoints: int
+    Attributes:
+        evict_reserve_pages: an eviction takes this many more than are missing. They become free
+            side by side, so that pages taken later form fewer runs.
+        num_slots: of extra state, a group of one page a request.
+        reserved_pages: the first pages of the pool, which are the engine's own.
+        spare_rows: rows of the page table for pages that are loaded from host memory.
+        num_checkpoints: kept at most, each with a slot, pages in the window groups, or both.
+        windows: groups of layers that keep the last tokens only.
+    """
+
+    caching: bool = True
+    policy: str | Policy = ""
+    evict_reserve_pages: int = 0
+    num_slots: int = 0
+    reserved_pages: int = 0
+    spare_rows: int = 0
+    num_checkpoints: int = 0
+    windows: Sequence[GroupSpec] = ()
 
 
 def check_reserved(reserved_pages: int, num_pages: int) -> int:
@@ -587,17 +599,21 @@ class DecodeConfig:
         if self.retarget is not None and not callable(self.retarget):
             raise ConfigError(f"retarget: {shown(self.retarget)} is not a function")
 
-    def for_page_manager(self, num_pages: int, num_slots: int = 0) -> PageSettings:
-        """Return the arguments of a `PageManager` besides its sizes, alike on every rank."""
-        return {
-            "caching": self.cache,
-            "policy": self.policy,
-            "evict_reserve_pages": int(self.evict_reserve * num_pages),
-            "num_slots": max(0, num_slots - self.checkpoints),
-            "reserved_pages": check_reserved(self.reserved_pages, num_pages),
-            "spare_rows": 0 if self.host_memory is None else MOST_LOADS,
-            "num_checkpoints": self.checkpoints,
-        }
+    def for_page_manager(self, num_pages: int, num_slots: int = 0) -> PageOptions:
+        return PageOptions(
+            self.cache,
+            self.policy,
+            int(self.evict_reserve * num_pages),
+            max(0, num_slots - self.checkpoints),
+            check_reserved(self.reserved_pages, num_pages),
+            0 if self.host_memory is None else MOST_LOADS,
+            self.checkpoints,
+        )
+
+    @property
+    def source_settings(self) -> set[str]:
+        """Those of its settings that ask for a source of pages."""
+        return {name for name in ("compute", "host_memory") if getattr(self, name) is not None}
 
     @property
     def num_retries(self) -> int:

@@ -155,6 +155,8 @@ def _check_namespace(namespace: Hashable) -> None:
 
 def _check_text(name: str, value: Any) -> None:
     """Raise RequestError for no string, a long one, or one that no message carries."""
+    if type(value) is str and len(value) <= MAX_TEXT_CHARS and value.isascii():  # as a rule
+        return
     if not isinstance(value, str):
         raise RequestError(f"{name} is {shown(value)}, a string is needed")
     if len(value) > MAX_TEXT_CHARS:

@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from prefixkv.memory.kv_layout import Slab as Slab
     from prefixkv.memory.kv_pool import check_device as check_device
     from prefixkv.memory.mesh import check_page_sizes as check_page_sizes
-    from prefixkv.pages.windows import WindowPages as WindowPages
+    from prefixkv.pages.groups import GroupPages as GroupPages
     from prefixkv.paging import MAX_INDEX as MAX_INDEX
     from prefixkv.paging import PageIds as PageIds
     from prefixkv.paging import Pages as Pages
@@ -77,8 +77,8 @@ if TYPE_CHECKING:
     from prefixkv.paging import pages_for as pages_for
     from prefixkv.paging import slot_mapping as slot_mapping
     from prefixkv.policies import DEFAULT_POLICY as DEFAULT_POLICY
-    from prefixkv.protocol.host_copy import HostCopy as HostCopy
-    from prefixkv.protocol.host_copy import HostCopyDone as HostCopyDone
+    from prefixkv.protocol.events import HostCopy as HostCopy
+    from prefixkv.protocol.events import HostCopyDone as HostCopyDone
     from prefixkv.protocol.ids import PeerId as PeerId
     from prefixkv.protocol.messages import PROTOCOL_VERSION as PROTOCOL_VERSION
     from prefixkv.protocol.messages import ProcessLife as ProcessLife
@@ -113,7 +113,7 @@ _HOMES = homes_of(
         "decode.sources": "Lack Sources",
         "decode.host_tier": "HostTier",
         "runtime.host_copies": "HostMemory",
-        "protocol.host_copy": "HostCopy HostCopyDone",
+        "protocol.events": "HostCopy HostCopyDone",
         # Several ranks.
         "assembly": "DecodeGroup DecodeRank PrefillGroup PrefillRank",
         "ranks.row_log": "RankLog",
@@ -131,7 +131,7 @@ _HOMES = homes_of(
         "cache.page_flags": "packed_range page_runs",
         # Pages, layouts and meshes.
         "paging": "MAX_INDEX PageIds Pages as_pages page_table pages_for slot_mapping",
-        "pages.windows": "WindowPages",
+        "pages.groups": "GroupPages",
         "memory.kv_layout": "ITEMSIZE KVLayout Slab",
         "memory.mesh": "check_page_sizes",
         "memory.kv_pool": "check_device",

@@ -25,6 +25,9 @@ OTHER = "other"
 """The label under which a full tally counts all further ones."""
 
 
+RECENT = 0.99
+"""The weight that a recent sum keeps from one request to the next."""
+
 OUTCOMES = ("success", "failed", "aborted")
 """Outcomes of transfers."""
 
@@ -98,7 +101,6 @@ class Journal:
     """
 
     PROMPT, HIT, RECENT_PROMPT, RECENT_HIT, SHARED = range(5)
-    RECENT = 0.99  # the weight that a recent sum keeps from one request to the next
 
     def __init__(self, reasons: Sequence[str]) -> None:
         self.counters: Counter[str] = Counter()
@@ -124,10 +126,10 @@ class Journal:
         row = self.tokens.row(namespace)
         prompt, hit, recent_prompt, recent_hit, shared = row
         # The recent ones fade alike, so their quotient is a recent hit rate.
-        recent_prompt = recent_prompt * self.RECENT + prompt_tokens
-        recent_hit = recent_hit * self.RECENT + hit_tokens
-        prompt, hit, shared = prompt + prompt_tokens, hit + hit_tokens, shared + shared_tokens
-        row[:] = prompt, hit, recent_prompt, recent_hit, shared
+        row[:] = (
+            prompt + prompt_tokens, hit + hit_tokens, recent_prompt * RECENT + prompt_tokens,
+            recent_hit * RECENT + hit_tokens, shared + shared_tokens,
+        )  # fmt: skip
 
     def transfer_ended(self, peer: str, outcome: str) -> None:
         """Count an ended transfer, by outcome and peer."""

@@ -12,17 +12,18 @@ from prefixkv.errors import ConfigError, nearest
 from prefixkv.settings import PREFIX, settings_of
 
 # A plug-in of an engine cannot ask the commands for theirs, so the names stand here;
-# tests/unit/serving/test_plan.py holds them against the commands' classes.
+# tests/unit/serving/test_roles.py holds them against the commands' classes.
 _OF_SERVING: Final = (
     "ANSWER_TIMEOUT_S", "ANSWER_TOKENS", "API_KEY", "CARRY_ON", "CHUNK_TOKENS", "CONTEXT",
-    "DECODE", "DECODE_PAGES", "DECODE_WINDOW_PAGES", "DEVICE", "DRAIN_TIMEOUT_S", "DTYPE", "HOST",
-    "HOST_MEMORY", "LAYOUT",
+    "DECODE", "DECODE_CONFIG", "DECODE_PAGES", "DECODE_WINDOW_PAGES", "DEVICE", "DRAIN_TIMEOUT_S",
+    "DTYPE", "HOST", "HOST_MEMORY", "LAYOUT",
     "LIMITS_BODY_TIMEOUT_S", "LIMITS_HEAD_TIMEOUT_S", "LIMITS_IDLE_TIMEOUT_S",
     "LIMITS_MAX_BODY_BYTES", "LIMITS_MAX_REQUESTS_PER_CLIENT",
     "LIMITS_WRITE_TIMEOUT_S", "MODEL", "NUM_PAGES", "PAGE_SIZE", "PARENT", "PORT", "PREFILL",
-    "PREFILL_PAGES", "PREFILL_WINDOW_PAGES", "RAY", "RAY_CPUS", "RAY_GPUS", "RAY_PLACEMENT",
-    "REQUEST_LOG", "SEED", "SERVED_NAME", "SERVERS_KEY", "START_TIMEOUT_S", "STATUS_HOST",
-    "STATUS_PORT", "THINKING", "THREADS", "TOKENIZER_FOLDER", "WINDOW_PAGES",
+    "PREFILL_CONFIG", "PREFILL_PAGES", "PREFILL_WINDOW_PAGES", "RAY", "RAY_CPUS", "RAY_GPUS",
+    "RAY_PLACEMENT", "REQUEST_LOG", "SEED", "SERVED_NAME", "SERVERS_KEY", "START_TIMEOUT_S",
+    "STATUS_HOST", "STATUS_PORT", "THINKING", "THREADS", "TOKENIZER_FOLDER", "WINDOW_PAGES",
+    "WORKERS", "WORKERS_KEY",
 )  # fmt: skip
 _OTHERS: Final = (
     "DEBUG",  # nodes check that they are called from their own thread

@@ -31,8 +31,8 @@ NO_SLOT: Final = -1
 Windows = tuple[Pages, ...]
 
 
-class WindowKeeper(Protocol):
-    """The counts of the window pages that checkpoints keep; `WindowGroups` implements it."""
+class GroupKeeper(Protocol):
+    """The counts of the window pages that checkpoints keep; `TailGroups` implements it."""
 
     def add_counts(self, windows: Windows, refs: int, pins: int) -> None:
         """Add to the counts of these pages; without a count a page is free."""
@@ -68,7 +68,7 @@ class Checkpoints:
     """
 
     def __init__(
-        self, cache: RadixCache, pool_pages: int, num_slots: int, keeper: WindowKeeper
+        self, cache: RadixCache, pool_pages: int, num_slots: int, keeper: GroupKeeper
     ) -> None:
         self._cache = cache
         self._keeper = keeper

@@ -220,15 +220,20 @@ class TreeNode:
         So they stay right without being visited. A match that ended in the upper half finds it
         through `parent` (`RadixCache.locate`).
 
-        The caller puts the upper half in this node's place below the parent, and moves the wants.
+        The caller moves the wants.
         """
-        # `start` is read from the parent, so it has to be read before `parent` changes below.
-        num_pages = depth - self.start
+        parent = self.parent
+        assert parent is not None
+        num_pages = depth - parent.end
         upper_key, self.key = _cut(self.key, num_pages * page_bytes)
         upper_pages, self.pages = _cut(self.pages, num_pages * PAGE_ID_BYTES)
-        upper = TreeNode(upper_key, upper_pages, depth, self.parent)
+        upper = TreeNode(upper_key, upper_pages, depth, parent)
         self.parent = upper
-        upper.adopt(bytes(self.key[:page_bytes]), self)
+        upper.children, upper.only_child = {bytes(self.key[:page_bytes]): self}, self
+        # In this node's place among the parent's children.
+        parent.children[bytes(upper_key[:page_bytes])] = upper
+        if parent.only_child is self:
+            parent.only_child = upper
         # No lock ends on the upper half, and this is its only child: by the law of lock_ref it
         # counts 1 if the child is held. The ancestors see no difference.
         upper.lock_ref = 1 if self.lock_ref else 0

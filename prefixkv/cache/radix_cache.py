@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from numbers import Real
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from prefixkv.cache.events import (
 from prefixkv.cache.eviction.policy import Policy, Use
 from prefixkv.cache.eviction.queues import forget
 from prefixkv.cache.node import PAGE_ID_BYTES, TreeNode, Want
+from prefixkv.cache.page_flags import Runs
 from prefixkv.cache.radix_key import RadixKey, TokensLike
 from prefixkv.cache.results import (
     NO_PAGES,
@@ -44,7 +45,6 @@ from prefixkv.cache.tree import RadixTree
 from prefixkv.errors import (
     CallerError,
     LockError,
-    PageStateError,
     UserErrors,
     check_laws,
     shown,
@@ -56,6 +56,17 @@ from prefixkv.settings import check_flag, check_time, whole_count
 EVENT_LIMIT_PAGES = 1 << 20
 """Pages of events that wait for a listener at most; one further behind is sent the whole tree
 again."""
+
+
+class _Insertion(NamedTuple):
+    """How an insertion counts; `lock` is the caller's, and with `extend_lock` it comes to hold all
+    of the key."""
+
+    priority: int
+    now_s: float
+    visit: bool | None
+    lock: PrefixLock | None
+    extend_lock: bool
 
 
 class RadixCache(RadixTree):
@@ -193,29 +204,37 @@ class RadixCache(RadixTree):
         """
         check_time(now_s)
         check_flag("visit", visit, or_none=True)
-        lock = self.pin(result, now_s)
-        node, depth = lock.node, lock.prefix_len // self.page_size
-        # A use, of the pages that the lock holds. An empty lock used nothing. The history is kept
-        # in the lock, because others may use the page before this request inserts.
-        if depth:
-            if visit is None:
-                visit = type(result) is MatchResult
-            use = self._next_use(result.data, node, depth, depth, visit, None, now_s)
-            self._leave_mark(node, depth, use)
-            lock.mark = node.mark
-        return lock
+        if visit is None:
+            visit = type(result) is MatchResult
+        return self.lock_at(result, self.locate(result), now_s, visit)
 
     def pin(self, result: MatchResult, now_s: float = 0.0) -> PrefixLock:
         """Lock a prefix without counting a use, as for a copy of its pages. Otherwise as `lock`."""
+        return self.lock_at(result, self.locate(result), now_s, None)
+
+    def lock_at(
+        self,
+        result: MatchResult,
+        place: tuple[TreeNode | None, int],
+        now_s: float,
+        visit: bool | None,
+    ) -> PrefixLock:
+        """`lock`, or with None for `visit` `pin`, at a `place` that `locate` has just found."""
         # The namespace may be empty: the lock then holds its root, so that it is not dropped.
-        found, depth = self.locate(result)
-        node = found if found is not None else self._root(result.namespace)
+        node, depth = place
+        if node is None:
+            node = self._root(result.namespace)
         # Split before holding, or pages below the match would be protected too.
-        if depth < node.end:
+        elif depth < node.end:
             node = self._split(node, depth)
         self._hold(node)
-        lock = PrefixLock(self, node, depth * self.page_size, self._epoch, now_s, NO_PAGES)
-        lock.mark = node.mark
+        # A use, of the pages that the lock holds. An empty lock used nothing. The history is kept
+        # in the lock, because others may use the page before this request inserts.
+        if depth and visit is not None:
+            use = self._next_use(result.data, node, depth, depth, visit, None, now_s)
+            self._leave_mark(node, depth, use)
+        prefix_len = depth * self.page_size
+        lock = PrefixLock(self, node, prefix_len, self._epoch, now_s, NO_PAGES, True, node.mark)
         self._locks.add(lock)
         return lock
 
@@ -301,7 +320,6 @@ class RadixCache(RadixTree):
         visit: bool | None = None,
         lock: PrefixLock | None = None,
         extend_lock: bool = False,
-        checked: Where | None = None,
     ) -> InsertResult:
         """Add what a request has computed. Counts as a use of all of it.
 
@@ -321,9 +339,6 @@ class RadixCache(RadixTree):
                 `pages` begin behind what the lock holds.
             extend_lock: make `lock` hold all of the key, `prefix_len` included, as part of this
                 use.
-            checked: the same pages as an index array. `pages` are then packed, as bytes, and the
-                caller has checked that all are below `pool_pages`, none is named twice and none is
-                in the tree; only their number is checked here.
         Raises:
             TokenError: a token is no int in range.
             PageStateError: too few or too many ids, an id twice, out of range, or in the tree.
@@ -344,51 +359,73 @@ class RadixCache(RadixTree):
         check_flag("extend_lock", extend_lock)
         key = self._key(tokens, namespace)
         key.check()
-        data = key.data
-        num_pages, held_pages = len(data) // self._page_bytes, 0
-        node: TreeNode | None = self._roots.get(key.namespace)
-        # What the caller holds need not be walked again: its node ends where the lock ends. That
-        # the tokens are the same is the caller's promise; only the number can be checked cheaply.
+        num_pages, held_pages = len(key.data) // self._page_bytes, 0
         if lock is not None:
             if not isinstance(lock, PrefixLock):
                 raise LockError(f"lock is a {type(lock).__name__}, a PrefixLock is needed")
-            node, held_pages = lock.node, lock.prefix_len // self.page_size
+            held_pages = lock.prefix_len // self.page_size
             if lock not in self._locks or lock.epoch != self._epoch or held_pages > num_pages:
                 raise LockError(
                     f"{lock!r} is not a lock of the first of {len(key)} tokens in this tree"
                 )
+        pages = as_page_ids(pages, num_pages - held_pages)
         runs = None
-        if checked is None:
-            pages = as_page_ids(pages, num_pages - held_pages)
-            if self._in_tree is not None:
-                runs = self._in_tree.free_runs(pages.tobytes())
-            if runs is None:
-                check_page_ids(pages)
-        elif not isinstance(pages, bytes | bytearray | memoryview):
-            raise PageStateError("with `checked` the page ids have to be packed, as bytes")
-        elif len(pages) != (num_pages - held_pages) * PAGE_ID_BYTES:
-            given = len(pages) / PAGE_ID_BYTES
-            raise PageStateError(f"{given} page ids for {num_pages - held_pages} whole pages")
+        if self._in_tree is not None:
+            runs = self._in_tree.free_runs(pages.tobytes())
+        if runs is None:
+            check_page_ids(pages)
+        place = self._walk_behind(key, lock)
+        # 2. The last check. Ids of pages that the tree has already are not taken over, so only the
+        #    new ones may not be in the tree.
+        num_there = place[1] // self._page_bytes - held_pages
+        if runs is None or num_there:
+            self._check_new(pages, num_there)
         # Less than a page: nothing to share, and no use.
         if not num_pages:
-            return InsertResult(self, data, key.namespace, node, 0, self.version, 0)
-        extended = lock if extend_lock else None
-        matched = 0
-        if node is not None:
-            node, matched = self._walk(node, data, held_pages * self._page_bytes)
-        old_pages = matched // self._page_bytes
-        # 2. The last check. Ids of pages that the tree has already are not taken over, so only the
-        #    new ones may not be in the tree. It is the last call that may fail: from here on the
-        #    tree changes.
-        new = old_pages - held_pages
-        if runs is not None and not new:
-            packed = pages.tobytes()
-        elif checked is None:
-            packed = self._new_pages(pages, new).tobytes()
-        else:
-            packed = pages[new * PAGE_ID_BYTES :]
+            return InsertResult(self, key.data, key.namespace, place[0], 0, self.version, 0)
+        insertion = _Insertion(priority, now_s, visit, lock, extend_lock)
+        return self._insert(key, place, pages.tobytes(), runs, insertion)
+
+    def insert_owned(
+        self, key: RadixKey, pages: bytes, where: Where, priority: int, now_s: float,
+        lock: PrefixLock | None,
+    ) -> InsertResult:  # fmt: skip
+        """`insert` with `extend_lock` for a `PageManager`, which has checked all.
+
+        `pages`: packed ids, one for each whole page of the key behind what the lock holds, at least
+        one. `where`: the same as an index array. None is in the tree.
+        """
+        insertion = _Insertion(priority, now_s, None, lock, lock is not None)
+        return self._insert(key, self._walk_behind(key, lock), pages, where, insertion)
+
+    def _walk_behind(self, key: RadixKey, lock: PrefixLock | None) -> tuple[TreeNode | None, int]:
+        """What the caller holds need not be walked again: its node ends where the lock ends. That
+        the tokens are the same is the caller's promise."""
+        if lock is not None:
+            return self._walk(lock.node, key.data, lock.node.end * self._page_bytes)
+        root = self._roots.get(key.namespace)
+        return (None, 0) if root is None else self._walk(root, key.data)
+
+    def _insert(
+        self,
+        key: RadixKey,
+        place: tuple[TreeNode | None, int],
+        pages: bytes,
+        where: Where | Runs | None,
+        insertion: _Insertion,
+    ) -> InsertResult:
+        """Insert at a place of `_walk_behind` the pages behind the lock, packed, and as an index if
+        that is at hand. All was checked."""
+        data, page_bytes = key.data, self._page_bytes
+        priority, now_s, visit, lock, extend_lock = insertion
+        node, matched = place
         if node is None:
             node = self._root(key.namespace)
+        num_pages, old_pages = len(data) // page_bytes, matched // page_bytes
+        # Those that the tree has already are not taken over.
+        held_pages = 0 if lock is None else lock.prefix_len // self.page_size
+        if old_pages > held_pages:
+            pages, where = pages[(old_pages - held_pages) * PAGE_ID_BYTES :], None
         # 3. The use, as the policy is to see it. `lock_ref` is read before `_attach` changes the
         #    node.
         if visit is None:
@@ -398,6 +435,7 @@ class RadixCache(RadixTree):
             # Others may have used these pages since: this request goes on from its own use.
             use.before = lock.mark
         # 4. The change: only a mark if all pages were there, else new pages below.
+        extended = lock if extend_lock else None
         if old_pages == num_pages:
             self._leave_mark(node, num_pages, use)
             # A mark at the very end of an evictable leaf changes its rank. A mark above its last
@@ -405,10 +443,8 @@ class RadixCache(RadixTree):
             if num_pages == node.end and not node.lock_ref and not node.children:
                 self._queue.add(node)
         else:
-            # They index all pages behind the lock: of use only if all of them are new.
-            new_key = data[matched : num_pages * self._page_bytes]
-            where = None if new else runs or checked
-            node = self._attach(node, old_pages, new_key, packed, where, use, extended)
+            new_key = data[matched : num_pages * page_bytes]
+            node = self._attach(node, old_pages, new_key, pages, where, use, extended)
         if extended is not None:
             self._extend(extended, node, num_pages, now_s)
         return InsertResult(self, data, key.namespace, node, num_pages, self.version, old_pages)

@@ -130,10 +130,6 @@ class RadixTree:
     def _split(self, node: TreeNode, depth: int) -> TreeNode:
         """Split `node` so that a node ends at `depth`, and return that; `node` keeps the rest."""
         upper = node.split(depth, self._page_bytes)
-        assert upper.parent is not None
-        # `TreeNode.split` left this to us: until here the parent still names the lower half as its
-        # child.
-        upper.parent.adopt(bytes(upper.key[: self._page_bytes]), upper)
         if node.wants:
             node.move_wants(upper, upper.start, depth, limit=depth)
         self.num_nodes += 1
@@ -219,22 +215,21 @@ class RadixTree:
 
     # --- attaching -----------------------------------------------------------------------------
 
-    def _new_pages(self, ids: Pages, num_old: int) -> Pages:
-        """Page ids without the first `num_old`. Raises PageStateError if one cannot be new."""
-        new = ids[num_old:]
-        if self._in_tree is not None:
-            try:
-                # All ids are looked up, also those of pages that the tree has: an id out of range
-                # is refused wherever it stands.
-                in_tree = self._in_tree.array[ids.astype(np.intp)]
-            except IndexError:
-                raise PageStateError(
-                    f"page id {ids.max()} is not below pool_pages {self.pool_pages}"
-                ) from None
-            again = in_tree[num_old:]
-            if b"\1" in again.tobytes():
-                raise PageStateError(f"page id {new[int(again.argmax())]} is in the tree already")
-        return new
+    def _check_new(self, ids: Pages, num_old: int) -> None:
+        """Raise PageStateError if a page id, of those behind the first `num_old`, cannot be new."""
+        if self._in_tree is None:
+            return
+        try:
+            # All ids are looked up, also those of pages that the tree has: an id out of range is
+            # refused wherever it stands.
+            again = self._in_tree.array[ids.astype(np.intp)][num_old:]
+        except IndexError:
+            raise PageStateError(
+                f"page id {ids.max()} is not below pool_pages {self.pool_pages}"
+            ) from None
+        if b"\1" in again.tobytes():
+            new = ids[num_old + int(again.argmax())]
+            raise PageStateError(f"page id {new} is in the tree already")
 
     def _attach(
         self,

@@ -13,10 +13,10 @@ from typing import Annotated, Any
 import typer
 
 from prefixkv.errors import ConfigError
+from prefixkv.proxy.config import ProxyConfig, ServerAt
 from prefixkv.serving import check_extra, is_there
-from prefixkv.serving.config import KINDS, ProxyConfig, ServeConfig, ServerAt
-from prefixkv.serving.plan import TABLE, find_workers, plan
-from prefixkv.settings import Setting, find, load, read_toml, settings_of
+from prefixkv.serving.config import KINDS, FrontConfig, ServeConfig
+from prefixkv.settings import Setting, load, read_toml, settings_of
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -26,8 +26,9 @@ def add_commands(app: typer.Typer) -> None:
     app.add_typer(workers, name="worker")
     # MODEL is the one setting that is an argument, so it is taken out of the options.
     model = Annotated[str | None, typer.Argument(help=_help_of("model", ServeConfig))]
-    settings = [one for one in settings_of(ServeConfig) if one.name != "model"]
-    app.command("serve")(_command(_serve, settings, _serve.__doc__ or "", model=model))
+    for name, run, kind in (("serve", _serve, ServeConfig), ("front", _front, FrontConfig)):
+        settings = [one for one in settings_of(kind) if one.name != "model"]
+        app.command(name)(_command(run, settings, run.__doc__ or "", model=model))
     servers = {
         role: Annotated[
             list[str] | None,
@@ -65,24 +66,33 @@ def _serve(config: Path | None, **options: Any) -> int:
     Without MODEL a small model made from a seed answers, in random words.
     """
     check_packages()
-    tables = read_toml(config) if config else {}
-    found = find(ServeConfig, tables, str(config), os.environ, options, but=(TABLE,))
-    workers = find_workers(tables.get(TABLE, {}), str(config), os.environ)
-    ray = found.get("ray")
-    for name, one in found.items():
-        if name.startswith("ray_") and not (ray and ray.value):
-            raise ConfigError(f"{one.where}: is of --ray, which is not set")
-    loaded, tables = plan(found, workers)
+    loaded = load(ServeConfig, config, os.environ, options)
     if loaded.ray and not is_there("ray"):
         raise ConfigError("--ray needs ray: pip install 'prefixkv[ray]'")
-    from prefixkv.serving.launch import run_serve
+    from prefixkv.serving.launch import ServeLaunch, run_front
 
     # Ray is imported only if it is asked for; the extra `serve` does not have it.
     if loaded.ray:
         from prefixkv.serving.cluster import RayLaunch
 
-        return run_serve(loaded, tables, RayLaunch)
-    return run_serve(loaded, tables)
+        return run_front(lambda: RayLaunch(loaded, _say), with_torch=True)
+    return run_front(lambda: ServeLaunch(loaded, _say))
+
+
+def _front(config: Path | None, **options: Any) -> int:
+    """Serve OpenAI's API before prefill and decode workers that were started by hand, on any hosts.
+
+    MODEL is the folder that the workers have; without it their model is the small one.
+    """
+    check_packages()
+    loaded = load(FrontConfig, config, os.environ, options)
+    from prefixkv.serving.launch import FrontLaunch, run_front
+
+    return run_front(lambda: FrontLaunch(loaded, _say))
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
 
 
 def _proxy(
@@ -106,7 +116,7 @@ def _proxy(
         for role, named in given.items()
     }
     loaded = load(ProxyConfig, config, os.environ, options, but=tuple(given))
-    from prefixkv.serving.proxy import run_proxy
+    from prefixkv.proxy.server import run_proxy
 
     return run_proxy(loaded, servers["prefill"], servers["decode"])
 

@@ -18,7 +18,7 @@ from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.waiting import LEFT, NOT_ENTERED, PAGES, Waiter, Waiting
 from prefixkv.decode.workers import ALONE, Worker
 from prefixkv.errors import check_laws
-from prefixkv.pages.windows import WindowStart
+from prefixkv.pages.groups import GroupStart
 
 MAX_LOOKS: Final = 16
 
@@ -160,7 +160,7 @@ class Admission(Waiting):
         if waiter.blocked_by or worker.has_share:
             has = f"{worker.num_pages} pages, its share of the pool"
             return f"{waited} pages: prefill worker {worker.address} has {has}"
-        if windows and (short := windows.short_of(WindowStart(req.fill_len, req.max_pages))):
+        if windows and (short := windows.short_of(GroupStart(req.fill_len, req.max_pages))):
             return f"{waited} pages of window group {short.name!r}"
         return f"{waited} pages"
 
@@ -355,7 +355,17 @@ class Admission(Waiting):
         return None if waiter is None or waiter.seen_at == self._version else waiter
 
     def _next_that_may_fit(self) -> Waiter | None:
-        return self._first_that_may_fit(self._version, self._ledger.limits())
+        """Return the first waiter that fits by its estimate and got no look at this version."""
+        version, (space, most) = self._version, self._ledger.limits()
+        for waiter in self._in_turn():
+            if (
+                waiter.most_pages <= most
+                and waiter.needed_pages <= space
+                and waiter.seen_at != version
+                and not self._workers.refuses(waiter.worker, waiter.new_pages)
+            ):
+                return waiter
+        return None
 
     @property
     def _version(self) -> int:

@@ -15,11 +15,11 @@ from typing import NamedTuple
 from prefixkv.cache.checkpoints import Checkpoint
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.config import DecodeConfig
-from prefixkv.decode.flights import Flight, Need, Release, Segment, Source
+from prefixkv.decode.flights import Flight, Need, Release, Segment
 from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.scheduler import DecodeParts
-from prefixkv.decode.sources import Sources
+from prefixkv.decode.sources import MeasuringSource, Sources
 from prefixkv.decode.state_checkpoints import DecodeCheckpoints
 from prefixkv.errors import RequestError, check_laws, shown
 from prefixkv.pages.requests import AllOf, BrokenEvent, still_pending
@@ -27,17 +27,18 @@ from prefixkv.paging import Pages, pages_for
 from prefixkv.request import DeviceEvent
 
 
-class ComputeSource(Source):
+class ComputeSource(MeasuringSource):
     """The prompts that the engine computes. Owned by the scheduler's thread.
 
     `rule` says what to compute, and is told how long chunks and steps take. A prompt is computed
     whole; none with extra state or windows is.
     """
 
-    name, outlives_request = "computed", False
+    name, setting, outlives_request = "computed", "compute", False
 
-    def __init__(self, ledger: Ledger, rule: Sources) -> None:
-        self._ledger, self._rule = ledger, rule
+    def __init__(self, ledger: Ledger, rule: Sources, asks_late: bool) -> None:
+        super().__init__(ledger, rule)
+        self.fails_over, self.asks_late = rule.fails_over, asks_late
         self._step_tokens = min(
             (group.step_tokens for group in ledger.pages.windows), default=math.inf
         )
@@ -63,15 +64,15 @@ class ComputeSource(Source):
         return self._within(need, Segment(self, need.start, need.end)) if is_lacking else None
 
     def _within(self, need: Need, segment: Segment) -> Segment | None:
-        most = self._rule.most_tokens(is_down=not need.can_ask)
+        most = self.rule.most_tokens(is_down=not need.can_ask)
         fits = need.req.request.may_compute and segment.end - segment.start <= most
         return segment if fits else None
 
     def is_best(self, need: Need, segment: Segment) -> bool:
         if not need.can_ask or segment.start == segment.end:
             return True
-        again = 0 if need.match is None else self._rule.again_pages(need.match.pages)
-        is_here = self._rule.is_here(
+        again = 0 if need.match is None else self.rule.again_pages(need.match.pages)
+        is_here = self.rule.is_here(
             segment.end - segment.start, self._due_tokens, self._ledger.num_running,
             need.req.prefill, need.now_s, num_sent=need.end - need.start,
             again=again * self._ledger.page_size, goes_on=need.start > 0,
@@ -121,14 +122,17 @@ class ComputeSource(Source):
         # A first token came with the KV: no step gave it.
         if any(len(req.output) > 1 for req in reqs):
             if not self._chunked and not self._done:
-                self._rule.step(max(0.0, now_s - self._pass_s))
+                self.rule.step(max(0.0, now_s - self._pass_s))
             self._chunked.clear()
         self._pass_s = now_s
 
     # --- the engine's calls -----------------------------------------------------------------------
 
     @property
-    def new(self) -> list[DecodeRequest]:
+    def has_new(self) -> bool:
+        return bool(self._new())
+
+    def _new(self) -> list[DecodeRequest]:
         """Requests that the engine may begin: those that wait for no other flight."""
         return [
             flight.owner
@@ -137,27 +141,32 @@ class ComputeSource(Source):
         ]
 
     def pop_local(self, now_s: float) -> list[DecodeRequest]:
-        found = self.new
+        found = self._new()
         for req in found:
             self._done[req] = req.prefix_len
         self.has_work(now_s)  # what the engine did before is no part of it
         self._chunked.clear()
-        self._rule.next_pass(self._ledger.num_running)
+        self.rule.next_pass(self._ledger.num_running)
         return found
+
+    def chunk_tokens(self) -> int:
+        return self.rule.chunk_tokens(self._ledger.num_running)
+
+    def most_alone(self) -> int:
+        return self.rule.most_tokens(is_down=True)
 
     def computed(
         self, req: DecodeRequest, end: int, aux: bytes, after: DeviceEvent | None, now_s: float
     ) -> Pages | None:
         """Note that a prompt has KV up to token `end`; at its `fill_len` it is whole. Return the
-        pages that the device may write until `after`, which it has taken. A request that has ended
-        meanwhile is left out.
+        pages that the device may write until `after`, which it has taken.
 
         Raises RequestError, with nothing changed.
         """
         done = self._done.get(req)
-        self._check_chunk(req, done, end)
         if done is None:
-            return None
+            return super().computed(req, end, aux, after, now_s)
+        self._check_chunk(req, done, end)
         if end < req.fill_len:
             self._done[req] = end
         else:
@@ -174,18 +183,14 @@ class ComputeSource(Source):
             flight = self._ledger.flights.of(req)
             assert flight is not None
             del self.open[flight]
-            self._rule.computed_pages(req.pages[req.prefix_len // self._ledger.page_size :])
+            self.rule.computed_pages(req.pages[req.prefix_len // self._ledger.page_size :])
             req.aux = aux
             self._ledger.flights.arrived(flight)
             if flight.rest is None:  # else most of it was sent
                 self._ledger.journal.computed(req, now_s)
         return written
 
-    def _check_chunk(self, req: DecodeRequest, done: int | None, end: int) -> None:
-        if done is None:
-            if not req.state.ended:
-                raise RequestError(f"request {req.rid!r} is not computed here")
-            return
+    def _check_chunk(self, req: DecodeRequest, done: int, end: int) -> None:
         if end - done > self._step_tokens:
             most = self._step_tokens
             what = f"{shown(end - done)} tokens, step_tokens of its window groups is {most}"
@@ -208,7 +213,7 @@ class ComputeSource(Source):
         self._chunked.add(req)
         self._tokens += num_tokens
         self._seconds += max(0.0, now_s - self._pass_s)
-        self._rule.chunk(self._tokens, self._seconds, self._ledger.num_running, goes_on)
+        self.rule.chunk(self._tokens, self._seconds, self._ledger.num_running, goes_on)
         self._pass_s = now_s
         self._ledger.journal.counters["computed_tokens"] += num_tokens
 
@@ -226,12 +231,6 @@ class ComputeSource(Source):
     def has_work(self, now_s: float) -> None:
         """Note that the engine gets something to do: its next pass begins no earlier."""
         self._pass_s = max(self._pass_s, now_s)
-
-    def save_state(self, req: DecodeRequest, end: int) -> int:
-        raise RequestError(f"request {req.rid!r} is not computed here, it saves no state")
-
-    def save_states(self, reqs: Iterable[DecodeRequest]) -> list[tuple[int, int]]:
-        return []
 
     # --- laws -------------------------------------------------------------------------------------
 
@@ -270,8 +269,10 @@ class CheckpointStart(NamedTuple):
 class CheckpointedCompute(ComputeSource):
     """Own compute of requests with extra state or windows: from a checkpoint on."""
 
-    def __init__(self, ledger: Ledger, rule: Sources, points: DecodeCheckpoints) -> None:
-        super().__init__(ledger, rule)
+    def __init__(
+        self, ledger: Ledger, rule: Sources, asks_late: bool, points: DecodeCheckpoints
+    ) -> None:
+        super().__init__(ledger, rule, asks_late)
         self.points = points
 
     def shared_key(self, req: DecodeRequest, key: RadixKey) -> RadixKey:
@@ -287,12 +288,10 @@ class CheckpointedCompute(ComputeSource):
     def takes_over(self, need: Need) -> int:
         # Where prefill has the whole prompt already, it sends all.
         req = need.req
-        if not need.can_ask or not (
-            self._rule.asks_late or req.generation > req.request.generation
-        ):
+        if not need.can_ask or not (self.asks_late or req.generation > req.request.generation):
             return need.end
         shared_pages = need.start // self._ledger.page_size
-        return self.points.sent_len(req, shared_pages, self._rule.least_tokens)
+        return self.points.sent_len(req, shared_pages, self.rule.least_tokens)
 
     def opening(self, req: DecodeRequest, segment: Segment) -> None:
         self.points.hold(req, segment.found.checkpoint)
@@ -331,9 +330,11 @@ class CheckpointedCompute(ComputeSource):
 
 
 def make_compute(ledger: Ledger, config: DecodeConfig, parts: DecodeParts) -> ComputeSource | None:
-    if parts.sources.config is None:
+    if config.compute is None:
         return None
+    rule = parts.organs.get("rule") or Sources(config.compute, config.failure_policy == "local")
+    asks_late = config.compute.ask == "late"
     if ledger.pages.checkpoints is None:
-        return ComputeSource(ledger, parts.sources)
+        return ComputeSource(ledger, rule, asks_late)
     points = DecodeCheckpoints(ledger.pages, config.checkpoint_tokens)
-    return CheckpointedCompute(ledger, parts.sources, points)
+    return CheckpointedCompute(ledger, rule, asks_late, points)

@@ -21,17 +21,15 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 from operator import attrgetter
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from prefixkv.cache.events import EventFeed
 from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey, common_pages
 from prefixkv.cache.results import MatchResult, PrefixLock, Releases
 from prefixkv.decode.request import DecodeRequest
-from prefixkv.decode.sources import AwaitedRoom
 from prefixkv.errors import RequestError, check_laws
 from prefixkv.pages.manager import RequestPages
 from prefixkv.paging import Pages
-from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.request import DeviceEvent, Request
 
@@ -78,9 +76,12 @@ class Source:
     """
 
     name: str
+    setting = ""  # that asks for it
     sends = False  # over a link that others share, in pages that a peer writes
     brings_pages_only = False  # and no token to go on with: something else has to come behind it
     outlives_request = True  # goes on for those that joined, when the request ends
+    fails_over = False  # brings what a prefill worker that does not answer was to send
+    asks_late = False  # the engine submits a request to prefill once `pop_needs_prefill` returns it
 
     def reach(self, need: Need) -> Segment | None:
         """Return what the source can bring of a need; None: nothing. It may begin before it."""
@@ -113,6 +114,15 @@ class Source:
         """Return from which token on the source computes what another one has sent."""
         return need.end
 
+    def asked(self, flight: Flight, end: int, now_s: float) -> None:
+        """Prefill was promised the pages of a flight, up to token `end`."""
+
+    def answered(self, flight: Flight, end: int, now_s: float) -> None:
+        """Prefill has sent what it was asked for."""
+
+    def unanswered(self, flight: Flight) -> None:
+        """A promise has failed, or was withdrawn."""
+
     def new_pass(self, now_s: float) -> Iterable[tuple[DecodeRequest, Exception]]:
         """Return requests that would wait for ever, at the beginning of a pass."""
         return ()
@@ -135,14 +145,15 @@ class Source:
     def flushed(self) -> None:
         """The tree was emptied."""
 
-    def computed_pages(self, pages: Pages, after: DeviceEvent) -> None:
+    def written(self, pages: Pages, after: DeviceEvent) -> None:
         """The device may write these pages until `after` is done."""
 
-    def take_copies(self) -> list[HostCopy]:
+    def take_orders(self) -> list[Any]:
+        """Return the copies to be made, and forget them."""
         return []
 
-    def copy_ended(self, done: HostCopyDone, now_s: float) -> Flight | None:
-        """Take the end of a copy. Return the flight that it fails."""
+    def hear(self, event: Any, now_s: float) -> Flight | None:
+        """Take what became of an order. Return the flight that it fails."""
         return None
 
     def feeds(self, worker: PeerId) -> list[EventFeed]:
@@ -175,31 +186,37 @@ class Source:
         """Check the source's own laws, and those of the requests that hold pages. Raises
         InternalError."""
 
+    # Calls of the engine, for what it is to bring itself: see `DecodeScheduler`.
 
-class NoCompute:
-    """What the engine's calls reach where no source computes."""
-
-    open: ClassVar[dict[Flight, None]] = {}
-    new: ClassVar[list[DecodeRequest]] = []
+    def most_alone(self) -> int:
+        """Return the most tokens that it brings of a request without prefill; -1: none."""
+        return -1
 
     def has_work(self, now_s: float) -> None:
-        pass
+        """The engine gets something to do."""
 
-    def pop_local(self, now_s: float) -> list[DecodeRequest]:
-        return []
+    def pop_local(self, now_s: float) -> Sequence[DecodeRequest]:
+        return ()
+
+    def chunk_tokens(self) -> int:
+        return 0
 
     def computed(
         self, req: DecodeRequest, end: int, aux: bytes, after: DeviceEvent | None, now_s: float
     ) -> Pages | None:
-        if not req.state.ended:
-            raise RequestError(f"request {req.rid!r} is not computed here")
-        return None
+        """Return the pages that the device may write until `after`, if it has taken that."""
+        raise RequestError(f"request {req.rid!r} is not computed here")
 
     def save_state(self, req: DecodeRequest, end: int) -> int:
         raise RequestError(f"request {req.rid!r} is not computed here, it saves no state")
 
-    def save_states(self, reqs: Iterable[DecodeRequest]) -> list[tuple[int, int]]:
-        return []
+    def save_states(self, reqs: Iterable[DecodeRequest]) -> Sequence[tuple[int, int]]:
+        return ()
+
+    @property
+    def has_new(self) -> bool:
+        """True if `pop_local` returns something."""
+        return False
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -224,7 +241,6 @@ class Flight:
     end_pages: int
     joined: Flight | None
     rest: Segment | None = None
-    awaited: AwaitedRoom | None = None  # as the rule counts it
     number: int = 0
     is_open: bool = True  # until its pages are here, or its source has given up
     start_key: StartKey | None = None  # key in `Flights._by_start`; None: may not be joined

@@ -13,7 +13,6 @@ from prefixkv.decode.ending import Ending
 from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.request import CAN_RUN, CUT_SHORT, DecodeRequest, DecodeState
 from prefixkv.errors import OutOfPagesError, RequestError, shown
-from prefixkv.pages.manager import RequestPages
 from prefixkv.pages.requests import check_own
 from prefixkv.paging import pages_for
 
@@ -65,57 +64,21 @@ class BatchGrowth:
             self._check_in_batch(req)
         if not is_known:
             self._batch = list(reqs)  # one of another node was due, and was refused
-        return bool(due) and self._grow(due, now_s)
-
-    def _grow(self, reqs: Sequence[DecodeRequest], now_s: float) -> bool:
-        page_manager, started = self._pages, DecodeState.RUNNING
-        page_size = page_manager.page_size
-        grows: list[RequestPages] = []
-        growing: list[str] = []
-        lengths: list[int] = []  # of their KV, once they have the next token
-        new: list[DecodeRequest] = []  # requests that get their first token
-        any_cut_short = False
-        # 1. Check all, and find out which need a page. Nothing changes here.
-        for req in reqs:
-            if req.state is not started:
-                if req.state in CUT_SHORT:
-                    any_cut_short = True
-                    continue
-                if req.state not in CAN_RUN:
-                    raise RequestError(f"request {req.rid!r} is {req.state.value}, it does not run")
-                new.append(req)
-            num_tokens = len(req.output)
-            if num_tokens >= req.max_new_tokens:
+        if not due:
+            return False
+        running = self._running_of(due)
+        for req in running:
+            if len(req.output) >= req.max_new_tokens:
                 raise RequestError(f"request {req.rid!r} has its {req.max_new_tokens} tokens")
-            pages = req.pages_held
-            assert pages is not None
-            # No step writes the KV of the last token, so that one needs no page.
-            is_last = num_tokens + 1 == req.max_new_tokens
-            if not is_last and req.prompt_len + num_tokens >= pages.num_pages * page_size:
-                grows.append(pages)
-                growing.append(req.rid)
-                lengths.append(req.prompt_len + num_tokens)
-        # 2. All or none: if one page is missing, none is taken, so that the engine can retract and
-        # repeat the call with the same tokens.
-        if len(grows) > page_manager.available_pages:
-            raise self._out_of_pages(dict.fromkeys(growing, 1))
-        # 3. Take. The budget follows at once: pages move from what remains to what is private.
-        if grows:
-            page_manager.grow_many(grows, now_s)
-            self._budget.grow_many(growing)
-            # No page more in a window group: what has fallen out of the window is written again.
-            # The step that read it has given the token.
-            if page_manager.windows:
-                for pages, kv_len in zip(grows, lengths, strict=True):
-                    page_manager.slide(pages, kv_len)
-        # 4. Now nothing can fail any more: states and limits change.
-        for req in new:
-            req.become(started)
-            self._journal.runs(req, now_s)
-        for req in reqs:
-            if req.state is started:
-                req.output_limit = req.most_output
-        return any_cut_short
+        # The step that gave the token has written the KV of the one before.
+        self._take([(req, req.prompt_len + len(req.output)) for req in running], 1, now_s)
+        # Now nothing can fail any more: states and limits change.
+        for req in running:
+            if req.state is not DecodeState.RUNNING:  # it gets its first token
+                req.become(DecodeState.RUNNING)
+                self._journal.runs(req, now_s)
+            req.output_limit = req.most_output
+        return len(running) < len(due)
 
     def ahead(self, reqs: Sequence[DecodeRequest], num_tokens: int, now_s: float) -> None:
         """Grow requests so that the KV of `num_tokens` tokens fits, as far as they may still grow.
@@ -127,44 +90,56 @@ class BatchGrowth:
                 self._check_in_batch(req)
         except (TypeError, AttributeError):  # what lacks these is no request
             raise _no_requests(reqs) from None
-        page_manager = self._pages
-        missing: dict[DecodeRequest, int] = {}  # pages
-        for group in page_manager.windows:
+        for group in self._pages.windows:
             if num_tokens > group.step_tokens:
                 raise RequestError(
                     f"num_tokens is {num_tokens}, group {group.name!r} has step_tokens "
                     f"{group.step_tokens}"
                 )
-        # 1. Check all, and count. Nothing changes here.
-        for req in reqs:
-            if req.state in CUT_SHORT:
-                continue
-            if req.state not in CAN_RUN:
-                raise RequestError(f"request {req.rid!r} is {req.state.value}, it does not run")
-            assert req.pages_held is not None
-            # Never beyond its last token: the budget counts no page behind that.
-            reach = min(req.kv_len + num_tokens, req.most_kv_len)
-            needed = pages_for(reach, page_manager.page_size) - req.pages_held.num_pages
-            if needed > 0:
-                missing[req] = needed
-        # 2. All or none, as for the next token.
-        if sum(missing.values()) > page_manager.available_pages:
-            raise self._out_of_pages({req.rid: pages for req, pages in missing.items()})
-        # 3. Take a page for each in turn, since a row takes one at a time.
-        while missing:
-            page_manager.grow_many([req.pages_held for req in missing if req.pages_held], now_s)
-            self._budget.grow_many([req.rid for req in missing])
-            missing = {req: pages - 1 for req, pages in missing.items() if pages > 1}
-        if page_manager.windows:
-            for req in reqs:
-                if req.state in CAN_RUN and req.pages_held is not None:
-                    page_manager.slide(req.pages_held, req.kv_len)
-        for req in reqs:
+        running = self._running_of(reqs)
+        self._take([(req, req.kv_len) for req in running], num_tokens, now_s)
+        for req in running:
             if req.state is DecodeState.RUNNING:
                 req.output_limit = req.most_output
 
-    def _out_of_pages(self, growing: Mapping[str, int]) -> OutOfPagesError:
-        """Return the error of requests that lack pages, by id. It names the fewest to retract for
+    def _running_of(self, reqs: Sequence[DecodeRequest]) -> list[DecodeRequest]:
+        """Leave out what was cut short. Raises RequestError for another that does not run."""
+        for req in reqs:
+            if req.state not in CAN_RUN and req.state not in CUT_SHORT:
+                raise RequestError(f"request {req.rid!r} is {req.state.value}, it does not run")
+        return [req for req in reqs if req.state in CAN_RUN]
+
+    def _take(
+        self, lengths: Sequence[tuple[DecodeRequest, int]], num_tokens: int, now_s: float
+    ) -> None:
+        """Take what each request lacks for the KV of `num_tokens` behind this length. Raises
+        OutOfPagesError, with nothing changed."""
+        pages = self._pages
+        missing: dict[DecodeRequest, int] = {}  # pages
+        for req, kv_len in lengths:
+            assert req.pages_held is not None
+            # No step writes the KV of the last token, and the budget counts no page for it.
+            reach = min(kv_len + num_tokens, req.most_kv_len)
+            needed = pages_for(reach, pages.page_size) - req.pages_held.num_pages
+            if needed > 0:
+                missing[req] = needed
+        # 1. All or none: if one page is missing, none is taken, so that the engine can retract and
+        # repeat the call with the same tokens.
+        if missing and sum(missing.values()) > pages.available_pages:
+            raise self._out_of_pages(missing)
+        # 2. A page for each in turn, since a row takes one at a time. The budget follows at once:
+        # pages move from what remains to what is private.
+        while missing:
+            pages.grow_many([req.pages_held for req in missing if req.pages_held], now_s)
+            self._budget.grow_many([req.rid for req in missing])
+            missing = {req: left - 1 for req, left in missing.items() if left > 1}
+        # 3. No page more in a window group: what has fallen out of the window is written again.
+        for req, kv_len in lengths if pages.windows else ():
+            assert req.pages_held is not None
+            pages.slide(req.pages_held, kv_len)
+
+    def _out_of_pages(self, growing: Mapping[DecodeRequest, int]) -> OutOfPagesError:
+        """Return the error of requests that lack these pages. It names the fewest to retract for
         that, the one with most first. Never the oldest, so that one always makes progress. None if
         all that is missing comes back by itself."""
         pages, needed = self._pages, sum(growing.values())
@@ -180,7 +155,7 @@ class BatchGrowth:
                 break
             retract.append(req.rid)
             # A retracted request does not need its own next pages either.
-            missing -= growing.get(req.rid, 0)
+            missing -= growing.get(req, 0)
             if req.pages_held is not None:
                 missing -= req.pages_held.num_own + releases.end(req.pages_held.lock)
         free, evictable = pages.allocator.free_pages, pages.cache.evictable_pages

@@ -28,16 +28,16 @@ from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey, common_pages
 from prefixkv.cache.results import MatchResult, PrefixLock, Releases
 from prefixkv.config import DecodeConfig
-from prefixkv.decode.flights import Flight, Need, Release, Segment, Source
-from prefixkv.decode.ledger import HostPages, Ledger
+from prefixkv.decode.flights import Flight, Need, Release, Segment
+from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.scheduler import DecodeParts
-from prefixkv.decode.sources import Lack, Sources
+from prefixkv.decode.sources import Lack, MeasuringSource, Sources
 from prefixkv.errors import UserErrors, check_laws
 from prefixkv.pages.allocator import PageAllocator
 from prefixkv.pages.requests import still_pending
 from prefixkv.paging import Pages
-from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
+from prefixkv.protocol.events import HostCopy, HostCopyDone
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.request import DeviceEvent
 
@@ -52,6 +52,15 @@ _MOST_DUE: Final = 1024  # paths that wait to be written
 _MOST_DUE_BYTES: Final = 64 << 20  # of their keys
 _KEPT: Final = 0.9  # the weight that the loads before keep when another has ended
 _LOOKS: Final = 8  # at paths that are due, in one pass
+
+
+class HostPages(NamedTuple):
+    """Pages of host memory behind the pool. `ready` says how many of them, from the first on, can
+    be used by now; None: all."""
+
+    num_pages: int
+    policy: str | Policy
+    ready: Callable[[], int] | None = None
 
 
 class DevicePath(Protocol):
@@ -522,16 +531,16 @@ def load_key(number: int) -> RoomKey:
     return RoomKey(number, 0, HOST)
 
 
-class HostSource(Source):
+class HostSource(MeasuringSource):
     """What host memory has behind what is cached or on its way: loaded by a copy.
 
     A load has no owner: requests join it, that which it is begun for first.
     """
 
-    name, brings_pages_only = "loaded", True
+    name, setting, brings_pages_only = "loaded", "host_memory", True
 
     def __init__(self, ledger: Ledger, host: HostPages, rule: Sources) -> None:
-        self._ledger, self._rule = ledger, rule
+        super().__init__(ledger, rule)
         self._ready = host.ready
         # A write leaves a page to each request that runs, for its next token.
         self.tier: HostTier[PrefixLock] = HostTier(
@@ -557,7 +566,7 @@ class HostSource(Source):
         load_s = self.tier.load_s(num_tokens // self._ledger.page_size, need.now_s)
         missing = len(need.key) - need.start
         loaded = Lack(missing - num_tokens, num_tokens, load_s)
-        return self._rule.worth_loading(Lack(missing), loaded, need.req.prefill, need.now_s)
+        return self.rule.worth_loading(Lack(missing), loaded, need.req.prefill, need.now_s)
 
     def begin(self, flight: Flight, segment: Segment, now_s: float) -> None:
         table = self._ledger.pages.table
@@ -575,13 +584,13 @@ class HostSource(Source):
 
     # --- copies -----------------------------------------------------------------------------------
 
-    def take_copies(self) -> list[HostCopy]:
+    def take_orders(self) -> list[HostCopy]:
         return self.tier.take_orders()
 
-    def copy_ended(self, done: HostCopyDone, now_s: float) -> Flight | None:
-        key = self.tier.ended(done, now_s)
+    def hear(self, event: HostCopyDone, now_s: float) -> Flight | None:
+        key = self.tier.ended(event, now_s)
         flight = self._open.pop(key, None) if key is not None else None
-        if flight is None or done.error is None:
+        if flight is None or event.error is None:
             if flight is not None:
                 self._ledger.flights.arrived(flight)
             return None
@@ -600,7 +609,7 @@ class HostSource(Source):
             self.tier.write_due()
         return ()
 
-    def computed_pages(self, pages: Pages, after: DeviceEvent) -> None:
+    def written(self, pages: Pages, after: DeviceEvent) -> None:
         self.tier.computed(pages, after)
 
     def feeds(self, worker: PeerId) -> list[EventFeed]:
@@ -648,4 +657,8 @@ class HostSource(Source):
 
 
 def make_host(ledger: Ledger, config: DecodeConfig, parts: DecodeParts) -> HostSource | None:
-    return None if parts.host is None else HostSource(ledger, parts.host, parts.sources)
+    host = parts.organs.get(HostSource.setting)
+    # With own compute both ways are about as good: what is loaded makes prompts short enough for
+    # it.
+    is_compared = config.compute is None
+    return None if host is None else HostSource(ledger, host, Sources(loads=is_compared))

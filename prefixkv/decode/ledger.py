@@ -4,10 +4,8 @@ and the moves that need more than one of these."""
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
-from prefixkv.cache.eviction.policy import Policy
 from prefixkv.cache.results import MatchResult
 from prefixkv.decode.flights import Flight, Flights
 from prefixkv.decode.journal import DecodeJournal
@@ -16,15 +14,6 @@ from prefixkv.decode.workers import Workers
 from prefixkv.errors import InternalError
 from prefixkv.pages.manager import PageManager
 from prefixkv.paging import pages_for
-
-
-class HostPages(NamedTuple):
-    """Pages of host memory behind the pool. `ready` says how many of them, from the first on, can
-    be used by now; None: all."""
-
-    num_pages: int
-    policy: str | Policy
-    ready: Callable[[], int] | None = None
 
 
 class PreallocBudget:

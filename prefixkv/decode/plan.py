@@ -19,7 +19,7 @@ from prefixkv.decode.flights import Flight, Need, Segment, Source
 from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.rooms import PrefillSource
-from prefixkv.pages.windows import WindowStart
+from prefixkv.pages.groups import GroupStart
 from prefixkv.paging import pages_for
 
 
@@ -53,7 +53,7 @@ class Plan(NamedTuple):
     req: DecodeRequest
     look: Look
     segments: tuple[Segment, ...] = ()
-    group_start: WindowStart | None = None
+    group_start: GroupStart | None = None
     shareable: bool = False
 
     @property
@@ -129,7 +129,7 @@ class Planner:
                 if len(loads) == ledger.pages.table.free_spare_rows:  # each takes one
                     break
                 need = Need(req, key, match, start, req.kv_len, can_ask, now_s)
-                if (load := source.reach(need)) is not None:
+                if (load := self._reach(source, need)) is not None:
                     loads, start = (*loads, load), load.end
         # 3. What is missing, now and in the end.
         new_pages, needed, most = ledger.count(req, shared_pages, unprotected)
@@ -142,30 +142,35 @@ class Planner:
     ) -> Plan | None:
         """Plan where a request gets what it lacks: the best way that fits, within the most pages
         needed and the most ever needed. None if none does; not whole if there is no way."""
-        ledger = self._ledger
-        start = (look.shared_pages + look.loaded_pages) * ledger.page_size
+        start = (look.shared_pages + look.loaded_pages) * self._ledger.page_size
         sent = self._prefill.sent(req, start)
-        ways = self._ways(req, look, start, sent, now_s)
-        for way in ways:
-            plan = self._plan(req, look, start, way)
-            fits = plan.look is look or plan.look.fits(limits)
-            if fits and (plan.group_start is None or ledger.pages.groups.fit(plan.group_start)):
-                return plan
-        return None if ways else Plan(req, look)
-
-    def _ways(
-        self, req: DecodeRequest, look: Look, start: int, sent: Segment | None, now_s: float
-    ) -> list[tuple[Segment, ...]]:
         if not self._makers and not req.output:  # there is no choice
-            return [] if sent is None else [(sent,)]
+            return self._fitting(req, look, (sent,), limits) if sent else Plan(req, look)
         need = Need(req, look.key, look.match, start, req.kv_len, not req.is_alone, now_s)
         if req.resumed and (segment := self._cached.reach(need)) is not None:
-            return [(segment,)]
-        ways = [(segment,) for source in self._makers if (segment := source.reach(need))]
+            return self._fitting(req, look, (segment,), limits)
+        ways = [segment for source in self._makers if (segment := self._reach(source, need))]
+        if not ways and sent is None:
+            return Plan(req, look)
+        plans = (self._fitting(req, look, (way,), limits) for way in ways)
+        plan = next((plan for plan in plans if plan is not None), None)
         if sent is None or (ways and not need.can_ask):
-            return [*ways]
-        is_best = not ways or not ways[0][0].source.is_best(need, ways[0][0])
-        return [self._sent(need, sent), *ways] if is_best else [*ways, self._sent(need, sent)]
+            return plan
+        # A source is asked once, for a request that is admitted: it may count what it is asked.
+        if plan is None or not plan.segments[0].source.is_best(need, plan.segments[0]):
+            plan = self._fitting(req, look, self._sent(need, sent), limits) or plan
+        return plan
+
+    def _reach(self, source: Source, need: Need) -> Segment | None:
+        """A source that raises brings nothing from then on; what it raises is said once."""
+        try:
+            return source.reach(need)
+        except Exception as error:
+            error.add_note(f"raised by the source {source.name!r}, which is not asked any more")
+            self._ledger.pages.errors.caught(error)
+            self._loads = [one for one in self._loads if one is not source]
+            self._makers = [one for one in self._makers if one is not source]
+            return None
 
     def needs_no_prefill(self, req: DecodeRequest, now_s: float, *, joins: bool = True) -> bool:
         """Tell whether the plan of a request would be whole with prefill closed. `joins`: whether
@@ -176,7 +181,7 @@ class Planner:
         start = (look.shared_pages + look.loaded_pages) * self._ledger.page_size
         need = Need(req, look.key, look.match, start, req.kv_len, False, now_s)
         sources = (self._cached, *self._makers) if req.resumed else self._makers
-        return any(source.reach(need) is not None for source in sources)
+        return any(self._reach(source, need) is not None for source in sources)
 
     def _sent(self, need: Need, segment: Segment) -> tuple[Segment, ...]:
         for source in self._makers:
@@ -184,8 +189,12 @@ class Planner:
                 return segment._replace(end=at), Segment(source, at, segment.end)
         return (segment,)
 
-    def _plan(self, req: DecodeRequest, look: Look, start: int, way: tuple[Segment, ...]) -> Plan:
+    def _fitting(
+        self, req: DecodeRequest, look: Look, way: tuple[Segment, ...], limits: tuple[int, int]
+    ) -> Plan | None:
+        """Return the plan of one way; None if it does not fit."""
         ledger, first = self._ledger, way[0]
+        start = (look.shared_pages + look.loaded_pages) * ledger.page_size
         is_found = first.start < look.shared_pages * ledger.page_size or (
             # A last page that is not taken, since a token is sampled from it, may be on its way.
             look.key is not req.key
@@ -199,10 +208,14 @@ class Planner:
                 match = ledger.pages.match(look.key.prefix(first.start))
             counts = ledger.count(req, depth, 0 if match is None else match.unprotected_pages)
             look = Look(look.key, match, None, depth, (), *counts, 0)
+            if not look.fits(limits):
+                return None
         groups = None
         if ledger.has_more:
             at = first.end if first.source.sends else first.start
-            groups = WindowStart(at, req.max_pages, *(first.found.windows if first.found else ()))
+            groups = GroupStart(at, req.max_pages, *(first.found.windows if first.found else ()))
+            if not ledger.pages.groups.fit(groups):
+                return None
         return Plan(req, look, way, groups, look.match is not None and not is_found)
 
     def take(self, plan: Plan, now_s: float) -> list[tuple[Flight, Segment]]:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from prefixkv.addresses import check_prefill
 from prefixkv.cache.radix_key import RadixKey
-from prefixkv.config import Retarget
-from prefixkv.errors import UserErrors
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.requests import PagedRequest
 from prefixkv.paging import pages_for
@@ -189,28 +185,3 @@ class PrefillAsk:
         if end < len(tokens):
             self.known_token = int(tokens[end])
         self.prefill = req.prefill
-
-
-@dataclass(frozen=True, slots=True)
-class Retries:
-    """Retries after failed transfers: `most` per request, at the worker that the user chooses. An
-    exception of `retarget` is kept in `errors`."""
-
-    most: int
-    retarget: Retarget | None
-    errors: UserErrors
-
-    def next_prefill(self, req: DecodeRequest, error: Exception) -> str | None:
-        """Return the address that the user wants for the next attempt; None: the same as before."""
-        if self.retarget is None:
-            return None
-        # The user's code runs in the middle of a change: what it raises, and what it returns that
-        # is no address, must not stop that. The retry then goes where the last attempt went.
-        try:
-            prefill = self.retarget(req, error)
-            if prefill is not None:
-                check_prefill(req.rid, prefill)
-        except Exception as fault:
-            self.errors.caught(fault)
-            return None
-        return prefill

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from prefixkv.decode.flights import Flight, Release, Segment, Source
 from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.request import DecodeRequest, PrefillAsk
-from prefixkv.decode.sources import Sources
 from prefixkv.errors import check_laws
 from prefixkv.pages.requests import reason_of
 from prefixkv.paging import pages_for
@@ -157,15 +156,16 @@ class Rooms:
 class PrefillSource(Source):
     """What a prefill worker computes and sends, into pages that it was promised: a room.
 
-    `name` is this decode worker's. `rule` is told how long answers take. `asks` are the prompts
-    that the engine submits again, in order.
+    `name` is this decode worker's. The other `sources` hear of promises and answers. `asks` are the
+    prompts that the engine submits again, in order.
     """
 
     name, sends = "sent", True
 
-    def __init__(self, ledger: Ledger, rooms: Rooms, rule: Sources, name: str) -> None:
-        self._ledger, self._rooms, self._rule = ledger, rooms, rule
+    def __init__(self, ledger: Ledger, rooms: Rooms, sources: Sequence[Source], name: str) -> None:
+        self._ledger, self._rooms, self._sources = ledger, rooms, sources
         self._name = name
+        self.asks_late = any(source.asks_late for source in sources)
         self.open: dict[RoomKey, Flight] = {}
         self.asks: list[PrefillAsk] = []
 
@@ -177,7 +177,7 @@ class PrefillSource(Source):
 
     def may_have(self, req: DecodeRequest) -> bool:
         """True if prefill may have the present attempt before it is asked for it."""
-        return not self._rule.asks_late and req.generation == req.request.generation
+        return not self.asks_late and req.generation == req.request.generation
 
     def begin(self, flight: Flight, segment: Segment, now_s: float) -> None:
         req, key = flight.owner, flight.room_key
@@ -189,12 +189,8 @@ class PrefillSource(Source):
         self.open[key] = flight
         workers = self._ledger.workers
         workers.promise(key, workers.of(req.prefill), flight.pages.num_own)
-        again = 0
-        if self._rule.unsent:
-            path = self._ledger.pages.table.pages(flight.pages.row)[: flight.start_pages]
-            again = self._rule.again_pages(path) * self._ledger.page_size
-        tokens = segment.end - segment.start
-        flight.awaited = self._rule.promised(req.prefill, now_s, tokens, again)
+        for source in self._sources:
+            source.asked(flight, segment.end, now_s)
         self._rooms.commands.append(self._promise(req, flight, segment.end))
 
     def _promise(self, req: DecodeRequest, flight: Flight, fill_len: int) -> OpenRoom:
@@ -219,7 +215,7 @@ class PrefillSource(Source):
         )
         return OpenRoom(promise, req.prefill)
 
-    def answered(self, key: RoomKey, aux: bytes, now_s: float) -> Flight | None:
+    def arrived(self, key: RoomKey, aux: bytes, now_s: float) -> Flight | None:
         """Note that prefill has sent all that a room was promised for. Return its flight; None if
         nothing waits for it any more."""
         # It proves that every write has landed, so the pages leave prefill's share at once.
@@ -229,11 +225,8 @@ class PrefillSource(Source):
             return None
         self._ledger.journal.transferred(flight, now_s)
         rest = flight.rest
-        end = len(flight.key) if rest is None else rest.start
-        self._rule.arrived(flight.awaited, now_s)
-        if self._rule.unsent:
-            path = self._ledger.pages.table.pages(flight.pages.row)
-            self._rule.sent_pages(path[: pages_for(end, self._ledger.page_size)])
+        for source in self._sources:
+            source.answered(flight, len(flight.key) if rest is None else rest.start, now_s)
         if flight.owner is not None:
             flight.owner.aux = aux
         if rest is None:
@@ -252,7 +245,8 @@ class PrefillSource(Source):
             self._ledger.journal.transfer_ended(flight.prefill, "aborted")
         self._ledger.workers.hold(key)
         self._rooms.await_drained(key)
-        self._rule.gave_up(flight.awaited)
+        for source in self._sources:
+            source.unanswered(flight)
         return Release.HOLD
 
     def check_invariants(self, requests: Sequence[DecodeRequest]) -> None:

@@ -14,10 +14,10 @@ Source: SGLang's decode queues (`disaggregation/decode.py`), with the names of i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, ClassVar, assert_never
+from typing import Any, ClassVar
 
 from prefixkv.addresses import check_prefill
 from prefixkv.cache.events import EventFeed
@@ -26,10 +26,9 @@ from prefixkv.config import DecodeConfig
 from prefixkv.decode.admission import Admission
 from prefixkv.decode.audit import check_decode
 from prefixkv.decode.ending import End, Ending
-from prefixkv.decode.flights import Flight, NoCompute, Source
+from prefixkv.decode.flights import Flight, Source
 from prefixkv.decode.growth import BatchGrowth
 from prefixkv.decode.journal import DecodeJournal
-from prefixkv.decode.ledger import HostPages as HostPages
 from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.plan import Plan, Planner
 from prefixkv.decode.request import (
@@ -38,10 +37,8 @@ from prefixkv.decode.request import (
     DecodeRequest,
     DecodeState,
     PrefillAsk,
-    Retries,
 )
 from prefixkv.decode.rooms import PrefillSource, Rooms
-from prefixkv.decode.sources import Sources
 from prefixkv.decode.workers import ALONE, Workers
 from prefixkv.errors import (
     AbortedError,
@@ -66,16 +63,13 @@ from prefixkv.pages.requests import (
 from prefixkv.paging import pages_for
 from prefixkv.protocol.commands import DecodeCommand, MeetPrefill, MoveWeights
 from prefixkv.protocol.events import (
-    DecodeEvent,
     PrefillAway,
     PrefillLost,
     PrefillReady,
     RoomDrained,
     RoomEnded,
     RoomOverdue,
-    WorkerEvent,
 )
-from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import MAX_PAGES
 from prefixkv.request import DeviceEvent, Request, check_event, check_request, check_rid
@@ -89,20 +83,17 @@ class DecodeParts:
     """What stands around a scheduler.
 
     Args:
-        sources: decides what the engine computes itself. With `ask` "late", `pop_needs_prefill`
-            returns first attempts too.
         workers: the prefill workers; by default all answer, and there are no shares. Where they are
             gated, `MeetPrefill` asks about each, and `prefill_ready`, `prefill_away` and
             `prefill_lost` answer.
         ticket: draws a number for each use of a room, never twice the same. In a service no other
             process may guess it.
-        host: pages behind those of the device, if there are any.
+        organs: what sources are made of, by the setting that asks for one.
     """
 
-    sources: Sources = field(default_factory=Sources)
     workers: Workers = field(default_factory=Workers)
     ticket: Callable[[], int] = field(default_factory=lambda: count(1).__next__)
-    host: HostPages | None = None
+    organs: Mapping[str, Any] = field(default_factory=dict)
 
 
 class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
@@ -124,8 +115,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     ) -> None:
         parts = parts or DecodeParts()
         self.name = config.name
-        self.sources, self.workers = parts.sources, parts.workers
-        self._fails_over = parts.sources.fails_over
+        self.workers = parts.workers
         version = config.model.weights_version
         self.ledger = Ledger(pages, parts.workers, config.reserve_tokens, version)
         super().__init__(pages, self.ledger.journal, version)
@@ -133,17 +123,14 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # What brings pages, in the order in which it is preferred; prefill is always there.
         made = [make(self.ledger, config, parts) for make in self.source_makers]
         self._organs = [source for source in made if source is not None]
-        by_name: dict[str, Any] = {source.name: source for source in self._organs}
-        self.compute: NoCompute = by_name.get("computed", NoCompute())
-        self.host = getattr(by_name.get("loaded"), "tier", None)
-        wanted = {"compute": (parts.sources.config, "computed"), "host": (parts.host, "loaded")}
-        for setting, (asked, name) in wanted.items():
-            if asked is not None and name not in by_name:
-                raise ConfigError(f"{setting}: this installation has no part for it")
+        self.sources: dict[str, Any] = {source.name: source for source in self._organs}
+        self._fails_over = any(source.fails_over for source in self._organs)
+        for setting in config.source_settings - {source.setting for source in self._organs}:
+            raise ConfigError(f"{setting}: this installation has no part for it")
         # Rooms outlive requests: a number stays in use until the control plane has proved that its
         # room is drained, so that two requests never share one.
         self.rooms = Rooms(self._commands, parts.ticket, self.counters)
-        self.prefill = PrefillSource(self.ledger, self.rooms, parts.sources, config.name)
+        self.prefill = PrefillSource(self.ledger, self.rooms, self._organs, config.name)
         self._planner = Planner(self.ledger, self._organs, self.prefill)
         self._ending = Ending(self.ledger, self._organs, self.rooms, self._ask_again)
         self._growth = BatchGrowth(self.ledger, self._ending, self.requests)
@@ -151,7 +138,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self.ledger, config, self._planner, self._organs,
             lambda releases: self._ending.num_pages(releases, is_broken=True),
         )  # fmt: skip
-        self._retries = Retries(config.num_retries, config.retarget, pages.errors)
+        self._max_retries, self._retarget = config.num_retries, config.retarget
         self._admitted: list[DecodeRequest] = []  # to be returned by `pop_preallocated`
 
     # --- calls of the engine ----------------------------------------------------------------------
@@ -240,8 +227,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         with `req.pages` and `req.aux`."""
         now_s = self._pump()
         flights = self.ledger.commit(now_s)
-        if flights:
-            self.compute.has_work(now_s)
+        for source in self._organs if flights else ():
+            source.has_work(now_s)
         committed = []
         for flight in flights:
             req = flight.owner
@@ -276,7 +263,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         request that came out of `pop_failed` is to be left.
         """
         now_s = self._pump()
-        return self.compute.pop_local(now_s)
+        return [req for source in self._organs for req in source.pop_local(now_s)]
 
     def computed(
         self, req: DecodeRequest, end: int, aux: bytes = b"", after: DeviceEvent | None = None
@@ -305,11 +292,16 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             raise CallerError(f"aux is {shown(aux)} at {shown(end)} of {req.fill_len} tokens")
         check_event("after", after)
         after = not_done(after)  # may raise: before anything changes
-        written = self.compute.computed(req, end, aux, after, now_s)
-        if written is not None and after is not None:
-            for source in self._organs:
-                source.computed_pages(written, after)
+        if not req.state.ended:
+            written = self._source_of(req).computed(req, end, aux, after, now_s)
+            if written is not None and after is not None:
+                for source in self._organs:
+                    source.written(written, after)
         self._tell()
+
+    def _source_of(self, req: DecodeRequest) -> Source:
+        flight = self.flights.of(req)
+        return self.prefill if flight is None else flight.source
 
     def save_state(self, req: DecodeRequest, end: int) -> int:
         """Return the slot into which the engine copies the extra state behind `end` tokens of a
@@ -322,9 +314,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._pump()
         end = whole_count("end", end)
         self.check_own(req)
-        if req.state.ended:
-            return -1
-        return self.compute.save_state(req, end)
+        return -1 if req.state.ended else self._source_of(req).save_state(req, end)
 
     def save_states(self, reqs: Sequence[DecodeRequest]) -> list[tuple[int, int]]:
         """Return the copies of extra state to make before a step of these running requests: (from,
@@ -340,14 +330,14 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             raise RequestError(f"reqs is {shown(reqs)}, a list of DecodeRequest is needed")
         for req in reqs:
             self.check_own(req)
-        return self.compute.save_states(reqs)
+        return [copy for source in self._organs for copy in source.save_states(reqs)]
 
     @property
     def chunk_tokens(self) -> int:
         """Most tokens of prompts to compute in the next step, so that running requests wait no
         longer for it than `ComputeConfig.itl_share` says; 0 where that step has to go without, and
         without a `DecodeConfig.compute`. O(1)."""
-        return self.sources.chunk_tokens(self.ledger.num_running)
+        return max((source.chunk_tokens() for source in self._organs), default=0)
 
     def pop_failed(self, after: DeviceEvent | None = None) -> list[DecodeRequest]:
         """Return the requests that failed or were aborted; `req.error` says why. Leave their pages.
@@ -623,7 +613,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         """True if a `pop_*` call returns something, or may admit. O(1)."""
         # Admitted: by a call that raised.
         left = self._failed or self._admitted or self.prefill.asks or self.flights.complete
-        return bool(left or self.waiting.may_admit or self.compute.new)
+        is_there = left or self.waiting.may_admit
+        return bool(is_there or any(source.has_new for source in self._organs))
 
     @property
     def idle(self) -> bool:
@@ -641,8 +632,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     # --- calls of the control plane ---------------------------------------------------------------
 
-    def hear(self, event: DecodeEvent | WorkerEvent | HostCopyDone, now_s: float) -> None:
-        """Take what became of a room on all ranks, of a prefill worker, or of a copy."""
+    def hear(self, event: Any, now_s: float) -> None:
+        """Take what became of a room on all ranks, of a prefill worker, or of a source's order."""
         match event:
             case RoomEnded():
                 self.room_ended(event.key, event.poll, event.error, event.aux, now_s)
@@ -650,8 +641,6 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
                 self.room_drained(event.key)
             case RoomOverdue():
                 self.room_overdue(event.key)
-            case HostCopyDone():
-                self.copy_ended(event, now_s)
             case PrefillReady():
                 self.prefill_ready(event.address, event.max_tokens, now_s)
             case PrefillAway():
@@ -659,7 +648,12 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             case PrefillLost():
                 self.prefill_lost(event.address, event.error, now_s)
             case _:
-                assert_never(event)
+                # What was written may be what a request needs that its worker's share is too small
+                # for.
+                self.waiting.look_again()
+                for source in self._organs:
+                    if (flight := source.hear(event, now_s)) is not None:
+                        self._ending.cancel(flight, event.error)
 
     def room_ended(
         self, key: RoomKey, poll: KVPoll, error: Exception | None, aux: bytes, now_s: float
@@ -671,7 +665,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # 1. Success. If its flight is gone, or has lost its owner, the room number is what still
         # waits for the proof that every write has landed.
         if poll is KVPoll.SUCCESS:
-            flight = self.prefill.answered(key, aux, now_s)
+            flight = self.prefill.arrived(key, aux, now_s)
             if flight is None or flight.owner is None:
                 self.room_drained(key)
             return
@@ -730,19 +724,10 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # Last, since each request that leaves may be the one that makes the worker idle.
         self.workers.forget_if_idle(worker)
 
-    def take_copies(self) -> list[HostCopy]:
-        """Return the copies to be made between pool and host memory, and forget them; `copy_ended`
-        takes the end of each."""
-        return [order for source in self._organs for order in source.take_copies()]
-
-    def copy_ended(self, done: HostCopyDone, now_s: float) -> None:
-        """A copy has ended: what it loaded may be committed, or its waiters try again."""
-        # What was written may be what a request needs that its prefill worker's share is too small
-        # for.
-        self.waiting.look_again()
-        for source in self._organs:
-            if (flight := source.copy_ended(done, now_s)) is not None:
-                self._ending.cancel(flight, done.error)
+    def take_orders(self) -> list[Any]:
+        """Return the copies that sources want to be made, and forget them; `hear` takes the end of
+        each."""
+        return [order for source in self._organs for order in source.take_orders()]
 
     def room_drained(self, key: RoomKey) -> None:
         """Release a room's held pages and its number: no write can land there any more."""
@@ -811,7 +796,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         req, look = plan.req, plan.look
         missing = req.fill_len - (look.shared_pages + look.loaded_pages) * self.pages.page_size
         worker = f"prefill worker {req.prefill} does not answer" if req.prefill else "it names none"
-        most = self.sources.most_tokens(is_down=True)
+        most = max((source.most_alone() for source in self._organs), default=-1)
         why = f"lacks {missing} tokens, decode computes {most} of one alone, and {worker}"
         return PeerLostError(f"request {req.rid!r} {why}")
 
@@ -834,7 +819,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         req.generation += 1
 
     def _refuse_waiting(self, req: DecodeRequest, error: Exception) -> None:
-        if not req.is_alone and req.prefill and not self.sources.asks_late:
+        if not req.is_alone and req.prefill and not self.prefill.asks_late:
             self.rooms.refuse(req.room_key, req.prefill, error, req.request.digest)
 
     def _go_alone(self, req: DecodeRequest, now_s: float) -> None:
@@ -872,13 +857,22 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def _try_again(self, req: DecodeRequest, error: Exception, now_s: float) -> None:
         """Ask again after an attempt that failed, or could not begin; else end the request."""
-        if req.retries < self._retries.most:
+        if req.retries < self._max_retries:
             self.counters["retries"] += 1
             req.retries += 1
             # Kept while it tries again, so that a request that ends by its deadline names the last
             # failure.
             req.error = error
-            if (prefill := self._retries.next_prefill(req, error)) is not None:
+            # The user's code runs in the middle of a change: what it raises, and what it returns
+            # that is no address, must not stop that. The retry then goes where the last one went.
+            try:
+                prefill = None if self._retarget is None else self._retarget(req, error)
+                if prefill is not None:
+                    check_prefill(req.rid, prefill)
+            except Exception as fault:
+                self.pages.errors.caught(fault)
+                prefill = None
+            if prefill is not None:
                 self._go_to(req, prefill)
             # The worker may be another one now, or its size be known only since the request came.
             try:

@@ -21,7 +21,10 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from prefixkv.config import ComputeConfig
-from prefixkv.paging import Pages
+from prefixkv.decode.flights import Flight, Source
+from prefixkv.decode.ledger import Ledger
+from prefixkv.paging import Pages, pages_for
+from prefixkv.protocol.ids import RoomKey
 
 TRY_SHARE: Final = 0.02
 """By this part a rate seems to be less with each request that was decided against it since it was
@@ -129,9 +132,6 @@ class Sources:
     ) -> None:
         self.config = config
         self.fails_over = fails_over
-        self.asks_late = config is not None and config.ask == "late"
-        """True if decode's engine submits a request to prefill only once `pop_needs_prefill` has
-        returned it."""
         self._measures = config is not None or loads
         self._step = Rate()  # of the running batch, without a chunk
         self._alone, self._beside = Rate(), Rate()  # a token of a chunk, what it adds to a step
@@ -356,3 +356,30 @@ class Sources:
     def _sent_s(self, num_tokens: int, worker: PrefillLoad, now_s: float) -> float:
         token_s = self._sent.price_s
         return worker.backlog_s(token_s, now_s) + token_s * num_tokens
+
+
+class MeasuringSource(Source):
+    """A source that is compared with prefill, so that it measures what that takes."""
+
+    def __init__(self, ledger: Ledger, rule: Sources) -> None:
+        self._ledger, self.rule = ledger, rule
+        self._awaited: dict[RoomKey, AwaitedRoom | None] = {}
+
+    def _path(self, flight: Flight, end_pages: int) -> Pages:
+        return self._ledger.pages.pages(flight.pages)[:end_pages]
+
+    def asked(self, flight: Flight, end: int, now_s: float) -> None:
+        page_size, start, again = self._ledger.page_size, flight.start_pages, 0
+        if self.rule.unsent:
+            again = self.rule.again_pages(self._path(flight, start)) * page_size
+        tokens = end - start * page_size
+        room = self.rule.promised(flight.prefill, now_s, tokens, again)
+        self._awaited[flight.room_key] = room
+
+    def answered(self, flight: Flight, end: int, now_s: float) -> None:
+        self.rule.arrived(self._awaited.pop(flight.room_key, None), now_s)
+        if self.rule.unsent:
+            self.rule.sent_pages(self._path(flight, pages_for(end, self._ledger.page_size)))
+
+    def unanswered(self, flight: Flight) -> None:
+        self.rule.gave_up(self._awaited.pop(flight.room_key, None))

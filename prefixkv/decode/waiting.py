@@ -108,8 +108,8 @@ class Waiting:
         self._num_arrivals = 0
         self._unstamped: list[Waiter] = []  # waiters that came back since the last pass
         self._late: Timers[DecodeRequest] = Timers()
-        # Of workers that do not answer: a whole line, since then; and who came to it later.
-        self._unanswered: Timers[Waiter | Worker] = Timers()
+        # Time at which one has waited long for a worker that does not answer, or a little earlier.
+        self._unanswered_s = math.inf
         self._now_s = -math.inf  # of the last pass
 
     def __len__(self) -> int:
@@ -160,8 +160,7 @@ class Waiting:
         waiter.blocked_by = ""
         worker.new[waiter] = None
         self._lines[worker] = None
-        if not worker.is_open:
-            self._time_answer(waiter)
+        self._time_answer(waiter)
 
     def _leave_line(self, waiter: Waiter) -> None:
         worker = waiter.worker
@@ -171,12 +170,9 @@ class Waiting:
             worker.order.remove(waiter.place)
             if not waiter.is_returned:
                 del worker.arrivals[waiter.arrival], worker.looks[waiter]
-        if not worker.is_open:
-            self._unanswered.forget(waiter)
         if not worker.line:
             del self._lines[worker]
             worker.has_share = False
-            self._unanswered.forget(worker)
 
     def _block(self, waiter: Waiter, reason: str) -> None:
         """Set a request that stands nowhere aside."""
@@ -193,16 +189,13 @@ class Waiting:
         """A worker answers, and its pool holds `max_tokens`: its line has its turn."""
         worker.is_open, worker.max_tokens = True, max_tokens
         self._workers.version += 1
-        self._unanswered.forget(worker)
-        for waiter in self._line(worker):
-            self._unanswered.forget(waiter)
 
     def closes(self, worker: Worker, now_s: float) -> None:
-        """A worker has stopped answering: those in its line wait for it from now on. O(1)."""
+        """A worker has stopped answering: those in its line wait for it from now on."""
         worker.is_open, worker.away_s = False, now_s
         self._workers.version += 1
-        if worker.line:
-            self._unanswered.wake(worker, now_s + self._workers.patience_s)
+        for waiter in self._line(worker):
+            self._time_answer(waiter)
 
     def _line(self, worker: Worker) -> list[Waiter]:
         return [*worker.new, *(place[-1] for place in worker.order)]
@@ -213,8 +206,8 @@ class Waiting:
         return max(waiter.since_s, waiter.worker.away_s) + self._workers.patience_s
 
     def _time_answer(self, waiter: Waiter) -> None:
-        if (due_s := self._answer_due_s(waiter)) < math.inf:
-            self._unanswered.wake(waiter, due_s)
+        if not waiter.worker.is_open:
+            self._unanswered_s = min(self._unanswered_s, self._answer_due_s(waiter))
 
     # --- whose turn it is -------------------------------------------------------------------------
 
@@ -256,29 +249,11 @@ class Waiting:
         times = [waiter.req.arrived_s + self._patience_s for waiter in oldest]
         return min((due_s for due_s in times if due_s > after_s), default=math.inf)
 
-    def _first_that_may_fit(self, version: int, limits: tuple[int, int]) -> Waiter | None:
-        """Return the first waiter that fits by its estimate and got no look at this version. Walks
-        at most `MAX_WALK` places.
-
-        `limits`: the largest `Waiter.needed_pages` and `Waiter.most_pages` that can be admitted.
-        """
-        (space, most), workers = limits, self._workers
-        turns = self._turns()
-        if len(turns) == len(self._waiters) == 1:  # there is no choice to make
-            only: Waiter = turns[0].order[0][-1]
-            return only if only.seen_at != version else None
-        orders = [islice(worker.order, MAX_WALK) for worker in turns]
+    def _in_turn(self) -> Iterator[Waiter]:
+        """Iterate over those whose turn it is, in order, `MAX_WALK` at most."""
+        orders = [islice(worker.order, MAX_WALK) for worker in self._turns()]
         places = orders[0] if len(orders) == 1 else islice(heapq.merge(*orders), MAX_WALK)
-        for *_, waiter in places:
-            if (
-                waiter.most_pages <= most
-                and waiter.needed_pages <= space
-                and waiter.seen_at != version
-                and not workers.refuses(waiter.worker, waiter.new_pages)
-            ):
-                found: Waiter = waiter
-                return found
-        return None
+        return (place[-1] for place in places)
 
     def _rank(self, waiter: Waiter) -> tuple[float, ...]:
         return rank_as_tuple(self._policy.rank(waiter.req, waiter.new_pages))
@@ -368,7 +343,7 @@ class Waiting:
     def wake_s(self) -> float:
         """Time, behind the last pass, at which the next request has waited too long, or is overdue,
         or a little earlier; infinity if none waits. O(workers)."""
-        return min(self._late.next_s, self._unanswered.next_s, self._overdue_s(self._now_s))
+        return min(self._late.next_s, self._unanswered_s, self._overdue_s(self._now_s))
 
     def _stamp(self, now_s: float) -> None:
         """Begin the waiting time of those that came back since the last pass: `add` is not given
@@ -377,7 +352,7 @@ class Waiting:
             # It may have been removed, and even added again as another waiter, since it came back.
             if self._waiters.get(waiter.req) is waiter:
                 waiter.since_s = now_s
-                if not waiter.worker.is_open and not waiter.blocked_by:
+                if not waiter.blocked_by:
                     self._time_answer(waiter)
                 # Its own deadline_s was for its KV to come the first time.
                 if waiter.req.request.deadline_s is None or waiter.req.committed_s is not None:
@@ -387,16 +362,14 @@ class Waiting:
     def unanswered(self, now_s: float) -> list[DecodeRequest]:
         """Return those that have waited too long for a worker that does not answer. They have to be
         removed. O(1) if there are none."""
-        if self._unanswered.next_s > now_s:
+        if self._unanswered_s > now_s:
             return []
-        late: dict[Waiter, None] = {}
-        for key in self._unanswered.due(now_s):
-            for waiter in [key] if isinstance(key, Waiter) else self._line(key):
-                # It has stopped again, or the wait of one in the line has begun later.
-                if self._answer_due_s(waiter) > now_s:
-                    self._time_answer(waiter)
-                else:
-                    late[waiter] = None
+        waiters = [
+            one for worker in self._lines if not worker.is_open for one in self._line(worker)
+        ]
+        due = {waiter: self._answer_due_s(waiter) for waiter in waiters}
+        self._unanswered_s = min((one for one in due.values() if one > now_s), default=math.inf)
+        late = [waiter for waiter, due_s in due.items() if due_s <= now_s]
         return [waiter.req for waiter in sorted(late, key=attrgetter("arrival"))]
 
     # --- laws -------------------------------------------------------------------------------------
@@ -432,7 +405,10 @@ class Waiting:
             "lines are of workers where somebody stands": set(self._lines)
             == {worker for worker in workers if worker.line},
             "deadlines are of waiting requests": len(self._late) <= len(waiters),
-            "a wait for an answer is timed in line, at a worker that is away": len(self._unanswered)
-            <= sum(1 + len(self._line(one)) for one in self._lines if not one.is_open),
+            "a wait for an answer ends in time": all(
+                self._answer_due_s(waiter) >= self._unanswered_s
+                for worker, waiter in lines
+                if not worker.is_open
+            ),
         }  # fmt: skip
         check_laws(laws, list(self._waiters), [waiter.req for waiter in aside])

@@ -67,7 +67,7 @@ _COUNTERS = (
 _Socket = zmq.Socket[bytes]
 
 
-def install(node: Node[Any, Any, Any, Any], config: KVEventsConfig) -> None:
+def install(node: Node[Any, Any, Any], config: KVEventsConfig) -> None:
     """Publish the changes of the node's caches. Raises ConfigError as `KVEventPublisher`."""
     publisher = KVEventPublisher(
         config,

@@ -11,7 +11,6 @@ choice has fewer runs.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -108,7 +107,7 @@ class FreeRuns:
         runs = self._by_length[length]
         start, _ = runs.popitem()
         if not runs:
-            self._drop_length(length)
+            del self._by_length[length], lengths[at]
         # The rest is a run of its own: its mark at the far end replaces that of the whole run.
         if length > num_pages:
             self._put(start + num_pages, length - num_pages)
@@ -185,22 +184,21 @@ class FreeRuns:
         lengths = ends - starts
         self._length_from[starts] = lengths
         self._length_to[ends] = lengths
-        self._file(starts.tolist(), lengths.tolist())
+        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+            self._file(start, length)
 
     def _put(self, start: int, length: int) -> None:
         """Enter a maximal run: both ends and the file."""
         self._from[start] = self._to[start + length] = length
-        self._file((start,), (length,))
+        self._file(start, length)
 
-    def _file(self, starts: Sequence[int], lengths: Sequence[int]) -> None:
-        by_length = self._by_length
-        for start, length in zip(starts, lengths, strict=True):
-            runs = by_length.get(length)
-            if runs is None:
-                by_length[length] = {start: None}
-                insort(self._lengths, length)
-            else:
-                runs[start] = None
+    def _file(self, start: int, length: int) -> None:
+        runs = self._by_length.get(length)
+        if runs is None:
+            self._by_length[length] = {start: None}
+            insort(self._lengths, length)
+        else:
+            runs[start] = None
 
     # --- laws -------------------------------------------------------------------------------------
 

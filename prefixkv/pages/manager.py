@@ -22,22 +22,21 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from prefixkv.cache.checkpoints import Checkpoints
-from prefixkv.cache.eviction.policy import Policy
 from prefixkv.cache.node import PAGE_ID_BYTES, Root
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey
 from prefixkv.cache.results import MatchResult, PrefixLock, packed_path
+from prefixkv.config import PageOptions
 from prefixkv.digest import PathHash, begin_hash
 from prefixkv.errors import CallerError, InternalError, OutOfPagesError, UserErrors
 from prefixkv.pages.allocator import PageAllocator
-from prefixkv.pages.table import PageTable
-from prefixkv.pages.windows import (
-    WindowGroup,
-    WindowGroups,
-    WindowSpec,
-    WindowStart,
+from prefixkv.pages.groups import (
+    GroupStart,
+    TailGroup,
+    TailGroups,
     state_group,
 )
+from prefixkv.pages.table import PageTable
 from prefixkv.paging import Pages, pages_for
 from prefixkv.settings import check_time, whole_count
 from prefixkv.stats import MICROSECONDS, Histogram
@@ -84,15 +83,6 @@ class RequestPages:
 class PageManager:
     """One worker's tree, allocator and page table, in agreement. Owner: the scheduler's thread.
 
-    Args:
-        evict_reserve_pages: an eviction takes this many more than are missing. They become free
-            side by side, so that pages taken later form fewer runs.
-        reserved_pages: the first pages of the pool, which are the engine's own.
-        num_slots: of extra state, a group of one page a request (`state_group`).
-        spare_rows: rows of the page table for pages that are loaded from host memory.
-        num_checkpoints: kept at most, each with a slot, pages in the window groups, or both.
-        windows: groups of layers that keep the last tokens only (`pages/windows.py`).
-
     `hash_every_pages`: distance of path hashes, at least; it changes only what `digest` costs.
     """
 
@@ -102,39 +92,33 @@ class PageManager:
         page_size: int,
         max_requests: int,
         max_pages_per_request: int | None = None,
-        caching: bool = True,
-        policy: str | Policy = "",
-        evict_reserve_pages: int = 0,
-        num_slots: int = 0,
-        reserved_pages: int = 0,
-        spare_rows: int = 0,
-        num_checkpoints: int = 0,
-        windows: Sequence[WindowSpec] = (),
+        options: PageOptions = PageOptions(),  # noqa: B008  it cannot change
     ) -> None:
         self.page_size = page_size
         self._page_bytes = page_size * TOKEN_BYTES
-        self.num_pages = num_pages - reserved_pages  # that requests may have
-        self.evict_reserve_pages = evict_reserve_pages
-        self.caching = caching
+        self.num_pages = num_pages - options.reserved_pages  # that requests may have
+        self.evict_reserve_pages = options.evict_reserve_pages
+        self.caching = options.caching
         # What the policy raises: the scheduler raises it once, from a call where nothing is half
         # done. So the tree never raises it in the middle of a move.
         self.errors = UserErrors()
-        self.allocator = PageAllocator(num_pages, reserved_pages)
-        self.table = PageTable(max_requests, max_pages_per_request or self.num_pages, spare_rows)
-        is_shared = num_checkpoints > 0
-        self.windows = WindowGroups(
-            WindowGroup(spec, page_size, max_requests, is_shared) for spec in windows
+        self.allocator = PageAllocator(num_pages, options.reserved_pages)
+        most_pages = max_pages_per_request or self.num_pages
+        self.table = PageTable(max_requests, most_pages, options.spare_rows)
+        num_slots, num_points = options.num_slots, options.num_checkpoints
+        self.windows = TailGroups(
+            TailGroup(spec, page_size, max_requests, num_points > 0) for spec in options.windows
         )
         # All groups of a request's row: those of windows, then the state's.
         states = [state_group(num_slots, max_requests)] if num_slots else []
-        self.groups = WindowGroups([*self.windows, *states])
+        self.groups = TailGroups([*self.windows, *states])
         self.slots = states[0].allocator if states else None
         # Last: a policy object serves one cache, so nothing that could fail may come after it.
-        self.cache = RadixCache(page_size, policy, num_pages, self.errors)
+        self.cache = RadixCache(page_size, options.policy, num_pages, self.errors)
         self.hash_every_pages = pages_for(HASH_EVERY_TOKENS, page_size)
         self.checkpoints: Checkpoints | None = None
-        if num_checkpoints:
-            self.checkpoints = Checkpoints(self.cache, num_pages, num_checkpoints, self.windows)
+        if num_points:
+            self.checkpoints = Checkpoints(self.cache, num_pages, num_points, self.windows)
         self.clock: Callable[[], float] | None = None
         self.evictions = Histogram(MICROSECONDS)  # seconds that each took, by `clock`, if set
         self.evicted_pages = 0
@@ -203,7 +187,7 @@ class PageManager:
         joined_end: int = 0,
         is_load: bool = False,
         is_used: bool = False,
-        start: WindowStart | None = None,
+        start: GroupStart | None = None,
     ) -> RequestPages:
         """Lock a match, take new pages behind it, and return the request's pages, in a new row.
 
@@ -219,15 +203,13 @@ class PageManager:
         Raises CapacityError: no row is left. OutOfPagesError. RequestError: more pages than
         a row has. Nothing is locked or taken then, and no use is counted.
         """
-        check_time(now_s)
-        num_new_pages = whole_count("num_new_pages", num_new_pages)
         # All that may fail is looked at before anything moves: a lock counts as a use, and what an
         # eviction has taken does not come back.
-        num_locked = 0 if match is None else self.cache.locate(match)[1]
+        place = (None, 0) if match is None else self.cache.locate(match)
+        num_locked = place[1]
         joined_pages = b""
         if joined is not None:
-            joined_end = max(num_locked, whole_count("joined_end", joined_end))
-            joined_pages = self.table.packed(joined.row, num_locked, joined_end)
+            joined_pages = self.table.packed(joined.row, num_locked, max(num_locked, joined_end))
         num_joined = len(joined_pages) // PAGE_ID_BYTES
         missing = num_new_pages - self.allocator.free_pages
         if missing > 0:
@@ -247,14 +229,12 @@ class PageManager:
         row = self.table.alloc_row(is_load)
         # A use of the cache is counted once, of all that was found: if the request joins another,
         # that is when it locks what it joined.
-        visit = None if joined is None else False
+        visit = None if is_used else joined is None
         lock: PrefixLock | None = None
         # Lock first, then take: else the eviction could take the match itself.
         try:
-            if match is not None and is_used:
-                lock = self.cache.pin(match, now_s)
-            elif match is not None:
-                lock = self.cache.lock(match, now_s=now_s, visit=visit)
+            if match is not None:
+                lock = self.cache.lock_at(match, place, now_s, visit)
             if start is not None:
                 points = self.checkpoints
                 self.groups.open(row, start, None if points is None else points.make_room)
@@ -352,15 +332,7 @@ class PageManager:
         # The one check of these ids, so that the tree need not repeat it: a page that is OWNED is
         # in the pool, named once, and not in the tree.
         owned, num_own = self.allocator.owned(own)
-        result = self.cache.insert(
-            key,
-            own,
-            priority=priority,
-            now_s=now_s,
-            lock=pages.lock,
-            extend_lock=True,
-            checked=owned,
-        )
+        result = self.cache.insert_owned(key, own, owned, priority, now_s, pages.lock)
         # Nothing can evict between the insertion and this: one thread owns the tree.
         if pages.lock is None:
             pages.lock = self.cache.lock(result, now_s=now_s)

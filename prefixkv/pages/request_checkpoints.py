@@ -15,11 +15,11 @@ from typing import Any, Final, Generic, TypeVar
 
 from prefixkv.cache.checkpoints import NO_SLOT, Checkpoint
 from prefixkv.errors import RequestError, check_laws, shown
+from prefixkv.pages.groups import TailGroups
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.requests import PagedRequest
-from prefixkv.pages.windows import WindowGroups
 
-_NO_WINDOWS: Final = WindowGroups()
+_NO_WINDOWS: Final = TailGroups()
 
 R = TypeVar("R", bound=PagedRequest[Any])
 

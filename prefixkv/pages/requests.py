@@ -25,8 +25,8 @@ from prefixkv.errors import (
     WeightsVersionError,
     travels,
 )
+from prefixkv.pages.groups import GroupPages
 from prefixkv.pages.manager import KeptHash, PageManager, RequestPages
-from prefixkv.pages.windows import WindowPages
 from prefixkv.paging import Pages
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.timers import Timers
@@ -142,12 +142,12 @@ class PagedRequest(Generic[State]):
             return np.empty(0, dtype=np.int32)
         return self.page_manager.pages(self.pages_held)
 
-    def window_pages(self, name: str) -> WindowPages:
+    def window_pages(self, name: str) -> GroupPages:
         """Return what it has in a window group: a read-only view, valid until the next call on the
         node. Raises CallerError for a group that there is not."""
         group = self.page_manager.windows.named(name)
         if self.pages_held is None:
-            return WindowPages(0, np.empty(0, dtype=np.int32))
+            return GroupPages(0, np.empty(0, dtype=np.int32))
         return group.row(self.pages_held.row)
 
     @property

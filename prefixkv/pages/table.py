@@ -116,23 +116,12 @@ class PageTable:
         return self._packed[_BYTES * (at + start_page) : _BYTES * (at + end_page)].tobytes()
 
     def fill(self, row: int, runs: Iterable[bytes | bytearray | Pages]) -> int:
-        """Fill a row that has no pages with runs of ids; return their number. The ids are not
-        checked: they come from the allocator and the tree.
-
-        Raises, with nothing changed, RequestError: they reach beyond the row's end; CallerError:
-        the row is not in use, or has pages.
-        """
-        if self.length(row):
-            raise CallerError(f"row {row} of the page table has pages")
-        # Joined first: only then is their number known, and ids beyond the end would land in the
-        # next row.
+        """Fill a new row with runs of ids, which fit (`check_fits`); return their number. Nothing
+        is checked: the ids come from the allocator and the tree."""
         ids = b"".join(runs)  # type: ignore[arg-type]  # arrays are buffers, whatever the stubs say
-        columns = self.array.shape[1]
-        num_pages = len(ids) // _BYTES
-        self.check_fits(num_pages)
-        start = _BYTES * row * columns
+        start = _BYTES * row * self.array.shape[1]
         self._packed[start : start + len(ids)] = ids
-        self._length[row] = num_pages
+        self._length[row] = num_pages = len(ids) // _BYTES
         self._num_writes[row] += 1
         return num_pages
 

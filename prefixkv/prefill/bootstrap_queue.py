@@ -10,20 +10,29 @@ import operator
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 from itertools import count
-from typing import Final
+from typing import Final, NamedTuple
 
 from prefixkv.cache.checkpoints import Checkpoint
 from prefixkv.cache.results import MatchResult
+from prefixkv.pages.groups import GroupStart
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.request_checkpoints import RequestCheckpoints
-from prefixkv.pages.windows import WindowStart
-from prefixkv.paging import MAX_INDEX, page_floor, whole_pages
+from prefixkv.paging import page_floor, whole_pages
 from prefixkv.prefill.request import PrefillRequest, PrefillState, SendPlan, WindowPlan
 from prefixkv.prefill.shared_prefixes import SharedPrefixes
 
 UsablePrefix = Callable[[PrefillRequest, int], int]
 """Function of a request and the number of its cached tokens that returns how many the engine
 can continue from. Behind those it has no extra state."""
+
+
+class _Found(NamedTuple):
+    """What is there of a request: as far as the engine can go on from it, its checkpoint there, and
+    all pages that are cached."""
+
+    match: MatchResult | None
+    checkpoint: Checkpoint | None = None
+    dense_pages: int = 0
 
 
 _FEW: Final = 64  # requests that have left and are still in the heap: not worth a rebuild
@@ -45,9 +54,6 @@ class PrefillBootstrapQueue:
     ) -> None:
         self._pages = pages
         self._checkpoints = checkpoints
-        # Of the request that was looked at last: its checkpoint, and pages that are cached.
-        self._found: Checkpoint | None = None
-        self._dense_pages = 0
         self._shared_prefixes = shared_prefixes
         self._usable_prefix = usable_prefix
         # All, with a number in the order of their promises. Those to be looked at are in `_due`, a
@@ -137,16 +143,14 @@ class PrefillBootstrapQueue:
                 continue
             # 2. Look what is cached, before `follow` is asked: only behind that does another's
             # prefix help.
-            match = self._match(req)
-            prefix_len = match.prefix_len if match is not None else 0
-            if self._usable_prefix is None and shared_prefixes.follow(
-                req, prefix_len // self._pages.page_size, now_s
-            ):
+            found = self._find(req)
+            num_cached = 0 if found.match is None else found.match.depth
+            if self._usable_prefix is None and shared_prefixes.follow(req, num_cached, now_s):
                 self._leave()
                 continue
             # 3. Does not fit: the pass ends, first come, first served. Nothing is tried again at
             # this version.
-            if not self._pages.table.free_rows or not self._open(req, match, now_s):
+            if not self._pages.table.free_rows or not self._open(req, found, now_s):
                 self._blocked_at = self._pages.version
                 return popped
             self._leave()
@@ -159,9 +163,9 @@ class PrefillBootstrapQueue:
         self._look_due = False
         return popped
 
-    def _open(self, req: PrefillRequest, match: MatchResult | None, now_s: float) -> bool:
+    def _open(self, req: PrefillRequest, found: _Found, now_s: float) -> bool:
         """Return False, and change nothing, if too few pages are available."""
-        pages, page_size = self._pages, self._pages.page_size
+        pages, page_size, match = self._pages, self._pages.page_size, found.match
         prefix_len = match.prefix_len if match is not None else 0
         unprotected = match.unprotected_pages if match is not None else 0
         num_new = req.max_pages - whole_pages(prefix_len, page_size)
@@ -172,25 +176,20 @@ class PrefillBootstrapQueue:
         start = None
         points = self._checkpoints
         if pages.windows:
-            shared = () if self._found is None else self._found.windows
-            start = WindowStart(prefix_len, req.max_pages, shared)
+            shared = () if found.checkpoint is None else found.checkpoint.windows
+            start = GroupStart(prefix_len, req.max_pages, shared)
             if not pages.windows.fit(start):
                 return False
         # The checkpoint first: an eviction for what is taken must not take it.
         if points is not None:
-            points.hold(req, self._found)
-        try:
-            req.pages_held = pages.open(match, num_new, now_s, start=start)
-        except BaseException:
-            if points is not None:
-                points.end(req)
-            raise
+            points.hold(req, found.checkpoint)
+        req.pages_held = pages.open(match, num_new, now_s, start=start)
         req.prefix_len = prefix_len
         if req.hashes:
             req.pages_held.hashes, req.hashes = req.hashes, []
             pages.keep_hashes(req.pages_held)
         if points is not None:
-            points.begin(req, self._dense_pages)
+            points.begin(req, found.dense_pages)
         req.plan = SendPlan(req.num_tokens, req.decode_prefix_len, page_size)
         if pages.windows:
             req.window_plans = tuple(
@@ -199,30 +198,26 @@ class PrefillBootstrapQueue:
         req.become(PrefillState.COMPUTING)
         return True
 
-    def _match(self, req: PrefillRequest) -> MatchResult | None:
+    def _find(self, req: PrefillRequest) -> _Found:
         """Never the last token: the engine has to compute that one to sample the next."""
-        key = req.key
-        if len(key) % self._pages.page_size == 0:
+        key, page_size, checkpoint = req.key, self._pages.page_size, None
+        if len(key) % page_size == 0:
             key = key.prefix(len(key) - 1)
         match = self._pages.match(key, req.request.cacheable)
-        usable = self._usable_tokens(req, match)
-        # Else matched again, for a lock that covers the usable part and no more.
-        if match is None or usable >= match.prefix_len:
-            return match
-        return self._pages.match(key.prefix(usable))
-
-    def _usable_tokens(self, req: PrefillRequest, match: MatchResult | None) -> int:
+        if match is None or not match.prefix_len:
+            return _Found(match)
+        usable, dense_pages = match.prefix_len, match.depth
         if (points := self._pages.checkpoints) is not None:
-            self._found = None if match is None else points.find(match)
-            self._dense_pages = 0 if match is None else match.depth
-            return 0 if self._found is None else self._found.depth * self._pages.page_size
-        if match is None or self._usable_prefix is None or not match.prefix_len:
-            return MAX_INDEX
-        # The engine's code: what it raises is reported by the scheduler, and the request is
-        # computed whole.
-        try:
-            usable = max(0, operator.index(self._usable_prefix(req, match.prefix_len)))
-            return page_floor(usable, self._pages.page_size)
-        except Exception as error:  # raised by the engine's code
-            self._pages.errors.caught(error)
-            return 0
+            checkpoint = points.find(match)
+            usable = 0 if checkpoint is None else checkpoint.depth * page_size
+        elif self._usable_prefix is not None:
+            # The engine's code: what it raises is reported by the scheduler, and the request is
+            # computed whole.
+            try:
+                usable = max(0, operator.index(self._usable_prefix(req, usable)))
+            except Exception as error:
+                self._pages.errors.caught(error)
+                usable = 0
+        if usable < match.prefix_len:  # for a lock that covers the usable part and no more
+            match = self._pages.match(key.prefix(page_floor(usable, page_size)))
+        return _Found(match, checkpoint, dense_pages)

@@ -104,11 +104,8 @@ class SendPlan(WindowPlan):
             raise RequestError(
                 f"the last chunk ends at token {end}, the request has {self.num_tokens}"
             )
-        span = self.next(end, last)
-        self.cursor_page = span.end_page
-        self.computed = end
-        self.ended = last
-        return span
+        self.computed, self.ended = end, last
+        return super().send(end, last)
 
 
 def state_of(state_slot: int) -> tuple[GroupChunk, ...]:

@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixkv.errors import CallerError, ConfigError, InternalError, RequestError, shown
+from prefixkv.pages.groups import GroupPages, GroupSpec, of_window
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.table import UNUSED
-from prefixkv.pages.windows import WindowPages, WindowSpec, of_window
 from prefixkv.paging import Pages, check_in_pool
 from prefixkv.protocol.commands import (
     AbortRoom,
@@ -37,7 +37,7 @@ from prefixkv.protocol.commands import (
     RefuseRoom,
     SendChunk,
 )
-from prefixkv.protocol.host_copy import HostCopy
+from prefixkv.protocol.events import HostCopy
 from prefixkv.protocol.messages import Count, Slot
 from prefixkv.request import DeviceEvent
 
@@ -54,7 +54,7 @@ class RankSizes(NamedTuple):
     max_running: int
     num_slots: int = 0
     host_pages: int = 0
-    windows: tuple[WindowSpec, ...] = ()
+    windows: tuple[GroupSpec, ...] = ()
 
 
 # --- messages -------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ class _Held(NamedTuple):
     """What a row of a rank above 0 has beside its page ids."""
 
     num_pages: int
-    groups: tuple[WindowPages, ...]  # those of windows, then the state's
+    groups: tuple[GroupPages, ...]  # those of windows, then the state's
 
 
 class RankRequest(_View, frozen=True, eq=False):
@@ -243,9 +243,9 @@ class RankRequest(_View, frozen=True, eq=False):
     are valid until the next `apply`."""
 
     pages: Pages
-    windows: Mapping[str, WindowPages]
+    windows: Mapping[str, GroupPages]
 
-    def window_pages(self, name: str) -> WindowPages:
+    def window_pages(self, name: str) -> GroupPages:
         """See `PrefillRequest.window_pages`. Raises CallerError for a group that there is not."""
         return of_window(self.windows, name)
 
@@ -275,7 +275,7 @@ class RowFollower:
         view.flags.writeable = False
         return view
 
-    def window_pages(self, row: int, name: str) -> WindowPages:
+    def window_pages(self, row: int, name: str) -> GroupPages:
         """See `PagedRequest.window_pages`."""
         return of_window(self._windows(row), name)
 
@@ -284,7 +284,7 @@ class RowFollower:
         states = self._held(row).groups[len(self._sizes.windows) :]
         return int(states[0].ids[0]) if states else -1
 
-    def _windows(self, row: int) -> dict[str, WindowPages]:
+    def _windows(self, row: int) -> dict[str, GroupPages]:
         names = (group.name for group in self._sizes.windows)
         return dict(zip(names, self._held(row).groups, strict=False))
 
@@ -329,20 +329,15 @@ class RowFollower:
         if message.number == 0:
             self._check_sizes(message.sizes)
         # Page ids become addresses here, so each is looked at; and all before the first change.
-        new: dict[int, _Held] = {}
         for told in message.rows:
-            self._check_row(told, new)
+            self._check_row(told)
         for view in message.views:
-            if view.row not in new and (view.row not in self._rows or view.row in message.ended):
-                raise CallerError(f"rank 0 sent no pages of request {shown(view.rid)}")
             if (slot := view.checkpoint_slot) >= self._sizes.num_slots:
                 raise CallerError(f"rank 0 sent slot {slot}, there are {self._sizes.num_slots}")
         commands = [self._command(one, ready) for one in message.commands]
         for _, _, host, device in message.copies:
             check_in_pool(host, self._sizes.host_pages)
             check_in_pool(device, self._sizes.num_pages)
-            if not 0 < len(host) == len(device):
-                raise CallerError(f"rank 0 sent a copy of {len(host)} to {len(device)} pages")
         self.num_batches += 1
         for row in message.ended:
             if self._rows.pop(row, None) is not None:
@@ -350,7 +345,11 @@ class RowFollower:
         for told in message.rows:
             row, end = self.page_table[told.row], told.start + len(told.ids)
             row[told.start : end], row[end:] = told.ids, UNUSED
-        self._rows |= new
+            if told.groups is None:
+                groups = self._rows[told.row].groups
+            else:
+                groups = tuple(GroupPages(*one) for one in told.groups)
+            self._rows[told.row] = _Held(end, groups)
         for rid in message.gone:
             self._views.pop(rid, None)
         self._views |= {view.rid: view for view in message.views}
@@ -361,27 +360,15 @@ class RowFollower:
             if value != (their_value := getattr(theirs, name, None)):
                 raise ConfigError(f"{name} is {value} on this rank, {their_value} on rank 0")
 
-    def _check_row(self, told: _Row, new: dict[int, _Held]) -> None:
-        """Enters in `new` what else the row has. Raises CallerError for one that cannot be."""
-        sizes, row = self._sizes, told.row
-        if row >= sizes.max_running:
-            raise CallerError(f"rank 0 sent row {row}, there are {sizes.max_running}")
-        before = new.get(row, self._rows.get(row))
-        if told.start > (0 if before is None else before.num_pages):
-            raise CallerError(f"rank 0 sent pages {told.start} on of row {row}, which has fewer")
+    def _check_row(self, told: _Row) -> None:
+        sizes, num_pages = self._sizes, told.start + len(told.ids)
+        if told.row >= sizes.max_running or num_pages > sizes.num_pages:
+            what = f"{num_pages} pages in row {told.row}"
+            most = f"{sizes.max_running} rows, and {sizes.num_pages} pages"
+            raise CallerError(f"rank 0 sent {what}: there are {most}")
         check_in_pool(told.ids, sizes.num_pages)
-        num_pages = told.start + len(told.ids)
-        if num_pages > sizes.num_pages:
-            raise CallerError(f"rank 0 sent {num_pages} pages of a row, there are no more than "
-                              f"{sizes.num_pages}")  # fmt: skip
         if told.groups is not None:
             self._check_groups(told.groups)
-            groups = tuple(WindowPages(*one) for one in told.groups)
-        elif before is not None:
-            groups = before.groups
-        else:
-            raise CallerError(f"rank 0 sent no groups of row {row}, which is new")
-        new[row] = _Held(num_pages, groups)
 
     def _check_groups(self, groups: tuple[GroupChunk, ...]) -> None:
         sizes = [*(group.num_pages for group in self._sizes.windows), self._sizes.num_slots]
@@ -390,9 +377,6 @@ class RowFollower:
             raise CallerError(f"rank 0 sent pages in {len(groups)} groups of {len(sizes)}")
         for (_, pages), num_pages in zip(groups, sizes, strict=False):
             check_in_pool(pages, num_pages)
-        for _, slots in groups[len(self._sizes.windows) :]:
-            if len(slots) != 1:
-                raise CallerError(f"rank 0 sent {len(slots)} slots where one is needed")
 
     def _command(self, logged: Any, ready: DeviceEvent | None) -> Any:
         if not isinstance(logged, SendChunk):

@@ -27,10 +27,9 @@ from prefixkv.runtime.one_thread import Closing
 
 _REACHED = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
 _WRONG_ADDRESS = "a wrong address, or no prefill worker runs there"
+_WRONG_KEY = f"server_key is not its public key, or {_WRONG_ADDRESS}"
 _ZAP = "inproc://zeromq.zap.01"  # where libzmq asks which clients to let in
 _NOT_LISTED = 400  # ZAP's status for a client that is turned away
-_GREETING_BYTES = 64  # what each end of a ZeroMQ connection says first; its mechanism from byte 12
-_CURVE_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(52, b"\0")
 _GONE = (
     zmq.EVENT_CONNECT_RETRIED
     | zmq.EVENT_DISCONNECTED
@@ -252,47 +251,6 @@ class RouterChannel(_Channel):
         super().close(linger_s)
 
 
-class _Probe:
-    """A plain TCP connection to an address, for the greeting of what listens there."""
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
-        self._heard = b""  # of the present connection
-        self._is_up = False
-        self._has_outlived = False  # a failure of a handshake beside it, since its greeting came
-        self.sock = context.socket(zmq.STREAM)
-        self.sock.setsockopt(zmq.IPV6, "[" in address)
-        self.sock.setsockopt(zmq.LINGER, 0)
-        self.sock.setsockopt(zmq.RECONNECT_IVL, 1000)
-        try:
-            self.sock.connect(address)
-        except zmq.ZMQError:
-            self.sock.close()
-            raise
-
-    def blames_keys(self) -> bool:
-        """Note a failed handshake. True if keys must be the reason: what listens has greeted with
-        CURVE, and went on after an earlier failure."""
-        self.read()
-        is_curve = self._is_up and self._heard[12:17] == b"CURVE"
-        has_outlived, self._has_outlived = self._has_outlived, is_curve
-        return has_outlived
-
-    def read(self) -> None:
-        """A new connection is greeted, since the other end waits for that."""
-        with suppress(zmq.ZMQError):
-            for _ in range(_FRAMES_A_POLL):
-                route, raw = self.sock.recv_multipart(zmq.DONTWAIT)
-                if raw:  # in as many pieces as it came in
-                    self._heard = (self._heard + raw)[:_GREETING_BYTES]
-                    continue
-                # A connection begins and ends with an empty one. A greeting to one that has ended
-                # would be said to the next.
-                self._is_up = not self._is_up
-                self._heard, self._has_outlived = b"", False
-                if self._is_up:
-                    self.sock.send_multipart((route, _CURVE_GREETING), zmq.DONTWAIT)
-
-
 @dataclass(slots=True, eq=False)
 class _Line:
     """What a dealer has for one address."""
@@ -300,7 +258,7 @@ class _Line:
     address: str
     sock: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
-    probe: _Probe | None = None  # where the address ended a handshake under keys
+    guess: str = _WRONG_ADDRESS  # why there is no answer
     is_abandoned: bool = False  # libzmq does not connect by itself
 
 
@@ -316,7 +274,7 @@ class DealerChannel(_Channel):
         super().__init__(config, wake_fd)
         self._check = check
         self._lines: dict[str, _Line] = {}
-        self._line_of: dict[object, _Line] = {}  # by socket, monitor, and socket of a probe
+        self._line_of: dict[object, _Line] = {}  # by socket and monitor
 
     def connect(self, address: str) -> None:
         """Open a socket for `address`, if it has none; connecting goes on by itself. Raises
@@ -340,27 +298,20 @@ class DealerChannel(_Channel):
             raise ConfigError(f"prefill is {address!r}: {error}") from error
         self._lines[address] = line = _Line(address, made[0], made[1])
         for one in made:
-            self._watch(one, line)
+            self._line_of[one] = line
+            self._poller.register(one, zmq.POLLIN)
 
     def disconnect(self, address: str) -> None:
         """Close the socket for this address; queued frames may still leave for a second."""
         line = self._lines.pop(address, None)
         if line is not None:
             # Out of the poller before they are closed.
-            self._end_probe(line)
             for one in (line.sock, line.monitor):
-                self._forget(one)
+                del self._line_of[one]
+                self._poller.unregister(one)
             line.sock.disable_monitor()
             line.monitor.close()
             line.sock.close(linger=1000)
-
-    def _watch(self, sock: zmq.Socket[bytes], line: _Line) -> None:
-        self._line_of[sock] = line
-        self._poller.register(sock, zmq.POLLIN)
-
-    def _forget(self, sock: zmq.Socket[bytes]) -> None:
-        del self._line_of[sock]
-        self._poller.unregister(sock)
 
     def poll(
         self, timeout_s: float
@@ -368,17 +319,13 @@ class DealerChannel(_Channel):
         """Wait, and return frames, changes of connections, or nothing if woken up."""
         frames: list[FrameReceived[str] | Reached | Unreached | ConnectFailed] = []
         for one in self._poll(timeout_s):
-            line = self._line_of.get(one)
-            if line is None:  # a probe, which has ended as its address was reached just now
-                continue
+            line = self._line_of[one]
             if one is line.monitor:
                 frames += self._monitor_changes(line)
-            elif one is line.sock:
-                is_local = is_loopback(line.address)
-                for (message,) in self._messages(one, 1):
-                    frames.append(FrameReceived(line.address, message.bytes, is_local=is_local))
-            elif line.probe is not None:
-                line.probe.read()
+                continue
+            is_local = is_loopback(line.address)
+            for (message,) in self._messages(one, 1):
+                frames.append(FrameReceived(line.address, message.bytes, is_local=is_local))
         return frames
 
     def _monitor_changes(self, line: _Line) -> Iterator[Reached | Unreached | ConnectFailed]:
@@ -393,48 +340,33 @@ class DealerChannel(_Channel):
                 if event == zmq.EVENT_CONNECTED:
                     continue
                 if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    last, error = Reached(line.address), None
-                    self._end_probe(line)
+                    last, error, line.guess = Reached(line.address), None, _WRONG_ADDRESS
                     continue
                 error = self._wrong_keys(line, event, value) or error
                 if event in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
                     line.is_abandoned = True
-                last = Unreached(line.address, "no answer", _WRONG_ADDRESS)
+                last = Unreached(line.address, "no answer", line.guess)
         if last is not None:
             yield last
         if error is not None:
             yield ConnectFailed(line.address, error)
 
     def _wrong_keys(self, line: _Line, event: int, value: int) -> HandshakeError | None:
-        curve, address = self._config.curve, line.address
+        curve = self._config.curve
         mismatch = zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
         if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == mismatch:
             return _keys_differ(self._is_curve)
         if curve is None:
             return None
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and value == _NOT_LISTED:
-            key = short_key(curve.public_key)
-            why = f"our key {key!r} is not in the allowed_clients of {address}: list it there"
-            return RefusedError("prefill", f"{why} under this worker's name")
+            key, what = short_key(curve.public_key), f"the allowed_clients of {line.address}"
+            why = f"our key {key!r} is not in {what}: list it there under this worker's name"
+            return RefusedError("prefill", why)
         # A server that cannot read what is encrypted for another key ends the connection, as one
-        # does that is closed, or a relay with nothing behind it. So it is asked for its greeting,
-        # and named if it goes on after that.
+        # does that is closed, or a relay with nothing behind it.
         if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-            if line.probe is not None and line.probe.blames_keys():
-                why = f"is not the public key of {address} (set it to that)"
-                return HandshakeError("server_key", short_key(curve.server_key), "another", why)
-            if line.probe is None and address.startswith("tcp:"):
-                # Where there is no descriptor for it, the next failure asks again.
-                with suppress(zmq.ZMQError):
-                    line.probe = _Probe(self._context, address)
-                    self._watch(line.probe.sock, line)
+            line.guess = _WRONG_KEY
         return None
-
-    def _end_probe(self, line: _Line) -> None:
-        if line.probe is not None:
-            self._forget(line.probe.sock)
-            line.probe.sock.close()
-            line.probe = None
 
     def send(self, address: str, raw: bytes) -> None:
         """Queue a frame for `address`. One that cannot be queued is counted and dropped."""

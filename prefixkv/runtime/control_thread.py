@@ -15,16 +15,17 @@ import logging
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
+from functools import partial
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 from prefixkv.config import ControlConfig, Way
 from prefixkv.control.effects import (
     AddPeer,
     AgentDestroyed,
     Cancel,
+    Common,
     Connect,
     ConnectFailed,
     CopyDone,
@@ -35,24 +36,20 @@ from prefixkv.control.effects import (
     FrameReceived,
     PrefillEffect,
     Raised,
-    Reached,
     RemovePeer,
     Renew,
     SendFrame,
     Settle,
     Tick,
-    To,
-    Unreached,
 )
-from prefixkv.control.lives import LostPeers, PeerChanges
-from prefixkv.errors import ClosedError, ConfigError, InternalError
-from prefixkv.protocol.events import RoomEvent
-from prefixkv.protocol.host_copy import HostCopyDone
+from prefixkv.control.inbox import ControlInbox
+from prefixkv.errors import ClosedError, ConfigError
+from prefixkv.protocol.events import HostCopyDone, RoomEvent
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.messages import ProcessLife
-from prefixkv.runtime.channel import DealerChannel
+from prefixkv.runtime.channel import DealerChannel, RouterChannel
 from prefixkv.runtime.logs import PeerLog
-from prefixkv.transport.base import Settled, Sink, TransportEvent, WriteJob
+from prefixkv.transport.base import Settled, Sink, WriteJob
 from prefixkv.transport.transports import Transports
 from prefixkv.wakeups import Inbox
 
@@ -61,49 +58,11 @@ _log = logging.getLogger("prefixkv.control")
 _FAREWELL_S = 0.5  # seconds in which the last frames of a node that closes may leave
 _RETRY_PAUSE_S = 0.01  # pause after a step that failed as a whole, lest it fail in a busy loop
 
-Common = TransportEvent | CopyDone | ConnectFailed | Reached | Unreached | Tick | AgentDestroyed
-"""Inputs of either side's control object, besides commands and frames."""
-
 Effect = DecodeEffect | PrefillEffect
 
-Command_contra = TypeVar("Command_contra", contravariant=True)
 Command = TypeVar("Command")
-
-
-class Control(Protocol[Command_contra, To]):
-    """The interface of `DecodeControl` and `PrefillControl`."""
-
-    counters: Counter[str]
-    news: PeerChanges
-
-    @property
-    def staging(self) -> Any: ...  # where slices are staged
-
-    def on(
-        self, what: Command_contra | FrameReceived[To] | Common, now_s: float
-    ) -> Sequence[Effect]: ...
-
-    @property
-    def wake_s(self) -> float: ...
-
-    @property
-    def num_rooms(self) -> int: ...
-
-    def lost_peers(self, now_s: float) -> LostPeers: ...
-
-
-class Channel(Protocol[To]):
-    """The interface of `DealerChannel` and `RouterChannel`."""
-
-    counters: Counter[str]
-
-    def poll(
-        self, timeout_s: float
-    ) -> Sequence[FrameReceived[To] | Reached | Unreached | ConnectFailed]: ...
-
-    def send(self, to: To, raw: bytes) -> None: ...
-
-    def close(self, linger_s: float = 0.0) -> None: ...
+Control: TypeAlias = ControlInbox[Any, Any]  # DecodeControl or PrefillControl
+Channel: TypeAlias = DealerChannel | RouterChannel
 
 
 class Prover:
@@ -136,7 +95,7 @@ class ControlFailed(NamedTuple):
     error: Exception
 
 
-class ControlThread(Generic[Command, To]):
+class ControlThread(Generic[Command]):
     """The thread with its inboxes. Created by the scheduler's thread, which calls `submit`,
     `events` and `close`.
 
@@ -149,8 +108,8 @@ class ControlThread(Generic[Command, To]):
         self,
         name: str,
         transports: Callable[[Sink], Transports],
-        control: Callable[[Mapping[Way, bytes]], Control[Command, To]],
-        channel: Callable[[int], Channel[To]],
+        control: Callable[[Mapping[Way, bytes]], Control],
+        channel: Callable[[int], Channel],
         copies: Callable[[Callable[[CopyDone], None]], Any],
         prover: Prover,
     ) -> None:
@@ -170,7 +129,7 @@ class ControlThread(Generic[Command, To]):
         with ExitStack() as undo:
             self._prover = prover
             undo.callback(prover.close)
-            self.inbox: Inbox[Command | FrameReceived[To] | Common | None] = Inbox()
+            self.inbox: Inbox[Command | Common | None] = Inbox()
             undo.callback(self.inbox.close)
             # The threads that copy to and from host memory put theirs there as well.
             self.events: Inbox[RoomEvent | ControlFailed | HostCopyDone] = Inbox()
@@ -180,11 +139,11 @@ class ControlThread(Generic[Command, To]):
             self._made_of = transports
             self.transports = transports(self.inbox.put)
             undo.callback(self.transports.close)
-            self.control: Control[Command, To] = control(self.transports.offers)
+            self.control: Control = control(self.transports.offers)
             self._copies = copies(self.inbox.put)
             if self._copies is not None:
                 undo.callback(self._copies.close)
-            self.channel: Channel[To] = channel(self.inbox.fd)
+            self.channel: Channel = channel(self.inbox.fd)
             undo.callback(self.channel.close)
             self._thread = threading.Thread(
                 target=self._run, name=f"prefixkv-control-{name}", daemon=True
@@ -275,19 +234,18 @@ class ControlThread(Generic[Command, To]):
             self._log_news(now_s)
 
     def _log_news(self, now_s: float) -> None:
-        """A log handler's exception is only counted."""
-        try:
-            self._peer_log.write(self.control.news.take(), now_s)
-        except Exception:  # a handler's, which is the user's
-            self.num_log_errors += 1
+        self._log(self._peer_log.write, self.control.news.take(), now_s)
 
     def _log_error(self, error: Exception, text: str, *args: object) -> None:
+        self._log(partial(_log.error, exc_info=error), text, *args)
+
+    def _log(self, write: Callable[..., None], *what: object) -> None:
         try:
-            _log.error(text, *args, exc_info=error)
-        except Exception:
+            write(*what)
+        except Exception:  # a handler's, which is the user's: only counted
             self.num_log_errors += 1
 
-    def _take(self, what: Command | FrameReceived[To] | Common, now_s: float) -> None:
+    def _take(self, what: Command | FrameReceived[Any] | Common, now_s: float) -> None:
         if isinstance(what, Settled) and not self.transports.settled(what.token):
             return
         try:
@@ -303,23 +261,22 @@ class ControlThread(Generic[Command, To]):
             if isinstance(effect, RoomEvent):
                 self.events.put(effect)
         for effect in effects:
-            try:
-                self._do(effect)
-            except Exception as error:
-                self._failed(error)
+            if not isinstance(effect, RoomEvent):
+                try:
+                    self._do(effect)
+                except Exception as error:
+                    self._failed(error)
 
     def _failed(self, error: Exception) -> None:
         self.num_errors += 1
         self.events.put(ControlFailed(error))
 
     def _do(self, effect: Effect) -> None:
-        if isinstance(effect, RoomEvent):
-            return  # the scheduler's
         # Sockets, transport, copy threads and prover carry them out. No call here waits for
         # that; the result is an input later.
         match effect:
             case SendFrame():
-                self.channel.send(cast(To, effect.to), effect.raw)
+                self.channel.send(cast(Any, effect.to), effect.raw)
             case Raised(error, source):
                 # A frame is a peer's word: its exception ends a room. All else is our own defect.
                 if source is None:
@@ -349,19 +306,13 @@ class ControlThread(Generic[Command, To]):
             case Connect():
                 self._connect(effect.address)
             case Disconnect():
-                self._dealer.disconnect(effect.address)
+                cast(DealerChannel, self.channel).disconnect(effect.address)
             case _:  # the copies' own
                 self._copies.do(effect)
 
     def _connect(self, address: str) -> None:
         """A failure is an input at once, since rooms wait for the address."""
         try:
-            self._dealer.connect(address)
+            cast(DealerChannel, self.channel).connect(address)
         except ConfigError as error:
             self._take(ConnectFailed(address, error), time.monotonic())
-
-    @property
-    def _dealer(self) -> DealerChannel:
-        if not isinstance(self.channel, DealerChannel):
-            raise InternalError("only decode connects")
-        return self.channel

@@ -18,7 +18,9 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Final
 
-from prefixkv.errors import ClosedError, ConfigError
+import torch
+
+from prefixkv.errors import ClosedError
 from prefixkv.request import DeviceEvent
 
 _LOOK_S: Final = 1e-4  # between two looks at the device, for an order that waits for it
@@ -86,10 +88,8 @@ class CopyThreads:
     """
 
     def __init__(self, num_threads: int, device: str, name: str, num_queues: int = 1) -> None:
-        """Start the threads, daemons "prefixkv-NAME-0" and so on. Raises ConfigError unless
-        `num_threads` is positive."""
-        if num_threads < 1:
-            raise ConfigError(f"num_threads is {num_threads}, must be at least 1")
+        """Start the threads, daemons "prefixkv-NAME-0" and so on. Raises what torch raises where
+        the device has no stream for one."""
         self._pid = os.getpid()  # a fork of this process has its own copy, and no threads
         self._closed = False  # read by the workers without a lock: one more piece may start
         # Orders of which pieces are still to be begun: filled by `put`, emptied under the lock.
@@ -100,10 +100,14 @@ class CopyThreads:
         self._lock = threading.Lock()
         # An entry wakes a worker, which then works until it finds nothing.
         self._wakes: SimpleQueue[None] = SimpleQueue()
-        run = partial(self._run_on_stream, device) if device.startswith("cuda") else self._run
+        runs: list[Callable[[], None]] = [self._run] * num_threads
+        if device.startswith("cuda"):
+            # Here, since a thread that ended for want of one would leave orders without an end.
+            stream: Any = torch.cuda.Stream  # untyped
+            runs = [partial(self._run_on, stream(device)) for _ in runs]
         self._threads = [
             threading.Thread(target=run, name=f"prefixkv-{name}-{i}", daemon=True)
-            for i in range(num_threads)
+            for i, run in enumerate(runs)
         ]
         try:
             for thread in self._threads:
@@ -142,20 +146,16 @@ class CopyThreads:
                 order.ended(order)
             orders.clear()
 
-    def _run_on_stream(self, device: str) -> None:
-        import torch
-
+    def _run_on(self, stream: Any) -> None:
         cuda: Any = torch.cuda  # in parts untyped
-        with cuda.device(device):
-            stream = cuda.Stream()
-            done = cuda.Event(blocking=True)  # blocking: the thread sleeps, and does not spin
+        done = cuda.Event(blocking=True)  # blocking: the thread sleeps, and does not spin
 
-            def settle() -> None:
-                done.record(stream)
-                done.synchronize()
+        def settle() -> None:
+            done.record(stream)
+            done.synchronize()
 
-            with cuda.stream(stream):
-                self._run(settle)
+        with cuda.device(stream.device), cuda.stream(stream):
+            self._run(settle)
 
     def _run(self, settle: Settle | None = None) -> None:
         while not self._closed:

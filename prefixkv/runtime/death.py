@@ -252,11 +252,7 @@ class ProverThread(Prover):
         if self._thread is None:
             name = f"prefixkv-prover-{self._name}"
             thread = threading.Thread(target=self._run, name=name, daemon=True)
-            try:
-                thread.start()
-            except RuntimeError as error:  # it is asked again
-                _log.error("whether %s is dead cannot be looked at: %s", peer, error)
-                return
+            thread.start()
             self._thread = thread
         # Before it is queued: the thread discards it at its end, and must find it here.
         self._asked.add(peer)

@@ -13,7 +13,6 @@ from prefixkv.config import DecodeConfig, HostConfig
 from prefixkv.decode import journal as decode_journal
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.scheduler import DecodeParts, DecodeScheduler
-from prefixkv.decode.sources import Sources
 from prefixkv.decode.workers import Workers
 from prefixkv.errors import ConfigError
 from prefixkv.memory.kv_pool import KVPool
@@ -24,9 +23,8 @@ from prefixkv.protocol.events import DecodeEvent
 from prefixkv.protocol.ids import PeerId
 from prefixkv.request import DeviceEvent, check_event
 from prefixkv.runtime.decode_transfers import DecodeTransfers
-from prefixkv.runtime.node import COUNTERS, Node, Ranks
+from prefixkv.runtime.node import COUNTERS, Node, Ranks, check_windows
 from prefixkv.runtime.rank_spec import (
-    RankSpec,
     checked_config,
 )
 from prefixkv.runtime.transfers import MakeTransport, secret_number
@@ -42,7 +40,7 @@ _COUNTERS = (
 )  # fmt: skip
 
 
-class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeScheduler):
+class DecodeNode(Node[DecodeRequest, DecodeCommand, DecodeEvent], DecodeScheduler):
     """A decode worker: prefix cache, admission and receiving side. Used from one thread.
 
     Its calls are those of `DecodeScheduler`, for which it is the port.
@@ -94,13 +92,16 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
         num_ranks = spec.mesh.num_ranks
         # The other ranks would have to compute the same chunks, and no log tells them.
         if config.compute is not None and ranks is not None:
-            what = "several ranks"
-            raise ConfigError(f"compute: a decode worker with {what} does not compute prompts")
-        _check_decode_checkpoints(config, spec)
+            raise ConfigError("compute: a decode worker with several ranks computes no prompts")
+        spec.check_checkpoints(config.checkpoints)
+        if config.compute is not None and not config.checkpoints and spec.has_points:
+            what = "extra state (state=)" if state is not None else "window groups"
+            raise ConfigError(f"compute: with {what} it needs checkpoints, which are 0")
         # A log alone, without a mesh, makes no copies on other ranks.
         if config.host_memory is not None and ranks is not None and num_ranks == 1:
-            what = "ranks without a mesh"
-            raise ConfigError(f"host_memory: a decode worker with {what} keeps nothing there")
+            raise ConfigError(
+                "host_memory: of a decode worker with ranks without a mesh nothing is kept"
+            )
         if config.compute is not None and not all(group.window for group in pool.groups):
             raise ConfigError("compute: not with a pool of aligned groups of layers")
         # 2. The pages, the tree, and the scheduler over them, then the transfer side, which starts
@@ -112,15 +113,14 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
                 self._host = memory = host_memory(pool, config.host_memory, config.name)
                 undo.callback(memory.close)
                 host = memory.pages(config.host_memory.policy or config.policy)
-            settings = config.for_page_manager(layout.num_pages, spec.num_slots)
-            pages = self._make_pages(spec, settings)
+            options = config.for_page_manager(layout.num_pages, spec.num_slots)
+            pages = self._make_pages(spec, options)
             undo.callback(pages.cache.policy.release)
+            check_windows(pages)
             share_pages = config.prefill_share * layout.num_pages
-            sources = Sources(
-                config.compute, config.failure_policy == "local", loads=self._host is not None
-            )
             workers = Workers(True, config.control.bootstrap_timeout_s, share_pages)
-            parts = DecodeParts(sources, workers, secret_number, host)
+            organs = {} if host is None else {"host_memory": host}
+            parts = DecodeParts(workers, secret_number, organs)
             undo.callback(self._release_host_policy)
             DecodeScheduler.__init__(self, pages, config, parts)
             self.transfers = DecodeTransfers(spec, config, transport=transport)
@@ -132,10 +132,16 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
             self._observe(decode_journal.timeline)
             undo.pop_all()
 
+    @property
+    def host(self) -> Any:
+        """The tier of host memory; None where there is none."""
+        source = self.sources.get("loaded")
+        return None if source is None else source.tier
+
     def _release_host_policy(self) -> None:
         """Also of a scheduler that is half made."""
-        if (host := getattr(self, "host", None)) is not None:
-            host.cache.policy.release()
+        if hasattr(self, "sources") and self.host is not None:
+            self.host.cache.policy.release()
 
     def close(self) -> None:
         """Close the node, the copies to and from host memory first: their ends come in an inbox
@@ -217,7 +223,7 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
 
     def _tell(self) -> None:
         if self._host is not None:
-            for order in self.take_copies():
+            for order in self.take_orders():
                 self._host.submit(order)
                 if self._ranks is not None:
                     self._ranks.copy(order)
@@ -229,18 +235,3 @@ def host_memory(pool: KVPool, config: HostConfig, name: str) -> Any:
     if DecodeNode.make_host is None:
         raise ConfigError("host_memory: this installation has no part for it")
     return DecodeNode.make_host(pool, config, name)
-
-
-def _check_decode_checkpoints(config: DecodeConfig, spec: RankSpec) -> None:
-    num_checkpoints, why = config.checkpoints, ""
-    has_windows = bool(spec.layout.windows)
-    if spec.state is None and not has_windows:
-        if num_checkpoints:
-            why = "they are of extra state (state=) or of window groups, and there is neither"
-    elif config.compute is not None and not num_checkpoints:
-        what = "extra state (state=)" if spec.state is not None else "window groups"
-        raise ConfigError(f"compute: with {what} it needs checkpoints, which are 0")
-    elif num_checkpoints and spec.state is not None and spec.num_slots <= num_checkpoints:
-        why = f"the extra state has {spec.num_slots} slots, and requests need some"
-    if why:
-        raise ConfigError(f"checkpoints: {num_checkpoints}: {why}")

@@ -10,10 +10,10 @@ from prefixkv.addresses import check_prefill
 from prefixkv.config import DecodeConfig, Way
 from prefixkv.control.decode.control import DecodeControl
 from prefixkv.digest import check_digest
-from prefixkv.errors import ConfigError, RequestError, shown
+from prefixkv.errors import ConfigError, RequestError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.pages.requests import check_reason
-from prefixkv.paging import PageIds, as_pages, checked_pages, pages_for
+from prefixkv.paging import PageIds, as_pages, check_in_pool, pages_for
 from prefixkv.protocol.commands import (
     AbortRoom,
     DecodeCommand,
@@ -40,7 +40,7 @@ from prefixkv.settings import check_kind
 from prefixkv.transport.nixl.ucx import loaded_libraries
 
 
-class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
+class DecodeTransfers(Transfers[DecodeCommand, DecodeEvent]):
     """The receiving side of a decode rank.
 
     Args:
@@ -146,13 +146,14 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
             raise RequestError(f"{wanted} pages, a promise names at most {MAX_PAGES}")
         if len(ids) != wanted:
             raise RequestError(f"{len(ids)} pages where {wanted} are needed")
-        if len(ids):
-            checked_pages(ids, self._num_pages, "promised")
+        check_in_pool(ids, self._num_pages, "promised page")
         groups = self._window_ids(num_tokens, windows)
         if state_slot >= 0:
             groups += (state_slot.to_bytes(4, "little"),)
         # 2. The number is taken, then the command queued: both or neither.
-        self._begin(key)
+        if state_slot >= 0 and state_slot in self._rooms.values():
+            raise RequestError(f"state slot {state_slot} is another room's")
+        self._begin(key, state_slot)
         raw, ticket = ids.astype("<i4").tobytes(), ticket or secret_number()
         # Little-endian int32, whatever the machine: the promise travels.
         promise = Promise(
@@ -162,19 +163,14 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         self.submit(OpenRoom(promise, prefill))
 
     def _window_ids(self, num_tokens: int, windows: Sequence[PageIds]) -> tuple[bytes, ...]:
-        groups = self._windows
-        if not isinstance(windows, tuple | list):
-            raise RequestError(f"windows is {shown(windows)}, a list of page ids is needed")
-        if len(windows) != len(groups):
-            raise RequestError(f"pages of {len(windows)} window groups of {len(groups)}")
+        self._check_windows(windows)
         found: list[bytes] = []
-        for group, pages in zip(groups, windows, strict=True):
+        for group, pages in zip(self._windows, windows, strict=True):
             ids = as_pages(pages)
             wanted = pages_for(num_tokens, self._page_size) - group.first_page(num_tokens)
             if len(ids) != wanted:
                 raise RequestError(f"{len(ids)} pages where group {group.name!r} needs {wanted}")
-            if len(ids):
-                checked_pages(ids, group.layout.num_pages, "promised")
+            check_in_pool(ids, group.layout.num_pages, "promised page")
             found.append(ids.astype("<i4").tobytes())
         return tuple(found)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.errors import ConfigError
@@ -18,7 +18,7 @@ from prefixkv.ranks.row_log import RankLog, RankSizes, RowFollower
 from prefixkv.request import DeviceEvent, check_event
 from prefixkv.runtime.decode_node import host_memory
 from prefixkv.runtime.decode_transfers import DecodeTransfers
-from prefixkv.runtime.node import Node
+from prefixkv.runtime.node import Node, OneRank
 from prefixkv.runtime.prefill_transfers import PrefillTransfers
 from prefixkv.runtime.rank_spec import RankSpec
 from prefixkv.runtime.transfers import OfTransfers, Transfers
@@ -37,11 +37,12 @@ def check_log(log: object) -> None:
     check_kind("ranks", log, RankLog)
 
 
-def lead(node: Node[Any, Any, Any, Any], spec: RankSpec, log: RankLog, host_pages: int) -> None:
+def lead(node: Node[Any, Any, Any], spec: RankSpec, log: RankLog, host_pages: int) -> None:
     """Have a node lead the ranks that follow its log."""
     log.sizes = _sizes(spec, node.side, node.config.max_running, host_pages)
     submit, num_ranks = node.transfers.submit, spec.mesh.num_ranks
-    node.leader = RankLeader(node.side, num_ranks, log, submit, node.hear)
+    leader = RankLeader[Any](node.side, num_ranks, log, submit, node.hear)
+    node.leader = cast(OneRank, leader)
 
 
 class FollowingRank(OfTransfers, RowFollower):
@@ -54,7 +55,7 @@ class FollowingRank(OfTransfers, RowFollower):
 
     def _follow(
         self, spec: RankSpec, config: DecodeConfig | PrefillConfig,
-        start: Callable[[RankSpec], Transfers[Any, Any, Any]],
+        start: Callable[[RankSpec], Transfers[Any, Any]],
     ) -> None:  # fmt: skip
         if spec.rank == 0:
             raise ConfigError(f"rank is 0, which is a {self.side.capitalize()}Node")
@@ -151,7 +152,6 @@ class DecodeRank(FollowingRank):
         state: StatePool | None = None,
     ) -> None:
         check_kind("config", config, DecodeConfig)
-        check_kind("worker", worker, PeerId)
         spec = RankSpec(pool, mesh, rank, state)
         self._follow(spec, config, lambda spec: DecodeTransfers(spec, config, worker))
 

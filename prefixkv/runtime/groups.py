@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from prefixkv.config import DecodeConfig, PrefillConfig
-from prefixkv.control.effects import To
 from prefixkv.control.lives import LostPeers, merged_lost_peers
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.errors import CallerError, ConfigError, check_laws, shown
@@ -49,7 +48,7 @@ def _of_ranks(kind: str, given: Sequence[T], mesh: Mesh) -> Sequence[T]:
     return given
 
 
-class _Group(Node[Req, Command, To, E]):
+class _Group(Node[Req, Command, E]):
     """Rank 0, and the calls that are alike on both sides."""
 
     kind: ClassVar[type[DecodeConfig | PrefillConfig]]  # of its config
@@ -128,7 +127,7 @@ class _Group(Node[Req, Command, To, E]):
             closing.callback(self._readiness.close)
 
 
-class DecodeGroup(_Group[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeNode):
+class DecodeGroup(_Group[DecodeRequest, DecodeCommand, DecodeEvent], DecodeNode):
     """Rank 0 with the other ranks at hand: each call takes their events, and hands them the log.
 
     `pools`: by rank; each holds its rank's share, all have as many pages. `states`: by rank, where
@@ -168,7 +167,7 @@ class DecodeGroup(_Group[DecodeRequest, DecodeCommand, str, DecodeEvent], Decode
         )
 
 
-class PrefillGroup(_Group[PrefillRequest, PrefillCommand, bytes, PrefillEvent], PrefillNode):
+class PrefillGroup(_Group[PrefillRequest, PrefillCommand, PrefillEvent], PrefillNode):
     """Rank 0 with the other ranks at hand: each call takes their events in and hands them the log.
 
     Args:

@@ -10,13 +10,13 @@ from typing import Final
 
 from prefixkv.cache.eviction.policy import Policy
 from prefixkv.config import HostConfig
-from prefixkv.decode.ledger import HostPages
+from prefixkv.decode.host_tier import HostPages
 from prefixkv.errors import PageStateError
 from prefixkv.memory.host_pool import HostPool
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.page_copy import page_copy
-from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
+from prefixkv.protocol.events import HostCopy, HostCopyDone
 from prefixkv.request import DeviceEvent
 from prefixkv.runtime.copies import CopyOrder, CopyThreads
 

@@ -11,8 +11,7 @@ Times are seconds since the arrival. `room` and `generation` join decode's recor
 
 Logger `prefixkv.peers` has what becomes of peers. A peer that is refused again and again, in
 whatever life, is one line per reason, until it is met; where the reason changes each time, one line
-per minute. There are at most `LINES` lines in `WINDOW_S`; what is left out is counted. So a hostile
-peer cannot fill the log.
+per minute.
 """
 
 from __future__ import annotations
@@ -29,8 +28,6 @@ from prefixkv.protocol.ids import PeerId
 
 LOGGER = logging.getLogger("prefixkv.requests")
 REPEAT_S: Final = 60.0
-LINES: Final = 100
-WINDOW_S: Final = 10.0
 _MAX_KEYS: Final = 4096
 _CALM: Final = {"met", "heard", "left", "forgotten"}
 
@@ -80,29 +77,15 @@ class PeerLog:
         # By kind and peer: when a line was written last, how many were left out since, and the hash
         # of the reason in it. The oldest comes first; bounded, since peers choose their names.
         self._written: OrderedDict[_Key, tuple[float, int, int]] = OrderedDict()
-        self._window_s = -WINDOW_S
-        self._num_lines = 0
 
     def write(self, news: list[PeerChange], now_s: float) -> None:
         """Write the lines that are due; may raise what a log handler raises."""
-        # 1. A new window begins: first say what the last one left out.
-        if now_s >= self._window_s + WINDOW_S:
-            left_out, self._num_lines = max(0, self._num_lines - LINES), 0
-            self._window_s = now_s
-            if left_out:
-                _log.warning("%s: %d lines were left out", self._name, left_out)
         for one in news:
-            # 2. Per peer: repeats are counted, not written.
-            more = self._more(one, now_s)
-            if more is None:
-                continue
-            self._num_lines += 1
-            # 3. Per window: beyond `LINES` nothing is written.
-            if self._num_lines > LINES:
-                continue
-            level = logging.INFO if one.kind in _CALM else logging.WARNING
-            again = f" ({more} more since the last line)" if more else ""
-            _log.log(level, "%s: %s: %s %s%s", self._name, one.kind, one.peer, one.why, again)
+            # Repeats are counted, not written.
+            if (more := self._more(one, now_s)) is not None:
+                level = logging.INFO if one.kind in _CALM else logging.WARNING
+                again = f" ({more} more since the last line)" if more else ""
+                _log.log(level, "%s: %s: %s %s%s", self._name, one.kind, one.peer, one.why, again)
 
     def _more(self, one: PeerChange, now_s: float) -> int | None:
         """Return how many such changes were left out since the last line; None: this one too."""

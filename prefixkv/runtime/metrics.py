@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import product
 from typing import Any, NamedTuple
 
 from prometheus_client.core import (
@@ -37,30 +38,17 @@ Samples = Iterable[tuple[Labels, float | Histogram]]
 
 class _Spec(NamedTuple):
     """One metric, and the function that reads its samples from a node: values of `labels` (besides
-    `node`) and a number, or a Histogram."""
+    `node`) and a number, or a Histogram. A name in its place is a key of `Node.figures`."""
 
     family: type[CounterMetricFamily] | type[GaugeMetricFamily] | type[HistogramMetricFamily]
     name: str
     text: str
+    read: Callable[[Any], Samples] | str
     labels: Labels
-    read: Callable[[Any], Samples]
 
 
 def _rows(read: Callable[[Any], Mapping[str, float | Histogram]]) -> Callable[[Any], Samples]:
     return lambda node: [((name,), number) for name, number in read(node).items()]
-
-
-def _count(key: str) -> Callable[[Node], Samples]:
-    return lambda node: [((), node.counters[key])]
-
-
-def _value(read: Callable[[Any], float | Histogram]) -> Callable[[Any], Samples]:
-    return lambda node: [((), read(node))]
-
-
-def _points(key: str) -> Callable[[Any], Samples]:
-    """Of checkpoints; 0 where there are none."""
-    return _value(lambda node: getattr(node.pages.checkpoints, key, 0))
 
 
 def _ended(*outcomes: str) -> Callable[[Node], Samples]:
@@ -99,7 +87,8 @@ def _decode_queues(node: DecodeNode) -> Samples:
     # Each figure is read once. They may be of different moments, so differences are kept from
     # falling below 0.
     flights, complete = node.flights.all(), len(node.flights.complete)
-    sent, local = len(node.prefill.open), len(node.compute.open)
+    compute = node.sources.get("computed")
+    sent, local = len(node.prefill.open), 0 if compute is None else len(compute.open)
     yield ("pages",), len(node.waiting)
     yield ("transfer",), sent
     yield ("compute",), local
@@ -171,17 +160,12 @@ def _prefill_skipped_bytes(node: PrefillNode) -> Samples:
     yield (), node.counters["decode_hit_tokens"] // layout.page_size * layout.page_bytes
 
 
-def _counter(name: str, text: str, read: Callable[[Any], Samples], *labels: str) -> _Spec:
-    return _Spec(CounterMetricFamily, name, text, labels, read)
+def _counter(name: str, text: str, read: Any = "", *labels: str) -> _Spec:
+    return _Spec(CounterMetricFamily, name, text, read or name, labels)
 
 
-def _counted(name: str, text: str) -> _Spec:
-    """A counter of the scheduler's, by the name that it has there."""
-    return _counter(name, text, _count(name))
-
-
-def _gauge(name: str, text: str, read: Callable[[Any], Samples], *labels: str) -> _Spec:
-    return _Spec(GaugeMetricFamily, name, text, labels, read)
+def _gauge(name: str, text: str, read: Any = "", *labels: str) -> _Spec:
+    return _Spec(GaugeMetricFamily, name, text, read or name, labels)
 
 
 _HIT_RATIO = "Hit tokens by prompt tokens, a mean that fades over about a hundred requests."
@@ -207,36 +191,24 @@ BOTH = (
         _rows(lambda node: node.pages.allocator.counts()), "state",
     ),
     _gauge("window_pages", "Pages of window groups by state.", _window_pages, "group", "state"),
-    _gauge(
-        "evictable_pages", "Cached pages that no lock covers.",
-        _value(lambda node: node.pages.cache.evictable_pages),
-    ),
-    _gauge(
-        "protected_pages", "Cached pages that a lock covers.",
-        _value(lambda node: node.pages.cache.protected_pages),
-    ),
-    _counter(
-        "evicted_pages", "Cached pages given to requests.",
-        _value(lambda node: node.pages.evicted_pages),
-    ),
-    _gauge(
-        "locks", "Prefixes held in the tree.",
-        _value(lambda node: node.pages.cache.stats().num_locks),
-    ),
+    _gauge("evictable_pages", "Cached pages that no lock covers."),
+    _gauge("protected_pages", "Cached pages that a lock covers."),
+    _counter("evicted_pages", "Cached pages given to requests."),
+    _gauge("locks", "Prefixes held in the tree."),
     _gauge("oldest_lock_age_seconds", "Age of the oldest lock, 0: none.", _oldest_lock_age),
     _gauge("oldest_lock_info", _OWNER, _oldest_lock_owner, "rid"),
-    _gauge("rooms", "Rooms open, or not drained yet.", _value(lambda node: node.num_rooms)),
+    _gauge("rooms", "Rooms open, or not drained yet."),
     _gauge("peers", "Peers by state.", _peers, "state"),
     _counter(
         "dropped_frames", "Control frames dropped, by why.",
         _rows(lambda node: node.transfers.dropped_frames()), "reason",
     ),
     _gauge("checkpoints", "Slots of checkpoints by state.", _checkpoints, "state"),
-    _counter("checkpoints_evicted", "Checkpoints given up for others.", _points("evicted")),
+    _counter("checkpoints_evicted", "Checkpoints given up for others."),
 )  # fmt: skip
 DECODE = (
     _counter("shared_tokens", _ON_THEIR_WAY, _tokens(Journal.SHARED), "namespace"),
-    _counted("shared_flights", "Requests that joined another's flight."),
+    _counter("shared_flights", "Requests that joined another's flight."),
     _counter("received_bytes", "KV that prefill has written here.", _received_bytes),
     _counter("skipped_bytes", "KV of prompts that was not asked for.", _decode_skipped_bytes),
     _gauge(
@@ -250,39 +222,37 @@ DECODE = (
     _counter(
         "requests", "Requests that ended.", _ended("finished", "failed", "aborted"), "outcome"
     ),
-    _counter(
-        "retractions", "Running requests whose pages were taken back.", _count("retracted")
-    ),
-    _counted("retries", "Requests asked for again after a failed transfer."),
-    _counted("computed_requests", "Requests whose missing part this worker computed itself."),
-    _counted("computed_tokens", "Tokens of prompts computed here."),
-    _counted("compute_declined", _DECLINED),
-    _counted("failovers", "Requests that went on without their prefill worker."),
-    _counter("cut_tokens", _CUT, _points("cut_tokens")),
-    _counted("host_hit_tokens", "Tokens of admitted prompts that were loaded from host memory."),
-    _counted("host_loads", "Loads from host memory."),
-    _counted("host_loaded_pages", "Pages loaded from host memory."),
-    _counted("host_written_pages", "Pages copied to host memory."),
-    _counted("host_missed_pages", _HOST_MISSED),
-    _counted("host_copies_failed", "Copies of these that failed."),
+    _counter("retractions", "Running requests whose pages were taken back.", "retracted"),
+    _counter("retries", "Requests asked for again after a failed transfer."),
+    _counter("computed_requests", "Requests whose missing part this worker computed itself."),
+    _counter("computed_tokens", "Tokens of prompts computed here."),
+    _counter("compute_declined", _DECLINED),
+    _counter("failovers", "Requests that went on without their prefill worker."),
+    _counter("cut_tokens", _CUT),
+    _counter("host_hit_tokens", "Tokens of admitted prompts that were loaded from host memory."),
+    _counter("host_loads", "Loads from host memory."),
+    _counter("host_loaded_pages", "Pages loaded from host memory."),
+    _counter("host_written_pages", "Pages copied to host memory."),
+    _counter("host_missed_pages", _HOST_MISSED),
+    _counter("host_copies_failed", "Copies of these that failed."),
     _gauge("host_pages", "Pages of host memory by state.", _host_pages, "state"),
-    _counted("quarantined_pages", _QUARANTINED),
+    _counter("quarantined_pages", _QUARANTINED),
 )  # fmt: skip
 PREFILL = (
-    _counter("sent_bytes", "KV written to decode workers.", _value(lambda node: node.bytes_sent)),
+    _counter("sent_bytes", "KV written to decode workers.", "bytes_sent"),
     _counter("skipped_bytes", "KV that decode had already.", _prefill_skipped_bytes),
-    _counter("cut_tokens", _CUT, _points("cut_tokens")),
+    _counter("cut_tokens", _CUT),
     _gauge("queue_requests", "Requests by what they wait for.", _prefill_queues, "queue"),
     _counter("requests", "Requests that ended.", _ended("sent", "failed"), "outcome"),
 )
 HISTOGRAMS = (
     _Spec(
-        HistogramMetricFamily, "wait_seconds", _WAITS, ("reason",),
-        _rows(lambda node: node.journal.waits),
+        HistogramMetricFamily, "wait_seconds", _WAITS, _rows(lambda node: node.journal.waits),
+        ("reason",),
     ),
     _Spec(
-        HistogramMetricFamily, "eviction_seconds", "How long making room took.", (),
-        _value(lambda node: node.evictions),
+        HistogramMetricFamily, "eviction_seconds", "How long making room took.",
+        lambda node: [((), node.evictions)], (),
     ),
 )  # fmt: skip
 
@@ -296,26 +266,27 @@ class NodeCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the Prometheus metrics of all open nodes; called by the scraper's thread."""
         # A closed node's memory and threads are gone: it is left out, not reported as 0.
-        nodes = [node for node in self._nodes if not node.closed]
-        decode: list[Node] = [node for node in nodes if isinstance(node, DecodeNode)]
-        prefill: list[Node] = [node for node in nodes if isinstance(node, PrefillNode)]
+        nodes = [(node, node.figures()) for node in self._nodes if not node.closed]
         families: dict[str, Metric] = {}
-        for specs, of in (
-            (BOTH, nodes), (DECODE, decode), (PREFILL, prefill), (HISTOGRAMS, nodes),
-        ):  # fmt: skip
-            for spec in specs if of else ():
+        for specs, kind in ((BOTH, Node), (DECODE, DecodeNode), (PREFILL, PrefillNode),
+                            (HISTOGRAMS, Node)):  # fmt: skip
+            for spec, (node, figures) in product(specs, nodes):
+                if not isinstance(node, kind):
+                    continue
                 labels = ("node", *spec.labels)
-                family = families.setdefault(
+                family: Any = families.setdefault(
                     # One family per name: both kinds of nodes add their samples to it.
                     spec.name,
                     spec.family(f"prefixkv_{spec.name}", spec.text, labels=labels),
                 )
-                for node in of:
-                    for values, sample in spec.read(node):
-                        figures: tuple[Any, ...] = (sample,)
-                        if isinstance(sample, Histogram):
-                            bounds = [*map(floatToGoString, sample.bounds), "+Inf"]
-                            total, counts = sample.total, sample.cumulative()
-                            figures = [*zip(bounds, counts, strict=True)], total
-                        family.add_metric((node.peer_id.name, *values), *figures)  # type: ignore[attr-defined]
+                read = spec.read
+                samples = [((), figures[read])] if isinstance(read, str) else read(node)
+                for values, sample in samples:
+                    name: Labels = (node.peer_id.name, *values)
+                    if isinstance(sample, Histogram):
+                        bounds = [*map(floatToGoString, sample.bounds), "+Inf"]
+                        total, counts = sample.total, sample.cumulative()
+                        family.add_metric(name, [*zip(bounds, counts, strict=True)], total)
+                    else:
+                        family.add_metric(name, sample)
         yield from families.values()

@@ -12,8 +12,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 import msgspec
 
 from prefixkv.cache.events import EventBatch, EventFeed, Listener
-from prefixkv.config import DecodeConfig, PageSettings, PrefillConfig, organs_of
-from prefixkv.control.effects import To
+from prefixkv.config import DecodeConfig, PageOptions, PrefillConfig, organs_of
 from prefixkv.errors import CallerError, ConfigError, InternalError, shown
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
@@ -21,8 +20,7 @@ from prefixkv.memory.state_pool import StatePool
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.requests import Command, PagedScheduler, Req
 from prefixkv.protocol.commands import Fence
-from prefixkv.protocol.events import RoomEvent
-from prefixkv.protocol.host_copy import HostCopy
+from prefixkv.protocol.events import HostCopy, RoomEvent
 from prefixkv.protocol.ids import PeerId
 from prefixkv.request import Request
 from prefixkv.runtime.logs import RequestLog
@@ -34,7 +32,6 @@ from prefixkv.stats import Histogram
 _log = logging.getLogger("prefixkv.cache")
 
 Config: TypeAlias = DecodeConfig | PrefillConfig
-Told = TypeVar("Told", contravariant=True)
 E = TypeVar("E", bound=RoomEvent)  # events of rooms, for the scheduler
 
 COUNTERS = (
@@ -55,26 +52,11 @@ class Ranks(Protocol):
     def copy(self, order: HostCopy) -> None: ...
 
 
-class Leader(Protocol[Told]):
-    """Link between a scheduler and the control objects of all ranks of its worker."""
+class OneRank:
+    """Link between a scheduler and the control objects of all ranks of its worker, which has one.
+    Where there are several, `Node.lead` puts a leader with the same calls in its place."""
 
-    def command(self, command: Told) -> None: ...
-
-    def on(self, rank: int, event: Any, now_s: float) -> None: ...
-
-    def on_rank_events(self, raw: bytes, now_s: float) -> None: ...
-
-    def awaited(self) -> dict[int, int]: ...
-
-    def fence(self, rank: int, now_s: float, end_all: Callable[[Exception], None]) -> None: ...
-
-
-class OneRank(Generic[Command]):
-    """The leader of a worker of one rank."""
-
-    def __init__(
-        self, submit: Callable[[Command], None], hear: Callable[[Any, float], None]
-    ) -> None:
+    def __init__(self, submit: Callable[[Any], None], hear: Callable[[Any, float], None]) -> None:
         self.command, self._hear = submit, hear
 
     def on(self, rank: int, event: Any, now_s: float) -> None:
@@ -91,17 +73,17 @@ class OneRank(Generic[Command]):
         raise CallerError(f"rank is {shown(rank)}: this worker has only one rank")
 
 
-class Node(OfTransfers, PagedScheduler[Req, Command], Generic[Req, Command, To, E]):
+class Node(OfTransfers, PagedScheduler[Req, Command], Generic[Req, Command, E]):
     """A scheduler with threads: the base of DecodeNode and PrefillNode. Used from one thread: the
     engine's scheduler thread owns tree, allocator and requests."""
 
-    any_thread = frozenset({"fileno", "holders", "lost_peers", "peers"})
+    any_thread = frozenset({"figures", "fileno", "holders", "lost_peers", "peers"})
 
     side: ClassVar[str]
     config: Config
     pool: KVPool
     state: StatePool | None
-    transfers: Transfers[Command, To, E]
+    transfers: Transfers[Command, E]
     peer_id: PeerId
     evictions: Histogram  # seconds that making room took
     kv_events: Any = None  # the publisher of cache events, if there is one
@@ -109,7 +91,7 @@ class Node(OfTransfers, PagedScheduler[Req, Command], Generic[Req, Command, To, 
     installers: ClassVar[dict[str, Callable[[Any, Any], None]]] = {}
     # The same for `ranks=`: the check of it, and what makes this rank 0 of several.
     lead: ClassVar[tuple[Callable[[object], None], Callable[..., None]] | None] = None
-    leader: Leader[Any]
+    leader: OneRank
     _logged: Iterable[Any] = ()  # prefill's requests
     _command: Callable[[Command | Fence], None]  # to the control objects of all ranks
     # Keys that `stats` has from the start, at 0.
@@ -136,17 +118,10 @@ class Node(OfTransfers, PagedScheduler[Req, Command], Generic[Req, Command, To, 
         spec.check_own_memory()
         return spec
 
-    def _make_pages(self, spec: RankSpec, settings: PageSettings) -> PageManager:
-        """Return the pages of the pool; their policy is released if this fails."""
+    def _make_pages(self, spec: RankSpec, options: PageOptions) -> PageManager:
         layout = spec.layout
         sizes = layout.num_pages, layout.page_size, self.config.max_running
-        pages = PageManager(*sizes, **settings, windows=spec.windows)
-        try:
-            _check_windows(pages, layout.page_size)
-        except BaseException:
-            pages.cache.policy.release()
-            raise
-        return pages
+        return PageManager(*sizes, options=options._replace(windows=spec.windows))
 
     def _observe(self, timeline: Callable[[Any, int, int], dict[str, Any]]) -> None:
         layout, pages = self.pool.layout, self.pages
@@ -322,6 +297,10 @@ class Node(OfTransfers, PagedScheduler[Req, Command], Generic[Req, Command, To, 
           `staging_asks_repeated`: On prefill: late or repeated grants; leases asked for.
         """
         self._pump()
+        return self.figures()
+
+    def figures(self) -> dict[str, int]:
+        """Return `stats` as of the last call. Any thread may ask."""
         page_manager, states = self.pages, self.pages.allocator.counts()
         slots, points = page_manager.slots, page_manager.checkpoints
         stats = {
@@ -434,11 +413,11 @@ class Node(OfTransfers, PagedScheduler[Req, Command], Generic[Req, Command, To, 
         return self.leader.awaited()
 
 
-def _check_windows(pages: PageManager, page_size: int) -> None:
+def check_windows(pages: PageManager) -> None:
     """Raise ConfigError for a window group in which not even one request has room."""
     for group in pages.windows:
         if (has := group.allocator.num_pages) < group.most_pages:
             raise ConfigError(
                 f"group {group.name!r} has {has} pages; one request may need {group.most_pages} of "
-                f"{page_size} tokens: window {group.window}, step_tokens {group.step_tokens}"
+                f"{group.page_size} tokens: window {group.window}, step_tokens {group.step_tokens}"
             )

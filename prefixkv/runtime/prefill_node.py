@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from prefixkv.config import PageSettings, PrefillConfig, check_reserved
+from prefixkv.config import PageOptions, PrefillConfig, check_reserved
 from prefixkv.errors import ConfigError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
@@ -18,10 +18,9 @@ from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.protocol.commands import PrefillCommand
 from prefixkv.protocol.events import PrefillEvent
 from prefixkv.protocol.ids import PeerId
-from prefixkv.runtime.node import COUNTERS, Node, Ranks
+from prefixkv.runtime.node import COUNTERS, Node, Ranks, check_windows
 from prefixkv.runtime.prefill_transfers import PrefillTransfers
 from prefixkv.runtime.rank_spec import (
-    RankSpec,
     checked_config,
 )
 from prefixkv.runtime.transfers import MakeTransport
@@ -33,7 +32,7 @@ _COUNTERS = (
 )  # fmt: skip
 
 
-class PrefillNode(Node[PrefillRequest, PrefillCommand, bytes, PrefillEvent], PrefillScheduler):
+class PrefillNode(Node[PrefillRequest, PrefillCommand, PrefillEvent], PrefillScheduler):
     """A prefill worker: its prefix cache and the sending side. Used from one thread.
 
     Its calls are those of `PrefillScheduler`, for which it is the port.
@@ -72,17 +71,21 @@ class PrefillNode(Node[PrefillRequest, PrefillCommand, bytes, PrefillEvent], Pre
         # The same order as in `DecodeNode`: refuse, build, start threads, observe.
         config = checked_config(config, PrefillConfig)
         spec = self._spec(pool, config, mesh, state, ranks)
-        _check_checkpoints(config, spec)
-        settings: PageSettings = {
-            "caching": config.cache,
-            "policy": config.policy,
-            "reserved_pages": check_reserved(config.reserved_pages, pool.layout.num_pages),
-            "num_checkpoints": config.checkpoints,
-        }
-        pages = self._make_pages(spec, settings)
+        spec.check_checkpoints(config.checkpoints)
+        if config.usable_prefix is not None and (config.checkpoints or spec.windows):
+            why = "usable_prefix: it says where the engine goes on, and so do checkpoints"
+            raise ConfigError(f"{why}, at which alone a pool with window groups does")
+        options = PageOptions(
+            config.cache,
+            config.policy,
+            reserved_pages=check_reserved(config.reserved_pages, pool.layout.num_pages),
+            num_checkpoints=config.checkpoints,
+        )
+        pages = self._make_pages(spec, options)
         num_slots = max(0, spec.num_slots - config.checkpoints)
         with ExitStack() as undo:
             undo.callback(pages.cache.policy.release)  # the next node may have it
+            check_windows(pages)
             PrefillScheduler.__init__(self, pages, config, num_slots, config.usable_prefix)
             self._logged = self.requests.values()
             endpoints = () if ranks is None else ranks.endpoints
@@ -144,20 +147,3 @@ class PrefillNode(Node[PrefillRequest, PrefillCommand, bytes, PrefillEvent], Pre
         skipped_pages = stats.get("decode_hit_tokens", 0) // layout.page_size
         stats["bytes_skipped"] = skipped_pages * layout.page_bytes
         return stats
-
-
-def _check_checkpoints(config: PrefillConfig, spec: RankSpec) -> None:
-    num_checkpoints, is_said = config.checkpoints, config.usable_prefix is not None
-    if is_said and spec.layout.windows:
-        raise ConfigError("usable_prefix: a pool with window groups goes on at checkpoints alone")
-    if not num_checkpoints:
-        return
-    why = ""
-    # Without extra state a checkpoint has window pages alone.
-    only_windows = spec.state is None and bool(spec.layout.windows)
-    if not only_windows and spec.num_slots <= num_checkpoints:
-        why = f"the extra state has {spec.num_slots} slots, and the engine needs some"
-    elif is_said:
-        why = "usable_prefix says where the engine goes on"
-    if why:
-        raise ConfigError(f"checkpoints: {num_checkpoints}: {why}")

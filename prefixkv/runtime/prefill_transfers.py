@@ -15,7 +15,7 @@ from prefixkv.digest import check_digest
 from prefixkv.errors import AbortedError, ConfigError, RequestError, shown
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.pages.requests import check_reason
-from prefixkv.paging import PageIds, as_pages, checked_pages, pages_for
+from prefixkv.paging import PageIds, as_pages, check_in_pool, pages_for
 from prefixkv.prefill.request import SendPlan, WindowPlan, checked_chunk, state_of
 from prefixkv.protocol.commands import (
     AbortRoom,
@@ -25,7 +25,6 @@ from prefixkv.protocol.commands import (
     OfferRoom,
     PrefillCommand,
     SendChunk,
-    WithdrawRoom,
 )
 from prefixkv.protocol.events import (
     PrefillEvent,
@@ -61,7 +60,7 @@ def _key(room: int, generation: int, decode: str) -> RoomKey:
     return room_key(room, generation, decode)
 
 
-class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
+class PrefillTransfers(Transfers[PrefillCommand, PrefillEvent]):
     """The sending side of a prefill rank. Arguments as of `DecodeTransfers`; every rank gets the
     same rooms and chunks.
 
@@ -96,8 +95,6 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
                 f"{len(endpoints)} endpoints of other ranks, the mesh has {spec.mesh.num_ranks} "
                 "ranks"
             )
-        # By decode worker and room, the key with the generation that was added last.
-        self._last: dict[tuple[str, int], RoomKey] = {}
         slots: StagingSlots | None = None
         if self._area is not None:
             num_slots = sizes.staging_bytes // sizes.lease_bytes
@@ -169,7 +166,6 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         digest = check_digest(digest)
         # Its number is taken, then the command queued: both or neither.
         self._begin(key, self._plans(num_tokens))
-        self._last[key.decode, key.room] = key
         self.submit(AddRoom(key, num_tokens, digest))
 
     def send_chunk(
@@ -183,15 +179,15 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         aux: bytes = b"",
         ready: DeviceEvent | None = None,
         state_slot: int = -1,
-        generation: int | None = None,
+        generation: int = 0,
         windows: Sequence[tuple[int, PageIds]] | None = (),
     ) -> None:
         """Send what decode lacks of the KV in the engine's `pages`, up to token `end`, computed
         once `ready.query()` is True.
 
         Args:
-            room, decode, generation: as added; None: the generation that was added last. One that
-                has ended takes no chunk: no-op, until the engine has its SourceFree.
+            room, decode, generation: as added. One that has ended takes no chunk: no-op, until the
+                engine has its SourceFree.
             end: tokens from the first one on; grows from call to call.
             pages: the request's page ids from its first token on, at least up to `end`.
             last: nothing follows; `end` is the prompt's. The outcome, `aux` (bytes for decode's
@@ -209,9 +205,8 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         """
         self.check_open()  # first: the plan moves before the command is queued
         # 1. Which room.
-        named = _key(room, 0 if generation is None else generation, decode)
-        key = self._last.get((decode, named.room)) if generation is None else named
-        if key is None or key not in self._rooms:
+        key = _key(room, generation, decode)
+        if key not in self._rooms:
             raise RequestError(f"room {room} of {decode!r} was not added, or is over")
         # 2. Every argument, before the plan moves.
         bounds = self._num_slots, self._control.max_aux_bytes
@@ -223,8 +218,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
                 f"{len(ids)} pages, {end} tokens need {need}: pages begin with the first token's, "
                 f"also in later chunks"
             )
-        if len(ids):
-            checked_pages(ids, self._num_pages, "source")
+        check_in_pool(ids, self._num_pages, "source page")
         # 3. The pages between the last chunk's end and this one's. The copy is the job's: the
         # engine may change its array.
         plan = self._rooms[key]
@@ -261,12 +255,9 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
     def _window_chunks(
         self, plans: _Plans, end: int, last: bool, windows: Sequence[tuple[int, PageIds]]
     ) -> tuple[GroupChunk, ...]:
-        if not isinstance(windows, tuple | list) or not all(
-            isinstance(one, tuple | list) and len(one) == 2 for one in windows
-        ):
+        self._check_windows(windows)
+        if not all(isinstance(one, tuple | list) and len(one) == 2 for one in windows):
             raise RequestError(f"windows is {shown(windows)}, pairs of page and ids are needed")
-        if len(windows) != len(self._windows):
-            raise RequestError(f"pages of {len(windows)} window groups of {len(self._windows)}")
         found: list[GroupChunk] = []
         for group, plan, (number, pages) in zip(self._windows, plans.windows, windows, strict=True):
             first, ids = whole_number("first page", number, 0, 2**31), as_pages(pages)
@@ -279,8 +270,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
                     f"{span.first_page} to {span.end_page}"
                 )
             found.append(plan.chunk(span, first, ids))
-            if len(src := found[-1].src_pages):
-                checked_pages(src, group.layout.num_pages, "source")
+            check_in_pool(found[-1].src_pages, group.layout.num_pages, "source page")
         return tuple(found)
 
     def abort(self, room: int, generation: int, reason: str = "aborted", *, decode: str) -> None:
@@ -335,22 +325,18 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         Not offered, ended, or opened meanwhile: no-op, and Bootstrapped or the other events say so.
         """
         check_reason(reason)
-        self.submit(WithdrawRoom(room_key(room, generation), reason))
+        self.submit(AbortRoom(room_key(room, generation), reason))
 
     def _follow_event(self, event: PrefillEvent) -> None:
         # An offer has no decode worker in its key; the first event of its room brings the name.
         offered = RoomKey(*event.key.numbers)
         if event.key not in self._rooms and offered in self._rooms:  # a decode worker opens it
             self._rooms[event.key] = self._rooms.pop(offered)
-            self._last[event.key.decode, event.key.room] = event.key
         # Ended: no chunk is taken. SourceFree: the pages are the engine's, and the number is free.
         if isinstance(event, RoomEnded) and event.key in self._rooms:
             self._rooms[event.key] = None
         elif isinstance(event, SourceFree):
             self._rooms.pop(event.key, None)
-            number = event.key.decode, event.key.room
-            if self._last.get(number) == event.key:
-                del self._last[number]
 
     def peers(self) -> dict[PeerId, str]:
         """Return "ready" or "suspect" for each decode rank. Any thread may ask."""

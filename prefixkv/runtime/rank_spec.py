@@ -12,7 +12,7 @@ from prefixkv.errors import ConfigError, HandshakeError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import MAX_RANKS, Mesh, check_holds
 from prefixkv.memory.state_pool import StatePool
-from prefixkv.pages.windows import WindowSpec
+from prefixkv.pages.groups import GroupSpec
 from prefixkv.protocol.messages import (
     GroupDigest,
     ModelDigest,
@@ -53,7 +53,7 @@ class RankSpec:
         self.num_slots = 0 if state is None else state.num_slots
         self.state_layout = None if state is None else state.layout
         self.windows = [
-            WindowSpec(group.name, group.window, group.pool.layout.num_pages, group.step_tokens)
+            GroupSpec(group.name, group.window, group.pool.layout.num_pages, group.step_tokens)
             for group in pool.groups
             if group.window
         ]
@@ -88,6 +88,21 @@ class RankSpec:
     def place(self) -> str:
         """Within which memory can be mapped, "" for a device that it cannot."""
         return place_of() if self.layout.device == "cpu" else ""
+
+    @property
+    def has_points(self) -> bool:
+        """True if requests have more than pages: what only checkpoints go on from."""
+        return self.state is not None or bool(self.windows)
+
+    def check_checkpoints(self, num_checkpoints: int) -> None:
+        """Raise ConfigError where there is nothing to keep, or no slot is left for requests."""
+        if num_checkpoints and not self.has_points:
+            why = "they are of extra state (state=) or of window groups, and there is neither"
+        elif self.state is not None and self.num_slots <= num_checkpoints:
+            why = f"the extra state has {self.num_slots} slots, and requests need some"
+        else:
+            return
+        raise ConfigError(f"checkpoints: {num_checkpoints}: {why}")
 
     def check_own_memory(self) -> None:
         """Raise ConfigError for a group in the memory of the first one: the node takes their page

@@ -12,7 +12,6 @@ equal prefixes within a file and nothing else. What cannot be written counts as 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -22,7 +21,7 @@ import threading
 import time
 from hashlib import blake2b
 from pathlib import Path
-from queue import Empty, Full, Queue
+from queue import SimpleQueue
 from typing import Any, Final, NamedTuple
 
 from prefixkv.cache.radix_key import TOKEN_BYTES
@@ -38,7 +37,6 @@ MAX_FILES: Final = 4
 MAX_WAITING: Final = 1024
 """Most requests that wait to be written; each holds its packed prompt. More are lost."""
 
-_POLL_S: Final = 1.0
 _CLOSE_S: Final = 5.0
 
 _log = logging.getLogger("prefixkv.record")
@@ -84,8 +82,7 @@ class Recorder:
         self._begin_s = now_s
         self.recorded = self.lost = 0
         self._closed = False
-        self._queue: Queue[_EndedRequest | None] = Queue(MAX_WAITING)
-        self._thread: threading.Thread | None = None
+        self._queue: SimpleQueue[_EndedRequest | None] = SimpleQueue()
         self._file = -1
         try:
             self._begin_file()
@@ -94,62 +91,46 @@ class Recorder:
             raise ConfigError(
                 f"record is {str(self._path)!r}, which cannot be written: {why}"
             ) from error
+        self._thread = threading.Thread(target=self._run, name="prefixkv-record", daemon=True)
+        self._thread.start()
 
     def ended(self, req: Any, now_s: float) -> None:
         """Queue a request that has ended. Left out if never admitted, or not to be cached."""
         if req.admitted_s is None or not req.request.cacheable:
             return
+        if self._closed or self._queue.qsize() >= MAX_WAITING:
+            self._lose("it cannot keep up")
+            return
         key = req.request.key
         arrived_ms = max(0, round((req.arrived_s - self._begin_s) * 1000))
-        ended = _EndedRequest(arrived_ms, bytes(key.data), key.namespace, len(req.output))
-        try:
-            if self._closed:
-                raise Full
-            if self._thread is None:
-                thread = threading.Thread(target=self._run, name="prefixkv-record", daemon=True)
-                thread.start()
-                self._thread = thread
-            self._queue.put_nowait(ended)
-        except (Full, RuntimeError):  # RuntimeError: no thread can be started
-            self._lose("it cannot keep up")
+        self._queue.put(_EndedRequest(arrived_ms, bytes(key.data), key.namespace, len(req.output)))
 
     def close(self) -> None:
         """Write what waits, for some seconds at most. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        with contextlib.suppress(Full):
-            self._queue.put_nowait(None)
-        if self._thread is not None:
-            self._thread.join(_CLOSE_S)
-        if self._thread is None or not self._thread.is_alive():
+        self._queue.put(None)
+        self._thread.join(_CLOSE_S)
+        if not self._thread.is_alive():
             self._close_file()
 
     # --- the recorder's thread --------------------------------------------------------------------
 
     def _run(self) -> None:
         """A line that cannot be written is counted as lost."""
-        while True:
-            try:
-                ended = self._queue.get(timeout=_POLL_S)
-            except Empty:
-                # `close` may have found the queue full, and could not wake this thread.
-                if self._closed:
-                    return
-                continue
-            if ended is None:
-                return
+        while (ended := self._queue.get()) is not None:
             try:
                 self._write(ended)
             except Exception as error:
                 self._lose(getattr(error, "strerror", None) or repr(error))
 
     def _write(self, ended: _EndedRequest) -> None:
-        # 1. The salt is the file's, so a full file is changed before the line is made. Its size is
-        # known only then, but can be bounded.
-        if self._file < 0 or (self._size and self._size + self._guess(ended) > self._max_bytes):
-            self._begin_file()
+        # 1. Where the file has no room for the line, it is made once more with the next one's salt.
         line = self._line(ended)
+        if self._file < 0 or (self._size and self._size + len(line) > self._max_bytes):
+            self._begin_file()
+            line = self._line(ended)
         if len(line) > self._max_bytes:
             raise ValueError(f"a line has {len(line)} bytes, a file {self._max_bytes}")
         # 2. Written whole or not at all: a part is cut off again, or the file is given up.
@@ -166,10 +147,6 @@ class Recorder:
             raise
         self._size += len(line)
         self.recorded += 1
-
-    def _guess(self, ended: _EndedRequest) -> int:
-        num_blocks = len(ended.data) // (TOKEN_BYTES * self.block_tokens) + 1
-        return 200 + 18 * num_blocks
 
     def _line(self, ended: _EndedRequest) -> bytes:
         entry = {

@@ -6,32 +6,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-import numpy as np
-
 from prefixkv.config import TransportConfig
 from prefixkv.control.decode.control import DecodeControl
-from prefixkv.control.effects import STAGING, AddPeer, Cancel, CopyDone, Staging
+from prefixkv.control.effects import STAGING, AddPeer, CopyDone, Staging
 from prefixkv.control.prefill.control import PrefillControl
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.kv_pool import StagingBuffer
 from prefixkv.memory.mesh import Shard
 from prefixkv.memory.stage_copy import StagingCopy, scatter_together, staging_copy
-from prefixkv.memory.staging_area import BLOCK_BYTES
 from prefixkv.protocol.ids import PeerId
-from prefixkv.protocol.machine import Fail
-from prefixkv.protocol.receiver_machine import UnitsStaged
 from prefixkv.runtime.copies import CopyOrder, CopyThreads
 from prefixkv.staging.leases import LeaseCut
-from prefixkv.staging.receiver import (
-    BreakRoom,
-    Grant,
-    Scatter,
-    SectionArrived,
-    StagingPlan,
-    StagingReceiver,
-)
-from prefixkv.staging.sender import CancelStaged, Gather, PostStaged, SendLeaseAsk, StagingSender
-from prefixkv.transport.base import WriteJob
+from prefixkv.staging.receiver import Grant, Scatter, StagingPlan, StagingReceiver, ToRoom
+from prefixkv.staging.sender import Gather, SendLeaseAsk, StagingSender
 
 CopySink = Callable[[CopyDone], None]
 
@@ -152,19 +139,6 @@ def _ask(control: PrefillControl, ask: SendLeaseAsk, now_s: float) -> None:
         control._peers.send(peer, ask.ask, now_s)
 
 
-def _post(control: PrefillControl, post: PostStaged, now_s: float) -> None:
-    # Rounded up: slots and leases are whole blocks, so the last one stays inside both.
-    blocks = np.arange(-(-post.num_bytes // BLOCK_BYTES), dtype=np.int32)
-    src = blocks + np.int32(post.slot * (control.staging.slot_bytes // BLOCK_BYTES))
-    dst = blocks + np.int32(post.dst_offset // BLOCK_BYTES)
-    tag = control.tag(post, post.piece, post.lease_id)
-    control._out.append(WriteJob(post.write_id, post.peer, src, dst, tag, route="staging"))
-
-
-def _cancel(control: PrefillControl, cancel: CancelStaged, now_s: float) -> None:
-    control._out.append(Cancel(cancel.write_id))
-
-
 # --- decode: what the receiver says of rooms ------------------------------------------------------
 
 
@@ -174,21 +148,14 @@ def _grant(control: DecodeControl, action: Grant, now_s: float) -> None:
         control._rooms.tell(room, action.rank, action.grant, now_s)
 
 
-def _arrived(control: DecodeControl, action: SectionArrived, now_s: float) -> None:
-    if (room := control._rooms.get(action.key)) is not None:
-        control._rooms.on(room, UnitsStaged(action.rank, action.num_units), now_s)
-
-
-def _break(control: DecodeControl, action: BreakRoom, now_s: float) -> None:
-    if (room := control._rooms.get(action.key)) is not None:
-        control._rooms.on(room, Fail(action.error), now_s)
+def _tell(control: DecodeControl, said: ToRoom, now_s: float) -> None:
+    if (room := control._rooms.get(said.key)) is not None:
+        control._rooms.on(room, said.event, now_s)
 
 
 def install() -> None:
     STAGING[:] = [
         Staging(StagingSender, StagingReceiver, LeaseCut.into, StagingPlan.of, make_copies)
     ]
-    PrefillControl.INSIDE |= {SendLeaseAsk: _ask, PostStaged: _post, CancelStaged: _cancel}
-    PrefillControl.EFFECTS |= {Gather}
-    DecodeControl.INSIDE |= {Grant: _grant, SectionArrived: _arrived, BreakRoom: _break}
-    DecodeControl.EFFECTS |= {Scatter}
+    PrefillControl.INSIDE |= {SendLeaseAsk: _ask}
+    DecodeControl.INSIDE |= {Grant: _grant, ToRoom: _tell}

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from prefixkv.addresses import is_loopback
 from prefixkv.config import DecodeConfig, PrefillConfig, TransportConfig, Way, check_version
-from prefixkv.control.effects import STAGING, CopyDone, To
+from prefixkv.control.effects import STAGING, CopyDone
 from prefixkv.control.lives import LostPeers
 from prefixkv.errors import ClosedError, ConfigError, InternalError, RequestError, shown, travels
 from prefixkv.memory.kv_pool import KVPool, StagingBuffer
@@ -72,7 +72,7 @@ def secret_number() -> int:
     return secrets.randbits(63) or 1
 
 
-class Transfers(OneThread, Generic[C, To, E]):
+class Transfers(OneThread, Generic[C, E]):
     """The base of DecodeTransfers and PrefillTransfers. Used from the engine's thread; the control
     thread is reached by its inbox alone."""
 
@@ -83,7 +83,7 @@ class Transfers(OneThread, Generic[C, To, E]):
     prover: ClassVar[type[Prover]] = Prover
 
     peer_id: PeerId
-    thread: ControlThread[C, To]
+    thread: ControlThread[C]
 
     def __init__(
         self,
@@ -121,8 +121,8 @@ class Transfers(OneThread, Generic[C, To, E]):
 
     def _start(
         self,
-        control: Callable[[Mapping[Way, bytes], ProcessLife | None], Control[C, To]],
-        channel: Callable[[int], Channel[To]],
+        control: Callable[[Mapping[Way, bytes], ProcessLife | None], Control],
+        channel: Callable[[int], Channel],
         is_written_to: bool,
     ) -> None:
         """Start the control thread. `control` gets the transports' offers and what is said of this
@@ -207,6 +207,13 @@ class Transfers(OneThread, Generic[C, To, E]):
         # Before the number is taken: a closed side would never give it back.
         self.check_open()
         self._rooms[key] = kept
+
+    def _check_windows(self, windows: object) -> None:
+        """Raise RequestError unless it has an entry for each window group."""
+        if not isinstance(windows, tuple | list):
+            raise RequestError(f"windows is {shown(windows)}, a list is needed")
+        if len(windows) != len(self._windows):
+            raise RequestError(f"pages of {len(windows)} window groups of {len(self._windows)}")
 
     def _follow_event(self, event: E) -> None:
         """Follow an event that the engine is about to get: a room that it opened may be over."""
@@ -304,7 +311,7 @@ class Transfers(OneThread, Generic[C, To, E]):
 class OfTransfers(OneThread):
     """The base of nodes and of ranks above 0: what they say of their transfer side."""
 
-    transfers: Transfers[Any, Any, Any]
+    transfers: Transfers[Any, Any]
 
     @property
     def num_rooms(self) -> int:

@@ -1,13 +1,11 @@
-"""Workers and fronts as processes: what `prefixkv worker`, `prefixkv serve` and `prefixkv proxy`
+"""Workers and fronts as processes: what `prefixkv worker`, `prefixkv serve` and `prefixkv front`
 run. The extra `serve`.
 
-- `config`: settings of a worker, a front and a proxy; `plan`: those of the workers of `serve`;
-  `variables`: which variables of the environment are settings.
+- `config`: settings of a worker and a front; `roles`: those of the workers of `serve`.
 - `http`: bounds, time-outs, a key, errors; `openai`: OpenAI's interface as plain values.
 - `wire`: what a front, a decode worker and a prefill worker say to each other.
 - `worker`: one process with one node; `fleet`: the workers as a front sees them; `front`: the
-  OpenAI interface over a fleet; `launch`: all of it on this machine.
-- `proxy`: the OpenAI interface over prefill and decode servers of another engine.
+  OpenAI interface over a fleet; `launch`: all of it.
 - `tracing`: spans of requests (the extra `otel`); `outcomes`, `request_file`: refusals by reason,
   and the request log.
 - `actors`, `cluster`: the workers as actors of a Ray cluster (the extra `ray`).
@@ -18,7 +16,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Final
 
-EXTRA: Final = ("httpx", "jinja2", "prometheus_client", "starlette", "uvicorn")
+EXTRA: Final = ("aiohttp", "jinja2", "prometheus_client", "starlette", "uvicorn")
 
 
 def check_extra(*, with_model: bool = True) -> None:

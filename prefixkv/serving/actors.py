@@ -1,8 +1,5 @@
-"""A worker as a Ray actor, and the check that its process has ended, which runs on its node.
-
-The actor's process hosts one `Worker`, on an event loop in a thread of its own. Ray restarts the
-process when it ends; every start is another life. The module imports Ray only once it runs there.
-"""
+"""A worker as a Ray actor. The actor's process hosts one `Worker`, on an event loop in a thread of
+its own. Ray restarts the process when it ends; every start is another life."""
 
 from __future__ import annotations
 
@@ -20,24 +17,27 @@ import msgspec
 
 from prefixkv import PrefillConfig
 from prefixkv.serving.config import PrefillWorkerConfig, WorkerConfig
-from prefixkv.serving.process import keep_what_is_loaded, log_to_stderr
+from prefixkv.serving.interrupts import keep_what_is_loaded, log_to_stderr
 from prefixkv.serving.wire import WorkerInfo
 from prefixkv.serving.worker import DecodeWorker, PrefillWorker, make_worker
-from prefixkv.spi import HeldLife, ProcessLife, is_dead
+from prefixkv.spi import HeldLife, ProcessLife
 
 logger = logging.getLogger("prefixkv.ray")
 
-WATCH_S: Final = 30.0
-"""Longest wait of `WorkerActor.watch`, which then returns although nothing has happened."""
+_WATCH_S: Final = 30.0
 
 
 class Life(msgspec.Struct, frozen=True):
-    """One life of a worker: its own description, Ray's id of its node, and its process there, which
-    is None if the kernel does not identify it."""
+    """One life of a worker: Ray's id of its node, and its process there, which is None if the
+    kernel does not identify it."""
 
     info: WorkerInfo
     node: str
     process: ProcessLife | None
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.info.name, self.info.life
 
 
 class WorkerActor:
@@ -50,14 +50,14 @@ class WorkerActor:
     """
 
     def __init__(self, config: WorkerConfig, environ: Mapping[str, str]) -> None:
-        import ray
+        import ray  # only where it runs
 
         # What the node has is kept: it may name the collector of its own machine.
         for name, text in environ.items():
             os.environ.setdefault(name, text)
         log_to_stderr()
-        # Held for as long as the process lives: it is what `has_ended` looks for. Without it the
-        # end of this life cannot be proved, only declared by an operator.
+        # Held for as long as the process lives: it is what `is_dead` looks for. Without it the end
+        # of this life cannot be proved, only declared by an operator.
         self._held = None
         with contextlib.suppress(OSError):
             self._held = HeldLife()
@@ -79,7 +79,6 @@ class WorkerActor:
         self._life = Life(info, context.get_node_id(), process)
 
     def _serve(self, config: WorkerConfig, ready: Future[WorkerInfo]) -> None:
-        """End the process if the engine has failed."""
         if not asyncio.run(self._run(config, ready)):
             os._exit(1)  # its engine has failed: Ray restarts the actor
         self._ended.set()
@@ -101,8 +100,8 @@ class WorkerActor:
         return self._life
 
     def watch(self) -> bool:
-        """Return whether the worker was drained and has ended, after `WATCH_S` at most."""
-        return self._ended.wait(WATCH_S)
+        """Return whether the worker was drained and has ended, after `_WATCH_S` at most."""
+        return self._ended.wait(_WATCH_S)
 
     def drain(self) -> None:
         with contextlib.suppress(RuntimeError):  # its loop has ended
@@ -118,8 +117,3 @@ def placed(config: WorkerConfig, host: str) -> WorkerConfig:
         bind = f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*"
         config = replace(config, node=replace(config.node, bind=bind))
     return config
-
-
-def has_ended(process: ProcessLife) -> bool:
-    """Return whether the process is proved to have ended. Must run on its node."""
-    return is_dead(process)

@@ -20,6 +20,7 @@ from prefixkv.settings import (
     SecondsOrZero,
     check_fields,
     doc,
+    fields_of,
     parse_size,
 )
 
@@ -182,13 +183,60 @@ KINDS = {"prefill": PrefillWorkerConfig, "decode": DecodeWorkerConfig}
 
 
 @dataclass(frozen=True, slots=True)
-class ServeConfig:
-    """`prefixkv serve`. Settings of its workers that are not here are set in the tables
-    [workers.prefill] and [workers.decode] of its file, or by the environment."""
+class FrontSettings:
+    """Settings of a front, whoever starts its workers."""
+
+    served_name: Annotated[str, doc("The model's name for clients; none: its folder's name.")] = ""
+    answer_tokens: Annotated[
+        CountOrZero, doc("Default limit of tokens per chat answer (0: up to the context).")
+    ] = 512
+    tokenizer_folder: Annotated[
+        str,
+        doc("Folder that gets the small model's tokenizer, for clients that count tokens; none: no "
+            "folder."),
+    ] = ""  # fmt: skip
+    start_timeout_s: SecondsOrZero = 600.0
+    """How long requests wait for a worker that is missing, and a start for its workers."""
+    models: ModelSettings = _flat(ModelSettings)
+    listen: ListenSettings = _flat(lambda: ListenSettings(port=8000, status_port=8001))
+
+    def check(self) -> None:
+        check_fields(self)
+        if self.models.model and self.tokenizer_folder:
+            raise ConfigError(
+                f"tokenizer_folder: is of the small model, and model is {self.models.model!r}: its "
+                "tokenizer is there"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class FrontConfig(FrontSettings):
+    """`prefixkv front`, before workers that were started by hand."""
+
+    workers: Annotated[str, doc("URLs of all workers, separated by commas.")] = ""
+    workers_key: Annotated[
+        str, doc("Bearer token that the workers need; better set by PREFIXKV_WORKERS_KEY.")
+    ] = ""
+    models: ModelSettings = _flat(ModelSettings, "seed", "dtype", "device", "context", "threads")
+
+    def __post_init__(self) -> None:
+        self.check()
+        for url in self.workers.split(","):
+            if urlsplit(url.strip()).scheme not in ("http", "https"):
+                raise ConfigError(f"workers: {url!r} is no worker: http://HOST:PORT")
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig(FrontSettings):
+    """`prefixkv serve`. Settings of its workers that are not here are set in the files of their
+    roles, or by the environment."""
 
     prefill: Annotated[Count, doc("Prefill workers.")] = 1
     decode: Annotated[Count, doc("Decode workers.")] = 1
-    served_name: Annotated[str, doc("The model's name for clients; none: its folder's name.")] = ""
+    prefill_config: Annotated[
+        str, doc("Settings of the prefill workers, a file as `worker prefill` reads it.")
+    ] = ""
+    decode_config: Annotated[str, doc("Settings of the decode workers, likewise.")] = ""
     page_size: Annotated[Count, doc("Tokens per page.")] = 16
     prefill_pages: Annotated[Count, doc("Pages of a prefill worker's pool.")] = 1024
     decode_pages: Annotated[Count, doc("Pages of a decode worker's pool.")] = 1024
@@ -217,16 +265,6 @@ class ServeConfig:
         doc("Host memory of a decode worker for KV that its pool cannot keep: 8GiB, or 4x (times "
             "the pool); none: it is forgotten."),
     ] = ""  # fmt: skip
-    answer_tokens: Annotated[
-        CountOrZero, doc("Default limit of tokens per chat answer (0: up to the context).")
-    ] = 512
-    start_timeout_s: SecondsOrZero = 600.0
-    """How long requests wait for a worker that is missing, and a start for its workers."""
-    tokenizer_folder: Annotated[
-        str,
-        doc("Folder that gets the small model's tokenizer, for clients that count tokens; none: no "
-            "folder."),
-    ] = ""  # fmt: skip
     ray: Annotated[
         str,
         doc("Address of a Ray cluster that runs the workers, or auto; none: this machine."),
@@ -237,16 +275,13 @@ class ServeConfig:
         Literal["SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK"],
         doc("With --ray: strategy of the workers' placement group."),
     ] = "SPREAD"
-    models: ModelSettings = _flat(ModelSettings)
-    listen: ListenSettings = _flat(lambda: ListenSettings(port=8000, status_port=8001))
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        if self.models.model and self.tokenizer_folder:
-            raise ConfigError(
-                f"tokenizer_folder: is of the small model, and model is {self.models.model!r}: its "
-                "tokenizer is there"
-            )
+        self.check()
+        for one in fields_of(ServeConfig):
+            is_set = getattr(self, one.name) != one.default
+            if one.name.startswith("ray_") and is_set and not self.ray:
+                raise ConfigError(f"{one.name}: is of --ray, which is not set")
         self.host_size()
 
     def host_size(self) -> tuple[str, float | int] | None:
@@ -270,50 +305,6 @@ class ServeConfig:
         if not value:
             raise ConfigError(f"host_memory: {self.host_memory!r} is none; leave it out")
         return name, value
-
-
-@dataclass(frozen=True, slots=True)
-class ProxyConfig:
-    """`prefixkv proxy`, but for its servers."""
-
-    servers_key: Annotated[
-        str, doc("Bearer token that the servers need; better set by PREFIXKV_SERVERS_KEY.")
-    ] = ""
-    answer_timeout_s: Annotated[
-        Seconds, doc("A server is lost after this silence, in seconds.")
-    ] = 600.0
-    listen: ListenSettings = _flat(lambda: ListenSettings(port=8000, status_port=8001))
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-
-@dataclass(frozen=True, slots=True)
-class ServerAt:
-    """A server of an engine that a proxy asks.
-
-    `url` is its HTTP address. `at` names it for the other server: the address at which a prefill
-    server's connector listens, or the name of a decode server's connector.
-    """
-
-    url: str
-    at: str
-
-    @classmethod
-    def of(cls, text: str, where: str = "") -> ServerAt:
-        """Parse "URL=AT". Raises ConfigError, which begins with `where`."""
-        url, _, at = text.partition("=")
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.netloc or not at:
-            raise ConfigError(
-                f"{where}{text!r} is no server: http://HOST:PORT=ADDRESS for prefill, "
-                "http://HOST:PORT=NAME for decode"
-            )
-        return cls(url.rstrip("/"), at)
-
-    @property
-    def name(self) -> str:
-        return self.url
 
 
 def check_bind(host: str, api_key: str, setting: str = "host") -> None:

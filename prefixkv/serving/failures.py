@@ -79,6 +79,11 @@ class ApiError(Exception):
         return self.kind
 
 
+def refused(name: str, why: str) -> ApiError:
+    """Make the error for a parameter that is not taken."""
+    return ApiError(400, f"{name} {why}", code="invalid_value", param=name)
+
+
 class _ErrorResponse(Response):
     """Leaves its reason in the scope of its request, for `outcomes`."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import logging
 import time
 from collections.abc import (
@@ -21,12 +22,12 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-import httpx
+import aiohttp
 import msgspec
 
-from prefixkv.errors import ConfigError, ProtocolError
+from prefixkv.errors import ConfigError, HandshakeError, ProtocolError
 from prefixkv.serving.client import make_client
 from prefixkv.serving.failures import ApiError, answer_ended, failed, is_inner, is_not_finite
 from prefixkv.serving.feed import batches_of
@@ -44,13 +45,12 @@ from prefixkv.serving.wire import (
     namespace_of,
     part_rid,
 )
-from prefixkv.spi import RadixKey, page_keys
+from prefixkv.spi import RadixKey, check_page_sizes, page_keys
 
 logger = logging.getLogger("prefixkv.fleet")
 
 _ATTEMPTS: Final = 3  # at a request without any output yet
 _AGAIN_S: Final = 1.0  # pause before another try to reach a worker
-_CONNECT_S: Final = 5.0
 _REFUSAL_BYTES: Final = 64 << 10
 _TICK_S: Final = 0.5
 _QUIET_TICKS: Final = 10  # until a worker counts as silent: it has missed two signs of life
@@ -77,12 +77,10 @@ class Start(NamedTuple):
 
 class _Member:
     """A worker, and whether it is silent. Silence is counted in ticks of the event loop: if this
-    process or the whole machine stands still, that is no silence of the worker. `has_others`:
-    whether another worker of its role answers."""
+    process or the whole machine stands still, that is no silence of the worker."""
 
-    def __init__(self, info: WorkerInfo, has_others: Callable[[], bool]) -> None:
+    def __init__(self, info: WorkerInfo) -> None:
         self.info = info
-        self._has_others = has_others
         self.tasks: tuple[asyncio.Task[None], ...] = ()
         self.silent = False
         # Requests that wait for the worker's first output: `watch` ends these. Those that have
@@ -103,9 +101,10 @@ class _Member:
         """True if no request waits for the worker any more."""
         return self._quiet_ticks >= _GIVEN_UP_TICKS
 
-    async def watch(self) -> None:
+    async def watch(self, has_others: Callable[[], bool]) -> None:
         """Mark the worker silent after `_QUIET_TICKS` without a sign of life. What waits for it is
-        ended once it can go elsewhere, or it is given up."""
+        ended once it can go elsewhere, or it is given up. `has_others`: another worker of its role
+        answers."""
         while True:
             await asyncio.sleep(_TICK_S)
             self._quiet_ticks += 1
@@ -115,7 +114,7 @@ class _Member:
                 self.silent = True
                 logger.warning("%s is silent: requests go elsewhere, or wait", self.info.name)
             # A worker that is alone and only stood still for a while has lost no request.
-            if not self.given_up and not self._has_others():
+            if not self.given_up and not has_others():
                 continue
             # Rescheduling a time-out to now ends its wait with TimeoutError.
             for patience in self.waiting:
@@ -132,15 +131,10 @@ class _WorkerPair:
         self._routes = [decode] if prefill is None else [decode, prefill]
         self.decode = fleet.workers[decode.worker]
         self.prefill = None if prefill is None else fleet.workers[prefill.worker]
-        self.facts = {  # for its spans
-            "prefixkv.decode": decode.worker,
-            "prefixkv.decode_matched_pages": decode.matched_pages,
-        }
-        if prefill is not None:
-            self.facts |= {
-                "prefixkv.prefill": prefill.worker,
-                "prefixkv.prefill_matched_pages": prefill.matched_pages,
-            }
+        self.facts: dict[str, Any] = {}  # for its spans
+        for role, route in zip(("decode", "prefill"), self._routes, strict=False):
+            self.facts[f"prefixkv.{role}"] = route.worker
+            self.facts[f"prefixkv.{role}_matched_pages"] = route.matched_pages
         self._members = [fleet.members[route.worker] for route in self._routes]
         # A decode worker that answers alone need not hear of its prefill worker's silence.
         self._awaited = self._members[:1] if self.decode.alone else self._members
@@ -189,12 +183,8 @@ class Fleet:
         self._fenced: list[FenceRequest] = []
         self._any_fenced = asyncio.Condition()
         self.retried = 0
-        # `SILENCE_S` bounds the time between two pieces, which signs of life keep short; an answer
-        # as a whole may take any time.
-        self._client = make_client(
-            {"authorization": f"Bearer {api_key}"} if api_key else {},
-            httpx.Timeout(SILENCE_S, connect=_CONNECT_S),
-        )
+        # `SILENCE_S` bounds the time between two pieces, which signs of life keep short.
+        self._client = make_client(api_key, SILENCE_S)
 
     # --- which there are --------------------------------------------------------------------------
 
@@ -206,8 +196,10 @@ class Fleet:
         # Models must agree over the whole fleet; page sizes within a role, since its router keys
         # prompts by pages. Checked before anything changes.
         for other in self.workers.values():
-            if other.name == info.name:
+            if other.name == info.name and other.role == info.role:
                 continue
+            if other.name == info.name:
+                raise ConfigError(f"a {info.role} and a {other.role} worker are named {info.name}")
             if other.identity != info.identity:
                 raise ConfigError(
                     f"{info.name} has {info.identity!r}, {other.name} {other.identity!r}"
@@ -217,6 +209,10 @@ class Fleet:
                     f"{info.name} has pages of {info.page_size} tokens, {other.name} of "
                     f"{other.page_size}"
                 )
+            try:
+                check_page_sizes(info.page_size, other.page_size)
+            except HandshakeError as error:
+                raise ConfigError(f"{info.name} and {other.name}: {error}") from None
         self.remove(info.name)
         if info.name in self.known:
             logger.warning("%s is back", info.name)
@@ -225,10 +221,10 @@ class Fleet:
         self.workers[info.name] = info
         self.known[info.name] = info
         self.routers[info.role].add_worker(info.name)
-        member = self.members[info.name] = _Member(info, lambda: bool(self._answering(info.role)))
+        member = self.members[info.name] = _Member(info)
         member.tasks = (
             asyncio.create_task(self._apply_events(member)),
-            asyncio.create_task(member.watch()),
+            asyncio.create_task(member.watch(lambda: bool(self._answering(info.role)))),
             asyncio.create_task(self._report_fences(info)),
         )
 
@@ -249,14 +245,12 @@ class Fleet:
         info = member.info
         router = self.routers[info.role]
         while True:
-            with contextlib.suppress(httpx.HTTPError, ProtocolError):
-                async with self._client.stream("GET", f"{info.url}/events") as answer:
-                    if answer.status_code == 200:
-                        async for batch in batches_of(
-                            member.mark_alive(answer.aiter_raw()), info.name
-                        ):
-                            if not router.apply(batch):
-                                break  # an event is missing: reconnect, for a new snapshot
+            with contextlib.suppress(aiohttp.ClientError, ProtocolError):
+                async with self._client.get(f"{info.url}/events", raise_for_status=True) as answer:
+                    pieces = member.mark_alive(answer.content.iter_any())
+                    async for batch in batches_of(pieces, info.name):
+                        if not router.apply(batch):
+                            break  # an event is missing: reconnect, for a new snapshot
             await asyncio.sleep(_AGAIN_S)
 
     # --- lives that are over ----------------------------------------------------------------------
@@ -276,28 +270,34 @@ class Fleet:
                 while num_confirmed == len(self._fenced):
                     await self._any_fenced.wait()
             body = msgspec.json.encode(self._fenced[num_confirmed])
-            confirmed = False
-            with contextlib.suppress(httpx.HTTPError):
-                answer = await self._client.post(f"{info.url}/fence", content=body)
-                confirmed = answer.status_code == 202
-            if confirmed:
-                # Counted only after it was confirmed, so a report that fails is repeated.
-                num_confirmed += 1
-            else:
+            try:
+                asked = self._client.post(f"{info.url}/fence", data=body, raise_for_status=True)
+                async with asked:
+                    num_confirmed += 1
+            except aiohttp.ClientError:  # repeated, since it is not counted
                 await asyncio.sleep(_AGAIN_S)
 
     async def lost(self) -> dict[str, list[LostPeer]]:
         """Return, by worker that answers, the lost peers that it holds pages or rooms for."""
-        found: dict[str, list[LostPeer]] = {}
+        infos = [*self.workers.values()]
+        found = await asyncio.gather(
+            *(self._get(f"{info.url}/lost", list[LostPeer]) for info in infos)
+        )
+        return {
+            info.name: lost for info, lost in zip(infos, found, strict=True) if lost is not None
+        }
 
-        async def ask(info: WorkerInfo) -> None:
-            with contextlib.suppress(httpx.HTTPError, msgspec.DecodeError):
-                answer = await self._client.get(f"{info.url}/lost")
-                if answer.status_code == 200:
-                    found[info.name] = msgspec.json.decode(answer.content, type=list[LostPeer])
+    async def info_of(self, url: str) -> WorkerInfo | None:
+        """Return what the worker at `url` says of itself, as it is reached from here; None if it
+        does not answer."""
+        info = await self._get(f"{url}/info", WorkerInfo)
+        return None if info is None else msgspec.structs.replace(info, url=url)
 
-        await asyncio.gather(*(ask(info) for info in list(self.workers.values())))
-        return found
+    async def _get(self, url: str, kind: Any) -> Any:
+        with contextlib.suppress(aiohttp.ClientError, msgspec.MsgspecError):
+            async with self._client.get(url, raise_for_status=True) as answer:
+                return msgspec.json.decode(await answer.read(), type=kind)
+        return None
 
     @property
     def ready(self) -> bool:
@@ -453,20 +453,19 @@ class Fleet:
         )  # fmt: skip
         url, left = f"{pair.decode.url}/generate", ask.num_samples
         try:
-            request = self._client.stream("POST", url, content=body, headers=headers)
-            async with request as answer:
-                if answer.status_code != 200:
-                    refusal = await read_some(answer.aiter_raw(), _REFUSAL_BYTES)
-                    raise _refusal_error(pair.decode.name, answer.status_code, refusal)
+            async with self._client.post(url, data=io.BytesIO(body), headers=headers) as answer:
+                if answer.status != 200:
+                    refusal = await read_some(answer.content.iter_any(), _REFUSAL_BYTES)
+                    raise _refusal_error(pair.decode.name, answer.status, refusal)
                 rest = b""
-                async for piece in answer.aiter_raw():
+                async for piece in answer.content.iter_any():
                     *lines, rest = (rest + piece).split(b"\n")
                     for line in lines:
                         if line:
                             output = _output_decoder.decode(line)
                             left -= output.finish is not None
                             yield output
-        except httpx.HTTPError as error:
+        except aiohttp.ClientError as error:
             why = f"{pair.decode.name} was lost"
             raise WorkerLostError(why, f"{type(error).__name__} {error}") from None
         # A stream that closes in order, but with samples that have not ended, is a lost worker too.
@@ -485,7 +484,7 @@ class Fleet:
         self._closed = True
         for name in list(self.workers):
             self.remove(name)
-        await self._client.aclose()
+        await self._client.close()
 
 
 def _refusal_error(worker: str, status: int, body: bytes) -> Exception:

@@ -26,7 +26,7 @@ from starlette.routing import BaseRoute, Route
 from prefixkv import PrefixKVError
 from prefixkv.engines.hf.generation import OPENAI, SamplingDefaults
 from prefixkv.serving.config import ListenSettings
-from prefixkv.serving.failures import answer_ended
+from prefixkv.serving.failures import answer_ended, refused
 from prefixkv.serving.fleet import Fleet
 from prefixkv.serving.http import (
     BODIES,
@@ -36,7 +36,6 @@ from prefixkv.serving.http import (
     json_response,
     make_app,
     read_body,
-    refused,
     run_until_disconnect,
 )
 from prefixkv.serving.ids import id_of, take_id

@@ -340,10 +340,6 @@ def decode_body(body: bytes, kind: type[T], name: str = "") -> T:
         raise ApiError(400, f"the body is not valid JSON{at}") from None
 
 
-def refused(name: str, why: str) -> ApiError:
-    return ApiError(400, f"{name} {why}", code="invalid_value", param=name)
-
-
 class Stream(Response):
     """An answer sent piece by piece, each in the time of `limits`. If the client leaves or stops
     reading, the generator is cancelled at its `yield` or `await`. `end` is called once at the end,

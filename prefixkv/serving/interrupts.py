@@ -1,14 +1,59 @@
-"""Ctrl-C and an event loop: `run` is `asyncio.run` that is never torn in the middle."""
+"""A command and its event loop: `run` is `asyncio.run` that Ctrl-C never tears in the middle."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import logging
 import signal
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+class Signals:
+    """SIGTERM and SIGINT: the first one sets `stop`, a second one `at_once`."""
+
+    def __init__(self) -> None:
+        self.stop, self.at_once = asyncio.Event(), asyncio.Event()
+
+    def heed(self) -> None:
+        """On the event loop of the main thread."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self.note)
+
+    def note(self) -> None:
+        (self.at_once if self.stop.is_set() else self.stop).set()
+
+    async def end(self, drain: Coroutine[Any, Any, object]) -> bool:
+        """Run `drain`; return False if a second signal has cancelled it."""
+        draining = asyncio.create_task(drain)
+        cut = asyncio.create_task(self.at_once.wait())
+        try:
+            await asyncio.wait((draining, cut), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            cut.cancel()
+        if draining.done():
+            draining.result()
+            return True
+        draining.cancel()
+        await asyncio.wait((draining,))
+        return False
+
+
+def log_to_stderr() -> None:
+    logging.basicConfig(
+        level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+
+
+def keep_what_is_loaded() -> None:
+    """Leave all that is loaded out of later garbage collections: each would look at every object of
+    the model's libraries, and all requests would wait meanwhile."""
+    gc.collect()
+    gc.freeze()
 
 
 def run(main: Callable[[], Coroutine[Any, Any, T]]) -> T:

@@ -1,5 +1,5 @@
-"""`prefixkv serve`: workers as child processes, a fleet of them, and a front, on this machine. A
-worker that dies is restarted. No worker outlives this process, however it ends."""
+"""`prefixkv serve` and `prefixkv front`: a front over workers that are children of this process, or
+that were started by hand. A child that dies is restarted, and none outlives this process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 from starlette.routing import BaseRoute
@@ -25,24 +25,25 @@ from prefixkv.engines.hf.generation import SamplingDefaults, load_sampling_defau
 from prefixkv.engines.hf.small import save_tokenizer
 from prefixkv.errors import ConfigError
 from prefixkv.serving import interrupts
-from prefixkv.serving.config import KINDS, ServeConfig
+from prefixkv.serving.config import KINDS, FrontConfig, FrontSettings, ServeConfig
 from prefixkv.serving.fleet import Fleet, Start
 from prefixkv.serving.front import Front
-from prefixkv.serving.plan import numbered
-from prefixkv.serving.process import READY, REFUSED, keep_what_is_loaded, log_to_stderr
+from prefixkv.serving.process import READY, REFUSED
+from prefixkv.serving.roles import role_settings, worker_environ
 from prefixkv.serving.text import load_texts
-from prefixkv.serving.variables import without_settings
 from prefixkv.serving.wire import WorkerInfo
-from prefixkv.settings import as_environ
 
 logger = logging.getLogger("prefixkv.serve")
 
 _LINE_BYTES: Final = 1 << 20
 # Pause before a worker that has died is restarted; it doubles for each start that fails.
-_FIRST_PAUSE_S: Final = 0.5  # seconds
+_FIRST_PAUSE_S: Final = 0.5
 _LONGEST_PAUSE_S: Final = 30.0
 _FIRST_START_S: Final = 15.0  # expected, where none was measured
 _END_S: Final = 15.0  # for a worker to end, once its requests have ended
+_LOOK_S: Final = 1.0  # between two looks at a worker that was started by hand
+
+C = TypeVar("C", bound=FrontSettings)
 
 
 class WorkerFailedError(PrefixKVError):
@@ -81,11 +82,10 @@ class StartClock:
 
 class Kept:
     """One worker, which is brought back until it is ended. Used on one event loop. `ready` is done
-    at the first start: with the worker's info, or with the error that ends the launch; a later
-    error goes to `log`, with `name`."""
+    at the first start: with the worker's info, or with the error that ends the launch."""
 
-    def __init__(self, name: str, log: logging.Logger) -> None:
-        self._name, self._log, self._ending = name, log, False
+    def __init__(self, role: str, name: str) -> None:
+        self.role, self._name, self._ending = role, name, False
         self.clock = StartClock()
         self.ready: asyncio.Future[WorkerInfo] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._keep())
@@ -97,12 +97,44 @@ class Kept:
             if not self.ready.done():
                 self.ready.set_exception(error)
             elif not self._ending:
-                self._log.exception("%s is given up", self._name)
+                logger.exception("%s is given up", self._name)
         finally:
             self.clock.give_up()
 
     async def _live_on(self) -> None:
         raise NotImplementedError
+
+    def _serves(self, info: WorkerInfo) -> None:
+        self.clock.served()
+        if not self.ready.done():
+            self.ready.set_result(info)
+
+    async def end(self, grace_s: float) -> None:
+        """End the worker, or leave one to itself that is not ours."""
+        self._ending = True
+        self._task.cancel()
+        await asyncio.wait((self._task,))
+
+
+class Followed(Kept):
+    """A worker that was started by hand, at its URL: each of its lives is in the fleet."""
+
+    def __init__(self, url: str, fleet: Fleet) -> None:
+        self._url, self._fleet = url.strip().rstrip("/"), fleet
+        super().__init__("", self._url)
+
+    async def _live_on(self) -> None:
+        info: WorkerInfo | None = None
+        while True:
+            seen = await self._fleet.info_of(self._url)
+            if seen is not None and seen != info:
+                info, self.role = seen, seen.role
+                try:
+                    self._fleet.add(seen)
+                    self._serves(seen)
+                except ConfigError as error:  # until it is started with other settings
+                    logger.warning("%s is not taken: %s", self._url, error)
+            await asyncio.sleep(_LOOK_S)
 
 
 class Child(Kept):
@@ -118,11 +150,11 @@ class Child(Kept):
         self, role: str, environ: Mapping[str, str], on_ready: Callable[[WorkerInfo], object],
         on_gone: Callable[[WorkerInfo], object], within: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        self.role, self._environ, self._within = role, dict(environ), within
+        self._environ, self._within = dict(environ), within
         self._on_ready, self._on_gone = on_ready, on_gone
         self._process: Process | None = None
         self._began = False
-        super().__init__(f"a {role} worker", logger)
+        super().__init__(role, f"a {role} worker")
 
     async def _live_on(self) -> None:
         """A first start that fails is not repeated."""
@@ -131,9 +163,7 @@ class Child(Kept):
             info = await self._live()
             if not self.ready.done():
                 self.ready.set_exception(WorkerFailedError(f"{self._name} did not start"))
-            if not self._began:
-                return
-            if self._ending:
+            if self._ending or not self._began:
                 return
             # A life that served resets the pause; one that never did doubles it.
             pause_s = _FIRST_PAUSE_S if info is not None else min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -165,8 +195,7 @@ class Child(Kept):
                     self._began = True
                     self.clock.served()
                     self._on_ready(info)
-                    if not self.ready.done():
-                        self.ready.set_result(info)
+                    self._serves(info)
                 elif info is None and text.startswith(REFUSED):
                     why, refused = msgspec.json.decode(text[len(REFUSED) :], type=str), True
                     # At the first start the reason ends the launch, which prints it.
@@ -214,84 +243,57 @@ def _signal(process: Process, number: int) -> None:
             os.kill(process.pid, number)
 
 
-class Launch:
-    """The workers, their fleet and the front. Used on one event loop. `tables`: settings of the
-    workers alone, by role and name (`plan`). `say` gets each line that is meant for a person."""
+class Launch(Generic[C]):
+    """A front and its workers. Used on one event loop. `say` gets each line that is meant for a
+    person."""
 
-    def __init__(
-        self, config: ServeConfig, tables: Mapping[str, Mapping[str, Any]] | None = None,
-        say: Callable[[str], object] = print,
-    ) -> None:  # fmt: skip
-        self.config, self._tables, self._say = config, tables or {}, say
-        # Workers and front share a key of this run, so that no other user of the machine reaches
-        # them.
-        self._key = secrets.token_urlsafe(24)
-        self._stop = asyncio.Event()
-        self._at_once = asyncio.Event()
-        self._children: list[Any] = []
-        self._clocks: dict[str, list[StartClock]] = {"prefill": [], "decode": []}
-
-    def stop(self) -> None:
-        """Drain and end everything. A second call ends it at once."""
-        if self._stop.is_set():
-            self._at_once.set()
-        self._stop.set()
-
-    def heed_signals(self) -> None:
-        """Let SIGTERM and SIGINT call `stop`. On the event loop of the main thread."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self.stop)
+    def __init__(self, config: C, say: Callable[[str], object] = print) -> None:
+        self.config, self._say = config, say
+        self.signals = interrupts.Signals()
+        self._children: list[Kept] = []
 
     async def run(self) -> int:
-        """Serve until `stop`. Returns the exit status. Raises ConfigError, WorkerFailedError."""
-        config = self.config
-        models, listen = config.models, config.listen
-        if models.model:
-            check_folder(models.model)
+        """Serve until a signal. Returns the exit status. Raises ConfigError, WorkerFailedError."""
+        config, stop = self.config, self.signals.stop
+        model = config.models.model
+        if model:
+            check_folder(model)
         if config.tokenizer_folder:
             await asyncio.to_thread(save_tokenizer, config.tokenizer_folder)
-        texts = await asyncio.to_thread(load_texts, models.model)
+        texts = await asyncio.to_thread(load_texts, model)
         # The small model is there to show hits: drawn tokens that are no words hit less.
-        defaults = SamplingDefaults(temperature=0.0)
-        if models.model:
-            defaults = load_sampling_defaults(models.model)
-        name = config.served_name or (
-            Path(models.model).resolve().name if models.model else "small"
-        )
-        fleet = Fleet(self._key)
+        defaults = load_sampling_defaults(model) if model else SamplingDefaults(temperature=0.0)
+        name = config.served_name or (Path(model).resolve().name if model else "small")
+        fleet = Fleet(self._workers_key())
         fleet.next_start = self._next_start
         try:
             front = Front(
-                fleet, texts, name, listen, config.answer_tokens, status_routes=self._routes(fleet),
-                defaults=defaults,
+                fleet, texts, name, config.listen, config.answer_tokens,
+                status_routes=self._routes(fleet), defaults=defaults,
             )  # fmt: skip
         except BaseException:
             await fleet.close()
             raise
-        # The status port opens before the workers load, for probes; clients' port only after all
-        # are ready, so that no request meets a fleet that cannot answer.
-        stopping = asyncio.create_task(self._stop.wait())
+        # The status port opens before the workers load, for probes; clients' port only once the
+        # workers are ready, so that no request meets a fleet that cannot answer.
+        stopping = asyncio.create_task(stop.wait())
         try:
             await front.status.start()
             await self._open(name)
-            for role, num in (("prefill", config.prefill), ("decode", config.decode)):
-                for i in range(num):
-                    self._children.append(child := self._child(role, i, fleet))
-                    self._clocks[role].append(child.clock)
-            ready = asyncio.gather(*(child.ready for child in self._children))
+            self._begin(fleet)
+            ready = asyncio.gather(*(child.ready for child in self._awaited()))
             await asyncio.wait(
                 (ready, stopping), return_when=asyncio.FIRST_COMPLETED,
                 timeout=config.start_timeout_s,
             )  # fmt: skip
             # Three ways out of the wait: stopped, too late, or every worker ready (or one failed).
-            if stopping.done():
+            if stopping.done() or not ready.done():
                 ready.cancel()
-                return 0
-            if not ready.done():
-                ready.cancel()
+                if stopping.done():
+                    return 0
                 raise WorkerFailedError(f"no workers after {config.start_timeout_s:g} s")
             ready.result()
-            keep_what_is_loaded()
+            interrupts.keep_what_is_loaded()
             await front.server.start()
             self._say(f"{name}: {front.server.url}/v1 (health and metrics: {front.status.url})")
             await stopping
@@ -301,31 +303,31 @@ class Launch:
             # Orderly end: front first, then workers. A second signal during it kills all workers at
             # once.
             stopping.cancel()
-            ending = asyncio.create_task(self._end(front))
-            at_once = asyncio.create_task(self._at_once.wait())
-            await asyncio.wait((ending, at_once), return_when=asyncio.FIRST_COMPLETED)
-            if not ending.done():
-                ending.cancel()
-                await asyncio.wait((ending,))
+            if not await self.signals.end(self._end(front)):
                 await asyncio.gather(*(child.end(0) for child in self._children))
-            at_once.cancel()
             await self._close()
 
     async def _end(self, front: Front) -> None:
-        await front.stop(self.config.listen.drain_timeout_s if self._stop.is_set() else 0)
+        await front.stop(self.config.listen.drain_timeout_s if self.signals.stop.is_set() else 0)
         await asyncio.gather(*(child.end(_END_S) for child in self._children))
 
     def _next_start(self, role: str) -> Start | None:
         """Return the start of the first worker of a role that will serve."""
-        clocks = self._clocks[role]
-        starts = (clock.start(self.config.start_timeout_s) for clock in clocks)
+        timeout_s = self.config.start_timeout_s
+        starts = (
+            child.clock.start(timeout_s) for child in self._children if child.role in (role, "")
+        )
         # One that is not late goes before one that is.
         return min(
             (start for start in starts if start is not None),
             key=lambda start: (start.is_late, start.left_s), default=None,
         )  # fmt: skip
 
-    # --- what another kind of launch does otherwise -----------------------------------------------
+    # --- what the kinds of launch do otherwise ----------------------------------------------------
+
+    def _workers_key(self) -> str:
+        """Return what workers require."""
+        raise NotImplementedError
 
     def _routes(self, fleet: Fleet) -> list[BaseRoute]:
         return []
@@ -333,72 +335,71 @@ class Launch:
     async def _open(self, name: str) -> None:
         """Called before the first worker starts. `name` is what clients call the model."""
 
-    def _child(self, role: str, number: int, fleet: Fleet) -> Any:
-        """Start a worker. The result has `ready`, `clock` and `end` like a `Child`."""
-        return Child(role, self._environ(role, number), fleet.add, _forget(fleet))
+    def _begin(self, fleet: Fleet) -> None:
+        """Start the workers: `_children`."""
+        raise NotImplementedError
+
+    def _awaited(self) -> list[Kept]:
+        """Return the workers without which clients are not served yet."""
+        return self._children
 
     async def _close(self) -> None:
         """Called after the last worker has ended."""
 
-    def _environ(self, role: str, number: int) -> dict[str, str]:
-        """Return this process's environment without settings, and all settings of the worker."""
-        config, models = self.config, self.config.models
-        num = config.prefill if role == "prefill" else config.decode
-        # What serve has for all its workers; their own settings go before it.
-        settings: dict[str, Any] = {
-            "model": models.model, "seed": models.seed, "dtype": models.dtype,
-            "device": models.device, "context": models.context,
-            "threads": models.threads or self._threads(), "page_size": config.page_size,
-            "num_pages": config.prefill_pages if role == "prefill" else config.decode_pages,
-            "window_pages": (
-                config.prefill_window_pages if role == "prefill" else config.decode_window_pages
-            ),
-            "port": 0, "status_port": 0,
-            # One file for all: each line names its worker.
-            "request_log": os.path.abspath(log) if (log := config.listen.request_log) else "",
-        }  # fmt: skip
-        if role == "prefill":
-            settings["chunk_tokens"] = config.chunk_tokens
-            settings["checkpoints"] = config.checkpoints
-        else:
-            # Without either a decode worker computes nothing, and has no such settings.
-            if config.compute_below or config.carry_on:
-                settings["compute_below"] = config.compute_below
-            if config.carry_on:
-                settings["failure_policy"] = "local"
-        settings |= numbered(self._tables.get(role, {}), role, number, num)
-        # These no one else sets (`plan`).
-        settings |= {
-            "host": "127.0.0.1", "status_host": "127.0.0.1", "api_key": self._key,
-            "parent": os.getpid(),
-        }  # fmt: skip
-        return without_settings(os.environ) | as_environ(KINDS[role], settings)
 
-    def _threads(self) -> int:
-        return max(1, (os.cpu_count() or 1) // (self.config.prefill + self.config.decode))
+class ServeLaunch(Launch[ServeConfig]):
+    """The workers are children of this process."""
+
+    def __init__(self, config: ServeConfig, say: Callable[[str], object] = print) -> None:
+        super().__init__(config, say)
+        self._settings = {role: role_settings(config, role, os.environ) for role in KINDS}
+        # Of this run, so that no other user of the machine reaches the workers.
+        self._key = secrets.token_urlsafe(24)
+
+    def _workers_key(self) -> str:
+        return self._key
+
+    def _begin(self, fleet: Fleet) -> None:
+        for role, num in (("prefill", self.config.prefill), ("decode", self.config.decode)):
+            self._children += [self._child(role, number, fleet) for number in range(num)]
+
+    def _child(self, role: str, number: int, fleet: Fleet) -> Kept:
+        return Child(
+            role, self.environ(role, number), fleet.add,
+            lambda info: fleet.remove(info.name, info.life),
+        )  # fmt: skip
+
+    def environ(self, role: str, number: int) -> dict[str, str]:
+        return worker_environ(self.config, role, self._settings[role], number, self._key)
 
 
-def _forget(fleet: Fleet) -> Callable[[WorkerInfo], object]:
-    return lambda info: fleet.remove(info.name, info.life)
+class FrontLaunch(Launch[FrontConfig]):
+    """The workers were started by hand, and are left as they are. Clients are served at once."""
+
+    def _workers_key(self) -> str:
+        return self.config.workers_key
+
+    def _begin(self, fleet: Fleet) -> None:
+        self._children += [Followed(url, fleet) for url in self.config.workers.split(",")]
+
+    def _awaited(self) -> list[Kept]:
+        return []
 
 
-def run_serve(
-    config: ServeConfig, tables: Mapping[str, Mapping[str, Any]] | None = None,
-    kind: type[Launch] = Launch,
-) -> int:  # fmt: skip
+def run_front(launch: Callable[[], Launch[Any]], *, with_torch: bool = False) -> int:
     """Serve until a signal; return the exit status. Raises ConfigError, WorkerFailedError."""
-    log_to_stderr()
-    # This process computes nothing with torch, but transformers takes it along where it finds it:
-    # 180 MiB, and as long as all else at the start.
-    is_without_torch = kind is Launch and "torch" not in sys.modules
+    interrupts.log_to_stderr()
+    # A front computes nothing with torch, but transformers takes it along where it finds it: 180
+    # MiB, and as long as all else at the start.
+    is_without_torch = not with_torch and "torch" not in sys.modules
     if is_without_torch:
         sys.modules["torch"] = None  # type: ignore[assignment]
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
     async def main() -> int:
-        launch = kind(config, tables, lambda line: print(line, flush=True))
-        launch.heed_signals()
-        return await launch.run()
+        made = launch()
+        made.signals.heed()
+        return await made.run()
 
     try:
         return interrupts.run(main)

@@ -14,7 +14,8 @@ import msgspec
 from msgspec import Meta, Raw
 
 from prefixkv.engines.hf.requests import MAX_LOGPROBS, AnswerToken, Name, Sampling
-from prefixkv.serving.http import ApiError, decode_body, refused
+from prefixkv.serving.failures import refused
+from prefixkv.serving.http import ApiError, decode_body
 from prefixkv.serving.text import Arguments
 
 logger = logging.getLogger("prefixkv.http")

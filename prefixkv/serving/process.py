@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import gc
-import logging
 import os
 import signal
 import sys
@@ -20,11 +18,10 @@ from prefixkv.serving.config import WorkerConfig
 from prefixkv.serving.worker import make_worker
 
 READY: Final = "ready "
-"""Prefix of a worker's line on stdout once it serves; its `WorkerInfo` as JSON follows."""
+"""Begins a worker's line on stdout once it serves; its `WorkerInfo` as JSON follows."""
 
 REFUSED: Final = "refused "
-"""Prefix of the line on stdout by which a worker process, started by another, says that it cannot
-start with its settings; the reason as JSON follows."""
+"""Begins the line on stdout of a worker that cannot start with its settings; why, as JSON."""
 
 _PR_SET_PDEATHSIG: Final = 1
 _END_S: Final = 10.0
@@ -35,7 +32,7 @@ def run_worker(config: WorkerConfig) -> int:
     the exit status. Raises ConfigError if it cannot start."""
     if config.worker.parent:
         die_with(config.worker.parent)
-    log_to_stderr()
+    interrupts.log_to_stderr()
     try:
         return interrupts.run(partial(_run_worker, config))
     except (CallerError, CapacityError) as error:
@@ -48,8 +45,7 @@ def run_worker(config: WorkerConfig) -> int:
 
 async def _run_worker(config: WorkerConfig) -> int:
     worker = make_worker(config)
-    serving = False
-    signals = 0
+    serving, signals = False, 0
 
     def on_signal() -> None:
         nonlocal signals
@@ -68,18 +64,11 @@ async def _run_worker(config: WorkerConfig) -> int:
     await worker.start()
     serving = True
     try:
-        keep_what_is_loaded()
+        interrupts.keep_what_is_loaded()
         print(READY + msgspec.json.encode(worker.info).decode(), flush=True)
         return 0 if await worker.run() else 1
     finally:
         await worker.close()
-
-
-def keep_what_is_loaded() -> None:
-    """Leave all that is loaded out of later garbage collections: each would look at every object of
-    the model's libraries, and all requests would wait meanwhile."""
-    gc.collect()
-    gc.freeze()
 
 
 def die_with(parent: int) -> None:
@@ -87,11 +76,5 @@ def die_with(parent: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # Asked after prctl: a parent that died before it sends no signal, but is no parent any more.
-    if os.getppid() != parent:  # it died before the call
+    if os.getppid() != parent:
         os._exit(1)
-
-
-def log_to_stderr() -> None:
-    logging.basicConfig(
-        level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )

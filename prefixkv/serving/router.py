@@ -1,4 +1,4 @@
-"""Choice of a decode worker: the one that holds most of a request's prefix, unless it is too busy.
+"""Choice of a worker: the one that holds most of a request's prefix, unless it is too busy.
 
     router = BoundedAffinityRouter()
     router.add_worker("decode-0")
@@ -18,21 +18,12 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Annotated
 
 from msgspec import Meta
 
-from prefixkv.errors import CallerError, shown, shown_namespace
-from prefixkv.settings import (
-    MAX_BYTES,
-    CountOrZero,
-    Number,
-    Seconds,
-    SecondsOrZero,
-    check_fields,
-    check_time,
-)
+from prefixkv.errors import CallerError, shown
+from prefixkv.settings import CountOrZero, Number, Seconds, SecondsOrZero, check_fields, check_time
 from prefixkv.spi import CheckpointRemoved, CheckpointStored, Cleared, EventBatch, Removed, Stored
 
 _STORED = math.inf  # until when a page counts that the worker has reported
@@ -58,60 +49,63 @@ class _HeldPages:
 
     def __init__(self) -> None:
         self.in_sync = False
-        self.num_pages = 0
-        self.skipped_pages = 0  # reported as stored, but beyond the bound or below such a page
+        self.forget()
+
+    def forget(self) -> None:
         # By namespace and page key: until when the page counts; `_STORED` once it was reported.
         self._held: dict[Hashable, dict[bytes, float]] = {}
+        self.num_pages = 0
+        self.skipped_pages = 0  # reported as stored, but beyond the bound or below such a page
 
     def of(self, namespace: Hashable) -> dict[bytes, float]:
         """Return until when each page of a namespace counts; not to be changed."""
         return self._held.get(namespace, {})
 
     def depth(self, namespace: Hashable, keys: Sequence[bytes]) -> int:
-        """Count how many of these pages, from the first on, are held. O(log pages)."""
-        held = self._held.get(namespace)
-        if not held or not keys or keys[0] not in held:
+        held = self.of(namespace)
+        if not keys or keys[0] not in held:
             return 0
         return bisect_left(keys, True, 1, key=lambda page_key: page_key not in held)
 
-    def forget(self) -> None:
-        self._held.clear()
-        self.num_pages = self.skipped_pages = 0
+    def apply(self, event: Stored | Removed | Cleared, room: int) -> None:
+        """Add `room` pages at most. A `Cleared` repairs any gap: all that there is follows it."""
+        if isinstance(event, Cleared):
+            self.forget()
+            self.in_sync = True
+        elif not self.in_sync:
+            return
+        elif isinstance(event, Stored):
+            self._store(event, room)
+        else:
+            self._remove(event)
 
-    def store(self, event: Stored, room: int) -> bool:
-        """Add `room` pages at most. Returns False if their parent should be known and is not."""
-        held = self._held.get(event.namespace, {})
-        keys = event.page_keys
-        # The parent is unknown. If any page was skipped before, the parent may be one of those, and
-        # its children are skipped like it. Otherwise an event is missing.
-        if event.parent and held.get(event.parent) != _STORED:
-            self.skipped_pages += len(keys)
-            return self.skipped_pages > len(keys)
-        keys = keys[:room]
+    def _store(self, event: Stored, room: int) -> None:
+        keys = event.page_keys[:room]
+        if event.parent and self.of(event.namespace).get(event.parent) != _STORED:
+            # If any page was skipped before, the parent may be one of those. Otherwise an event is
+            # missing.
+            self.in_sync = self.skipped_pages > 0
+            keys = ()
         self.skipped_pages += len(event.page_keys) - len(keys)
-        if keys:
-            self.hold(event.namespace, keys, _STORED)
-        return True
+        self.hold(event.namespace, keys, _STORED)
 
-    def remove(self, event: Removed) -> bool:
-        """Returns False for a page that is neither known nor skipped."""
-        held = self._held.get(event.namespace, {})
+    def _remove(self, event: Removed) -> None:
         # From the end, so that what is left is a whole prefix at every moment.
         for key in reversed(event.page_keys):
-            if held.get(key) == _STORED:
+            if self.of(event.namespace).get(key) == _STORED:
                 self.drop(event.namespace, key)
             elif self.skipped_pages:
                 self.skipped_pages -= 1
             else:
-                return False
-        return True
+                self.in_sync = False
+                return
 
     def hold(self, namespace: Hashable, keys: Sequence[bytes], until_s: float) -> None:
-        """Set until when pages count. `num_pages` counts those that are new."""
-        held = self._held.setdefault(namespace, {})
-        before = len(held)
-        held.update(dict.fromkeys(keys, until_s))
-        self.num_pages += len(held) - before
+        if keys:
+            held = self._held.setdefault(namespace, {})
+            before = len(held)
+            held.update(dict.fromkeys(keys, until_s))
+            self.num_pages += len(held) - before
 
     def drop(self, namespace: Hashable, key: bytes) -> None:
         held = self._held[namespace]
@@ -128,138 +122,105 @@ class WorkerIndex:
     def __init__(self, max_pages: int) -> None:
         self.max_pages = max_pages
         self.incarnation = -1
-        self._former: deque[int] = deque(maxlen=64)  # earlier incarnations
         self.next_seq = 0
+        self._former: deque[int] = deque(maxlen=64)  # earlier incarnations
+        self.forget()
+
+    def forget(self) -> None:
         self._pool = _HeldPages()
-        self._host: _HeldPages | None = None  # of a worker that has told of its host memory
-        # Of a worker that goes on at checkpoints alone: the pages that these end on, by namespace.
-        self._checkpoints: dict[Hashable, set[bytes]] | None = None
-        # In order of time, since every expectation lasts as long: `expire` looks at its front
-        # alone.
+        # By `is_host`: host memory once the worker has told of it.
+        self._memories = {False: self._pool}
+        # The worker goes on at checkpoints alone: the pages that these end on, by namespace.
+        self._at_checkpoints = False
+        self._ends: dict[Hashable, set[bytes]] = {}
+        # In order of time, since every expectation lasts as long: `expire` looks at its front.
         self._expected: deque[tuple[float, Hashable, Sequence[bytes]]] = deque()
 
     @property
     def in_sync(self) -> bool:
         """True if no event is missing."""
-        return self._pool.in_sync and (self._host is None or self._host.in_sync)
+        return all(memory.in_sync for memory in self._memories.values())
 
     @property
     def num_pages(self) -> int:
         """A page in both kinds of memory counts twice."""
-        return self._pool.num_pages + (0 if self._host is None else self._host.num_pages)
+        return sum(memory.num_pages for memory in self._memories.values())
 
     @property
     def skipped_pages(self) -> int:
         """Pages that were reported and that are not known, for the bound."""
-        return self._pool.skipped_pages + (0 if self._host is None else self._host.skipped_pages)
+        return sum(memory.skipped_pages for memory in self._memories.values())
 
     def apply(self, batch: EventBatch) -> bool:
         """Returns False if an event is missing, until a `Cleared` begins a new snapshot."""
         # 1. A late batch of an earlier incarnation, or one that was applied already: ignored.
         # 2. A new incarnation: its cache is another, so everything known is dropped.
         # 3. A gap in the numbers: out of sync. What is known stays, as it is better than nothing.
-        if batch.incarnation in self._former or (
-            batch.incarnation == self.incarnation and batch.seq < self.next_seq
-        ):
+        is_known = batch.incarnation == self.incarnation
+        if batch.incarnation in self._former or (is_known and batch.seq < self.next_seq):
             return True
-        if batch.incarnation != self.incarnation:
+        if not is_known:
             self.forget()
             self._former.append(self.incarnation)
             self.incarnation = batch.incarnation
-            self._pool.in_sync, self._host, self._checkpoints = False, None, None
         elif batch.seq != self.next_seq:
-            self._pool.in_sync = False
-            if self._host is not None:
-                self._host.in_sync = False
+            for memory in self._memories.values():
+                memory.in_sync = False
         self.next_seq = batch.seq + 1
-        if batch.at_checkpoints and self._checkpoints is None:
-            self._checkpoints = {}
-        # A `Cleared` repairs any gap: after it all that the worker holds there is reported again.
+        self._at_checkpoints |= batch.at_checkpoints
         for event in batch.events:
             if isinstance(event, CheckpointStored | CheckpointRemoved):
                 self._note_checkpoint(event)
                 continue
-            pages = self._pages_of(event)
-            if isinstance(event, Cleared):
-                if not event.is_host:
-                    self._expected.clear()
-                    self._forget_checkpoints()
-                pages.forget()
-                pages.in_sync = True
-            elif pages.in_sync:
-                pages.in_sync = (
-                    pages.store(event, self.max_pages - self.num_pages)
-                    if isinstance(event, Stored)
-                    else pages.remove(event)
-                )
+            if isinstance(event, Cleared) and not event.is_host:
+                self._expected.clear()
+                self._ends.clear()
+            memory = self._memories.setdefault(event.is_host, _HeldPages())
+            memory.apply(event, self.max_pages - self.num_pages)
         return self.in_sync
 
     def _note_checkpoint(self, event: CheckpointStored | CheckpointRemoved) -> None:
         """Of a worker that uses pages without checkpoints none is kept."""
-        if self._checkpoints is None:
-            return
+        if isinstance(event, CheckpointRemoved):
+            ends = self._ends.get(event.namespace, set())
+            ends.discard(event.page_key)
+            if not ends:
+                self._ends.pop(event.namespace, None)
         # Of a page beyond the bound it is of no use, and costs as much.
-        if isinstance(event, CheckpointStored):
-            if self._pool.of(event.namespace).get(event.page_key) == _STORED:
-                self._checkpoints.setdefault(event.namespace, set()).add(event.page_key)
-            return
-        found = self._checkpoints.get(event.namespace, set())
-        found.discard(event.page_key)
-        if not found:
-            self._checkpoints.pop(event.namespace, None)
-
-    def _forget_checkpoints(self) -> None:
-        if self._checkpoints is not None:
-            self._checkpoints.clear()
-
-    def _pages_of(self, event: Stored | Removed | Cleared) -> _HeldPages:
-        if not event.is_host:
-            return self._pool
-        if self._host is None:
-            self._host = _HeldPages()
-        return self._host
+        elif self._at_checkpoints and self._pool.of(event.namespace).get(event.page_key) == _STORED:
+            self._ends.setdefault(event.namespace, set()).add(event.page_key)
 
     def depth(self, namespace: Hashable, keys: Sequence[bytes]) -> int:
         """Count how many of these pages, from the first on, are held or expected. O(log pages). Of
         a worker that goes on at checkpoints alone those up to the deepest of them; O(pages behind
         it). What is expected counts in full: a checkpoint is saved at a prompt's end."""
         depth = self._pool.depth(namespace, keys)
-        if self._checkpoints is not None:
-            ends, held = self._checkpoints.get(namespace, ()), self._pool.of(namespace)
-            # What is expected lies behind all that is stored.
-            if depth and held.get(keys[depth - 1]) == _STORED:
-                depth = next((at for at in range(depth, 0, -1) if keys[at - 1] in ends), 0)
-        # A whole prefix in either, so the longer one counts.
-        return depth if self._host is None else max(depth, self._host.depth(namespace, keys))
+        # What is expected lies behind all that is stored.
+        held = self._pool.of(namespace)
+        if self._at_checkpoints and depth and held[keys[depth - 1]] == _STORED:
+            ends = self._ends.get(namespace, ())
+            depth = next((at for at in range(depth, 0, -1) if keys[at - 1] in ends), 0)
+        # A whole prefix in either memory, so the longer one counts.
+        host = self._memories.get(True)
+        return depth if host is None else max(depth, host.depth(namespace, keys))
 
     def expect(self, namespace: Hashable, keys: Sequence[bytes], until_s: float) -> None:
         """Count these pages, a prefix, as held until `until_s`, unless events say more by then."""
         held = self._pool.of(namespace)
         # Pages that are reported must not be turned into expected ones, which expire.
-        keys = [key for key in keys if held.get(key, 0.0) != _STORED]
-        keys = keys[: self.max_pages - self.num_pages]
-        if not keys:
-            return
-        self._pool.hold(namespace, keys, until_s)
-        self._expected.append((until_s, namespace, keys))
+        keys = [key for key in keys if held.get(key) != _STORED][: self.max_pages - self.num_pages]
+        if keys:
+            self._pool.hold(namespace, keys, until_s)
+            self._expected.append((until_s, namespace, keys))
 
     def expire(self, now_s: float) -> None:
         """Forget pages that were expected by now and not reported. Amortised O(pages expected)."""
         while self._expected and self._expected[0][0] <= now_s:
             _, namespace, keys = self._expected.popleft()
-            held = self._pool.of(namespace)
             for key in keys:
-                # A page may have been reported meanwhile, or be expected for longer by a later
-                # request.
-                if held.get(key, _STORED) <= now_s:
+                # It may have been reported meanwhile, or be expected for longer by a later request.
+                if self._pool.of(namespace).get(key, _STORED) <= now_s:
                     self._pool.drop(namespace, key)
-
-    def forget(self) -> None:
-        self._expected.clear()
-        self._forget_checkpoints()
-        self._pool.forget()
-        if self._host is not None:
-            self._host.forget()
 
 
 @dataclass(slots=True, eq=False)
@@ -316,11 +277,8 @@ class BoundedAffinityRouter:
         # A moving average over requests: the first one sets it, each later one moves it by 1%.
         self._average_work = 0.0
 
-    # --- workers ----------------------------------------------------------------------------------
-
     def add_worker(self, name: str) -> None:
         """Raises CallerError if it was added before."""
-        _check_name(name)
         if name in self._workers:
             raise CallerError(f"worker {name!r} is known already")
         self._workers[name] = _RoutedWorker(WorkerIndex(self.max_pages))
@@ -335,10 +293,8 @@ class BoundedAffinityRouter:
 
         Until that comes, what was known of it still counts. A new incarnation starts from nothing.
         A batch that was applied already, or of a worker that was not added, is counted and dropped;
-        that returns True, since nothing is missing. Raises CallerError, with nothing changed, for
-        what is not as `EventBatch` declares it.
+        that returns True, since nothing is missing.
         """
-        _check_batch(batch)
         worker = self._workers.get(batch.worker)
         if worker is None:
             self.counters["batches_of_unknown_workers"] += 1
@@ -348,17 +304,10 @@ class BoundedAffinityRouter:
         self.counters["out_of_sync"] += not in_sync
         return in_sync
 
-    # --- requests ---------------------------------------------------------------------------------
-
     def route(
-        self,
-        keys: Sequence[bytes],
-        now_s: float,
-        *,
-        namespace: Hashable = None,
-        work: float | None = None,
-        among: Collection[str] | None = None,
-    ) -> Route:
+        self, keys: Sequence[bytes], now_s: float, *, namespace: Hashable = None,
+        work: float | None = None, among: Collection[str] | None = None,
+    ) -> Route:  # fmt: skip
         """Choose a worker, and count the request there until `ended`. O(workers * log pages of the
         prompt).
 
@@ -368,24 +317,14 @@ class BoundedAffinityRouter:
             work: what it adds to a load; by default the pages of its prompt, plus one.
             among: only these workers may be chosen (the others drain, say).
         Raises CallerError, with nothing changed: no worker to choose from, or an unknown one; work
-        below 0; a time that is no number; page keys or a namespace that cannot be looked up.
+        that is no number from 0 on; a time that is none.
         """
-        # All checks come before any change, so that an error leaves no count without an end.
         check_time(now_s)
-        _check_keys(namespace, keys)
-        if work is None:
-            work = len(keys) + 1.0
-        if isinstance(work, bool) or not (isinstance(work, Real) and 0 <= work < MAX_BYTES):
+        work = len(keys) + 1.0 if work is None else work
+        if not 0 <= work < math.inf:
             raise CallerError(f"work is {shown(work)}, a number of at least 0 is needed")
-        workers = self._workers
-        if among is not None:
-            if not isinstance(among, Collection) or isinstance(among, str):
-                raise CallerError(f"among is {shown(among)}, a list of workers is needed")
-            try:
-                names = [*among]
-            except TypeError:  # an array without dimensions has all methods of a collection
-                raise CallerError(f"among is {shown(among)}, a list of workers is needed") from None
-            workers = {name: workers[self._known(name)] for name in names}
+        names = self._workers if among is None else map(self._known, among)
+        workers = {name: self._workers[name] for name in names}
         if not workers:
             raise CallerError("there is no worker to choose from")
         loads = {name: worker.fade(now_s, self.fade_s) for name, worker in workers.items()}
@@ -409,8 +348,6 @@ class BoundedAffinityRouter:
         nothing, the second time or after its worker was removed. Raises CallerError, with nothing
         changed, for a time that is no number."""
         check_time(now_s)
-        if not isinstance(route, Route):
-            raise CallerError(f"route is a {type(route).__name__}, a Route is needed")
         # By identity: a worker that was removed and added again has the same name, but another
         # load.
         worker = route._home
@@ -425,12 +362,10 @@ class BoundedAffinityRouter:
 
     def expire(self, now_s: float) -> None:
         """Forget pages that have not come, for `stats`; `route` does it too."""
-        check_time(now_s)
         for worker in self._workers.values():
             worker.index.expire(now_s)
 
     def loads(self, now_s: float) -> dict[str, float]:
-        check_time(now_s)
         return {name: worker.fade(now_s, self.fade_s) for name, worker in self._workers.items()}
 
     def stats(self) -> dict[str, int]:
@@ -444,7 +379,6 @@ class BoundedAffinityRouter:
         }
 
     def _choose(self, loads: dict[str, float], depths: dict[str, int], num_pages: int) -> str:
-        """`loads` and `depths` are each worker's load and matched pages."""
         worths = _worths(list(depths.values()))
         limit = self.bound * sum(loads.values()) / len(loads) + self.slack * self._average_work
         idlest = min(loads, key=loads.__getitem__)
@@ -457,22 +391,14 @@ class BoundedAffinityRouter:
                 best, best_worth = name, worth
         enough = self.min_worth * num_pages
         self.counters["overflowed"] += best_worth < most >= enough  # the best match was too busy
-        if best_worth <= 0 or best_worth < enough:
-            self.counters["routed_by_load"] += 1
-            return idlest
-        self.counters["routed_by_prefix"] += 1
-        return best
+        by_load = best_worth <= 0 or best_worth < enough
+        self.counters["routed_by_load" if by_load else "routed_by_prefix"] += 1
+        return idlest if by_load else best
 
     def _known(self, name: str) -> str:
-        _check_name(name)
         if name not in self._workers:
             raise CallerError(f"worker {name!r} is unknown")
         return name
-
-
-def _check_name(name: object) -> None:
-    if not isinstance(name, str):
-        raise CallerError(f"the name of a worker is {shown(name)}, a string is needed")
 
 
 def _worths(depths: list[int]) -> dict[int, float]:
@@ -492,34 +418,3 @@ def _worths(depths: list[int]) -> dict[int, float]:
             worths[depth] = worth
             above = depth
     return worths
-
-
-def _check_keys(namespace: Hashable, keys: Sequence[bytes]) -> None:
-    """Raise CallerError for what is not as `page_keys` makes it. O(pages)."""
-    try:
-        hash(namespace)
-        all_bytes = isinstance(keys, Sequence) and set(map(type, keys)) <= {bytes}
-    except TypeError:
-        all_bytes = False
-    if not all_bytes:
-        raise CallerError(
-            f"keys of namespace {shown_namespace(namespace)} are no list of bytes: {shown(keys)}"
-        )
-
-
-def _check_batch(batch: EventBatch) -> None:
-    """Raise CallerError for a batch that is not as declared: half of it would leave a worker that
-    seems to be in sync and is not."""
-    if not isinstance(batch, EventBatch) or not isinstance(batch.events, tuple | list):
-        raise CallerError(f"{shown(batch)} is no batch of events")
-    if type(batch.incarnation) is not int or type(batch.seq) is not int:
-        raise CallerError(f"batch {shown(batch.seq)} of incarnation {shown(batch.incarnation)}")
-    for event in batch.events:
-        if isinstance(event, Stored | Removed):
-            _check_keys(event.namespace, event.page_keys)
-            if type(event.parent) is not bytes:
-                raise CallerError(f"the parent of {shown(event)} is no page key")
-        elif isinstance(event, CheckpointStored | CheckpointRemoved):
-            _check_keys(event.namespace, [event.page_key])
-        elif not isinstance(event, Cleared):
-            raise CallerError(f"{shown(event)} is no event")

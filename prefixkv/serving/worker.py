@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import logging
 import os
 from collections import deque
@@ -16,7 +17,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
-import httpx
+import aiohttp
 import msgspec
 import numpy as np
 from msgspec import structs
@@ -366,10 +367,15 @@ class DecodeWorker(Worker):
         # The loop keeps only weak references to tasks: without this set one may be collected
         # midway.
         self._tasks: set[asyncio.Task[None]] = set()
-        key = config.worker.listen.api_key
-        self._client = make_client(
-            {"authorization": f"Bearer {key}"} if key else {}, _JOB_TIMEOUT_S
-        )
+
+    async def start(self) -> None:
+        key = self.settings.listen.api_key
+        self._client = make_client(key, _JOB_TIMEOUT_S, _JOB_TIMEOUT_S)
+        try:
+            await super().start()
+        except BaseException:
+            await self._client.close()
+            raise
 
     def _make_engine(self) -> Any:
         from prefixkv.engines.hf import DecodeEngine
@@ -392,7 +398,7 @@ class DecodeWorker(Worker):
         await super().close()
         for task in list(self._tasks):
             task.cancel()
-        await self._client.aclose()
+        await self._client.close()
 
     # --- a request --------------------------------------------------------------------------------
 
@@ -479,11 +485,12 @@ class DecodeWorker(Worker):
         try:
             salt = "" if job.namespace is None else job.namespace.salt
             sent = structs.replace(job, tokens=job.tokens.tolist(), namespace=salt)
-            body = msgspec.json.encode(sent)
-            answer = await self._client.post(f"{url}/jobs", content=body, headers=one.headers)
-            taken = answer.status_code == 202
-            why = "" if taken else f"{answer.status_code} {answer.text[:500]}"
-        except httpx.HTTPError as error:
+            body = io.BytesIO(msgspec.json.encode(sent))
+            asked = self._client.post(f"{url}/jobs", data=body, headers=one.headers)
+            async with asked as answer:
+                text = await answer.text()
+            why = "" if answer.status == 202 else f"{answer.status} {text[:500]}"
+        except (aiohttp.ClientError, TimeoutError) as error:
             how, why = "does not answer", f"{type(error).__name__} {error}"
         if why:
             reason = f"the prefill worker at {url} {how}: {why}"
@@ -511,8 +518,10 @@ class DecodeWorker(Worker):
 
     async def _send_abort(self, url: str, rids: list[str]) -> None:
         """Failures are ignored: prefill hears of it over the node too, once the nodes have met."""
-        with contextlib.suppress(httpx.HTTPError):
-            await self._client.post(f"{url}/abort", content=msgspec.json.encode(AbortJobs(rids)))
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+            body = msgspec.json.encode(AbortJobs(rids))
+            async with self._client.post(f"{url}/abort", data=body):
+                pass
 
     def _spawn(self, work: Any) -> None:
         """Keep the task alive until it ends."""

@@ -11,6 +11,7 @@ The sender of a frame or a tag was checked before.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,9 +20,10 @@ from prefixkv.memory.mesh import Shard, sent_shares
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
 from prefixkv.paging import Pages, pages_for, unit_pages
 from prefixkv.protocol.events import RoomDrained, RoomEnded, RoomOverdue
-from prefixkv.protocol.ids import KVPoll, RoomKey
+from prefixkv.protocol.ids import ChunkTag, KVPoll, RoomKey
+from prefixkv.protocol.machine import Fail
 from prefixkv.protocol.messages import Hello, HelloReply, LeaseAsk, LeaseGrant, Promise
-from prefixkv.protocol.tags import ChunkTag
+from prefixkv.protocol.receiver_machine import UnitsStaged
 from prefixkv.staging.leases import Lease, LeaseCut, LeaseState, LeaseTable, Section
 
 
@@ -72,24 +74,16 @@ class Scatter:
 
 
 @dataclass(frozen=True, slots=True)
-class SectionArrived:
-    """All bytes of `num_units` units that this writer owes the room are in a lease."""
+class ToRoom:
+    """Tell the room's machine: all bytes of units that a writer owes are in a lease; or it fails,
+    since it cannot succeed. That comes once, and not for a held back end."""
 
     key: RoomKey
-    rank: int
-    num_units: int
-
-
-@dataclass(frozen=True, slots=True)
-class BreakRoom:
-    """Fail the machine of a room that cannot succeed. Comes once, not for a held back end."""
-
-    key: RoomKey
-    error: Exception
+    event: UnitsStaged | Fail
 
 
 Ending = RoomEnded | RoomDrained | RoomOverdue
-StagedRoomAction = Grant | Scatter | SectionArrived | BreakRoom | Ending
+StagedRoomAction = Grant | Scatter | ToRoom | Ending
 
 
 @dataclass(slots=True, eq=False)
@@ -130,24 +124,24 @@ class _StagedRoom:
 class StagingReceiver:
     """The staged rooms of one decode rank. Owned by the control object.
 
-    Every method returns actions, in order. The table is asked when all writers have asked, so a
-    lease waits for no writer without KV. A repeated ask for a granted, unwritten piece is answered
-    again: a lost frame does no harm. A writer has arrived when every part was notified, with its
-    section's blocks; its own outcome is never enough.
+    What is to be done is said to `say`, in order. The table is asked when all writers have asked,
+    so a lease waits for no writer without KV. A repeated ask for a granted, unwritten piece is
+    answered again: a lost frame does no harm. A writer has arrived when every part was notified,
+    with its section's blocks; its own outcome is never enough.
 
     A room's machine knows nothing of staging, so its end goes through `pass_on`. SUCCESS waits for
     the last scatter. After a failure RoomDrained waits for a copy that still writes our pages, and
     the leases are held until it comes.
     """
 
-    def __init__(self, area: StagingArea) -> None:
+    def __init__(self, area: StagingArea, say: Callable[[StagedRoomAction], None]) -> None:
         """Begin with a free area. `leases` is only for reading."""
-        area.validate()
+        self._say = say
         self.counters: Counter[str] = Counter()
         self.leases = LeaseTable(area.num_bytes)
         self._rooms: dict[RoomKey, _StagedRoom] = {}
 
-    def open(self, promise: Promise, page_size: int, plan: StagingPlan) -> list[StagedRoomAction]:
+    def open(self, promise: Promise, page_size: int, plan: StagingPlan) -> None:
         """Enter a room with pages promised to the writers of `plan`. Raises LeaseError while the
         number's last use is open, or not drained."""
         key = RoomKey(promise.room, promise.generation)
@@ -156,20 +150,18 @@ class StagingReceiver:
         num_units = pages_for(promise.fill_len - promise.prefix_len, plan.unit_tokens)
         units = unit_pages(promise.page_ids(), page_size // plan.unit_tokens, 0, num_units)
         self._rooms[key] = _StagedRoom(key, promise.ticket, units, plan)
-        return []
 
-    def pass_on(self, ending: Ending) -> list[StagedRoomAction]:
-        """Return the machine's event of a room's end, if it may pass now, and what follows."""
+    def pass_on(self, ending: Ending) -> None:
+        """Say the machine's event of a room's end, if it may pass now, and what follows."""
         room = self._rooms.get(ending.key)
         if room is None or isinstance(ending, RoomOverdue):
-            return [ending]
-        out: list[StagedRoomAction] = []
-        self._pass_on(room, ending, out)
-        return out
+            self._say(ending)
+        else:
+            self._pass_on(room, ending)
 
     # --- input ------------------------------------------------------------------------------------
 
-    def on_ask(self, rank: int, ask: LeaseAsk) -> list[StagedRoomAction]:
+    def on_ask(self, rank: int, ask: LeaseAsk) -> None:
         """Take a writer's ask for a piece. Of a closed or unknown room, or another use of it:
         counted, no-op.
 
@@ -177,12 +169,11 @@ class StagingReceiver:
         promised, or a piece that differs from another writer's or does not join its neighbours; the
         room has to fail.
         """
-        out: list[StagedRoomAction] = []
         room = self._rooms.get(RoomKey(ask.room, ask.generation))
         # 1. Late: the ticket tells this use of the number from another.
         if room is None or room.closed or room.ticket != ask.ticket:
             self.counters["asks_of_no_room"] += 1
-            return out
+            return
         _check_ask(room, rank, ask)
         asked = room.pieces.setdefault(ask.piece, _RoomPiece(ask.first_unit, ask.num_units)).asked
         # 2. Asked again: the ask or the grant was lost, or the piece waits. Only this writer is
@@ -190,8 +181,8 @@ class StagingReceiver:
         if rank in asked:
             self.counters["asked_again"] += 1
             again = [ls for ls in self.leases.of_room(room.key) if ls.piece == ask.piece]
-            self._send_grants(again, out, rank)
-            return out
+            self._send_grants(again, rank)
+            return
         # 3. The next pieces in order that all writers have asked for: each may have waited only for
         # this one. The table sees them in the order in which the writers write.
         asked.add(rank)
@@ -199,19 +190,17 @@ class StagingReceiver:
         while (due := room.pieces.get(room.next_piece)) and due.asked == cut.ranks:
             number, num_bytes = room.next_piece, cut.lease_bytes(due.num_units)
             room.next_piece += 1
-            self._send_grants(self.leases.ask(room.key, number, num_bytes, cut.ranks), out)
-        return out
+            self._send_grants(self.leases.ask(room.key, number, num_bytes, cut.ranks))
 
-    def on_arrival(self, tag: ChunkTag) -> list[StagedRoomAction]:
+    def on_arrival(self, tag: ChunkTag) -> None:
         """Take a notification of a part. Late, double, of no lease or writer: counted, no-op."""
-        out: list[StagedRoomAction] = []
         lease = self.leases.get(tag.lease_id)
         # 1. A lease id is not used again soon, so a tag of a lease that is gone finds none; room
         # and piece are compared as well, since the peer may send anything.
         named = tag.room, tag.generation, tag.chunk
         if lease is None or (*lease.key.numbers, lease.piece) != named:
             self.counters["arrivals_of_no_lease"] += 1
-            return out
+            return
         room = self._rooms[lease.key]
         piece = room.pieces[lease.piece]
         parts, due = piece.parts, room.plan.cut.sections(piece.num_units).get(tag.rank)
@@ -227,40 +216,36 @@ class StagingReceiver:
             landed.add(tag.part)
             parts[tag.rank] = num_parts, landed
             if len(landed) == num_parts:
-                self._arrived(lease, tag.rank, out)
-        return out
+                self._arrived(lease, tag.rank)
 
-    def on_scattered(self, lease_id: int, error: Exception | None) -> list[StagedRoomAction]:
+    def on_scattered(self, lease_id: int, error: Exception | None) -> None:
         """Take the end of a Scatter. Unknown: no-op."""
-        out: list[StagedRoomAction] = []
         if (lease := self.leases.get(lease_id)) is None:
-            return out
+            return
         room = self._rooms[lease.key]
         # The lease first, whether the copy failed or not: nothing reads or writes its bytes any
         # more.
-        self._send_grants(self.leases.end(lease), out)
+        self._send_grants(self.leases.end(lease))
         if error is None:
             room.num_scattered += room.pieces[lease.piece].num_units
         elif not room.closed:
-            self._break(room, error, out)
-            return out
+            self._break(room, error)
+            return
         # The last copy may be the one that the held end waits for.
         if room.held is not None:
-            self._pass_on(room, room.held, out)
-        return out
+            self._pass_on(room, room.held)
 
-    def _send_grants(
-        self, leases: list[Lease], out: list[StagedRoomAction], only: int | None = None
-    ) -> None:
+    def _send_grants(self, leases: list[Lease], only: int | None = None) -> None:
         for lease in leases:
             ticket = self._rooms[lease.key].ticket
             grant = LeaseGrant(
                 *lease.key.numbers, lease.piece, lease.lease_id, lease.offset, ticket
             )
             ranks = [rank for rank in sorted(lease.missing) if only in (None, rank)]
-            out += [Grant(lease.key, rank, grant) for rank in ranks]
+            for rank in ranks:
+                self._say(Grant(lease.key, rank, grant))
 
-    def _arrived(self, lease: Lease, rank: int, out: list[StagedRoomAction]) -> None:
+    def _arrived(self, lease: Lease, rank: int) -> None:
         """Scatter the lease if that was the last writer's."""
         room = self._rooms[lease.key]
         piece = room.pieces[lease.piece]
@@ -269,25 +254,23 @@ class StagingReceiver:
         if lease.state is LeaseState.LANDED:
             units, (_, parts, unit_tokens) = room.units[piece.first_unit : piece.end], room.plan
             sections = self.sections_of(lease)
-            out.append(Scatter(lease.lease_id, units, unit_tokens, sections, parts))
-        self._send_grants(granted, out)
+            self._say(Scatter(lease.lease_id, units, unit_tokens, sections, parts))
+        self._send_grants(granted)
         # Last: the room may end by it, and the actions above would then be of a closed room.
-        out.append(SectionArrived(lease.key, rank, piece.num_units))
+        self._say(ToRoom(lease.key, UnitsStaged(rank, piece.num_units)))
 
     def _num_landed(self, room: _StagedRoom) -> int:
         leases = self.leases.of_room(room.key)
         landed = [lease.piece for lease in leases if lease.state is LeaseState.LANDED]
         return sum(room.pieces[piece].num_units for piece in landed)
 
-    def _pass_on(
-        self, room: _StagedRoom, ending: RoomEnded | RoomDrained, out: list[StagedRoomAction]
-    ) -> None:
+    def _pass_on(self, room: _StagedRoom, ending: RoomEnded | RoomDrained) -> None:
         # FAILED is reported at once. SUCCESS waits for units that are not scattered, RoomDrained
         # for copies that still write the pages: the machine's proof is of writes into leases, not
         # of our copies.
         failed = isinstance(ending, RoomEnded) and ending.poll is KVPoll.FAILED
         if isinstance(ending, RoomDrained):
-            self._send_grants(self.leases.drained(room.key), out)
+            self._send_grants(self.leases.drained(room.key))
             waits = self._num_landed(room) > 0
         else:
             waits = not failed and not room.complete
@@ -297,27 +280,27 @@ class StagingReceiver:
             if coming < len(room.units):
                 # All that its writers say they owe is here, and it is not what they were promised.
                 part = f"{coming} of {len(room.units)} unit pages were staged"
-                self._break(room, TransferError(f"{part} when all writers were done"), out)
+                self._break(room, TransferError(f"{part} when all writers were done"))
                 return
         # `close` holds the leases that writers may still write; after SUCCESS there are none.
         if not waits:
-            out.append(ending)
+            self._say(ending)
             room.closed = True
-            self._send_grants(self.leases.close(room.key), out)
+            self._send_grants(self.leases.close(room.key))
             if not failed:
                 del self._rooms[room.key]
 
-    def _break(self, room: _StagedRoom, error: Exception, out: list[StagedRoomAction]) -> None:
+    def _break(self, room: _StagedRoom, error: Exception) -> None:
         """Fail a room that cannot succeed, once. Where SUCCESS was held back, only our copy failed,
         and nothing of its writers can land: the room ends and drains here."""
         if room.broken:
             return
         room.broken = True
         if room.held is None:
-            out.append(BreakRoom(room.key, error))
+            self._say(ToRoom(room.key, Fail(error)))
         else:
-            self._pass_on(room, RoomEnded(room.key, KVPoll.FAILED, error), out)
-            self._pass_on(room, RoomDrained(room.key), out)
+            self._pass_on(room, RoomEnded(room.key, KVPoll.FAILED, error))
+            self._pass_on(room, RoomDrained(room.key))
 
     @property
     def num_rooms(self) -> int:

@@ -18,14 +18,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from prefixkv.errors import AbortedError, ConfigError, InternalError, PeerLostError, check_laws
+import numpy as np
+
+from prefixkv.control.effects import Cancel, StagingSlots
+from prefixkv.errors import AbortedError, InternalError, PeerLostError, check_laws
 from prefixkv.memory.staging_area import BLOCK_BYTES
 from prefixkv.paging import Pages
-from prefixkv.protocol.ids import PeerId, RoomKey
+from prefixkv.protocol.ids import ChunkTag, PeerId, RoomKey
 from prefixkv.protocol.messages import LeaseAsk, LeaseGrant
-from prefixkv.protocol.sender_events import JobDrained, JobEnded
+from prefixkv.protocol.sender_machine import JobDrained, JobEnded
 from prefixkv.protocol.timers import Backoff, Timers
 from prefixkv.staging.leases import LeaseCut
+from prefixkv.transport.base import WriteJob
 
 READY_POLL_S: Final = 0.001
 NextId = Callable[[], int]
@@ -52,33 +56,7 @@ class Gather:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class PostStaged:
-    """Write a slot's first `num_bytes` to `dst_offset` there; `on_write_ended` answers.
-
-    The offset is a whole block; the bytes are written up to a whole one. `piece`, `lease_id` and
-    `ticket` go into the tag.
-    """
-
-    write_id: int
-    key: RoomKey
-    peer: PeerId
-    piece: int
-    lease_id: int
-    slot: int
-    dst_offset: int
-    num_bytes: int
-    ticket: int
-
-
-@dataclass(frozen=True, slots=True)
-class CancelStaged:
-    """Post no further part of the write; it ends as always."""
-
-    write_id: int
-
-
-StagedWriteAction = SendLeaseAsk | Gather | PostStaged | CancelStaged | JobEnded | JobDrained
+StagedWriteAction = SendLeaseAsk | Gather | WriteJob | Cancel | JobEnded | JobDrained
 
 
 class PieceState(enum.Enum):
@@ -141,8 +119,8 @@ class _ChunkPiece:
 
 
 class StagingSender:
-    """The staged writes of one prefill rank. Owned by the control object. Methods return actions,
-    in order.
+    """The staged writes of one prefill rank. Owned by the control object. What is to be done is
+    said to `say`, in order.
 
     At most `window` pieces of a room and reader are between asked and done. There is no bound over
     rooms: a reader grants what all its writers have asked for, so writers that hold asks back could
@@ -156,26 +134,22 @@ class StagingSender:
     """
 
     def __init__(
-        self, rank: int, slots: int, slot_bytes: int, window: int, resend_s: float, next_id: NextId
-    ) -> None:
+        self, me: PeerId, rank: int, slots: StagingSlots, resend_s: float, next_id: NextId,
+        say: Callable[[StagedWriteAction], None],
+    ) -> None:  # fmt: skip
         """Begin without readers. `next_id` names gathers, writes and the machines' jobs, so that no
-        two collide. Raises ConfigError for slots of no whole blocks, or a number that is not
-        positive."""
-        if min(slots, window) < 1:
-            raise ConfigError(f"{slots} staging slots, a window of {window}: must be at least 1")
-        if slot_bytes < BLOCK_BYTES or slot_bytes % BLOCK_BYTES:
-            raise ConfigError(f"slot_bytes is {slot_bytes}, must be a multiple of {BLOCK_BYTES}")
-        self.num_slots, self.slot_bytes = slots, slot_bytes
+        two collide."""
+        self.num_slots, self.slot_bytes, self._window = slots
         self.counters: Counter[str] = Counter()
-        self._rank, self._window = rank, window
-        self._resend_s, self._next_id = resend_s, next_id
+        self._me, self._rank = me, rank
+        self._resend_s, self._next_id, self._say = resend_s, next_id, say
         self.peers: dict[PeerId, LeaseCut] = {}  # for reading only
         # Each slot is in `free_slots`, or held by one entry of `_holding`, which an answer of the
         # transport or of a copy ends.
         self.jobs: dict[int, _ChunkJob] = {}  # that have not ended, by id; for reading only
         self._granted: dict[_ChunkPiece, None] = {}  # wait for a slot, in the order of grants
         self._holding: dict[int, _ChunkPiece] = {}  # pieces with a slot, by gather or write
-        self.free_slots = list(range(slots))  # for reading only
+        self.free_slots = list(range(slots.num_slots))  # for reading only
         self._unready: dict[_Stream, None] = {}  # streams with a next piece not computed yet
         self._poll_s = float("inf")
         self._timers: Timers[_Stream] = Timers()
@@ -186,14 +160,12 @@ class StagingSender:
         cut.check_slots(self._rank, self.slot_bytes)
         self.peers[peer] = cut
 
-    def remove_peer(self, peer: PeerId) -> list[StagedWriteAction]:
+    def remove_peer(self, peer: PeerId) -> None:
         """Cancel a reader's jobs; they end once their gathers and writes have. Unknown: no-op."""
-        out: list[StagedWriteAction] = []
         if self.peers.pop(peer, None) is not None:
             for job in [job for job in self.jobs.values() if job.stream.peer == peer]:
-                self._fail(job, PeerLostError(f"{peer} is gone"), out)
-            self._take_slots(out)  # the peers that are left may have more of them
-        return out
+                self._fail(job, PeerLostError(f"{peer} is gone"))
+            self._take_slots()  # the peers that are left may have more of them
 
     def write(
         self,
@@ -206,14 +178,15 @@ class StagingSender:
         src_units: Pages,
         ready: Any,
         now_s: float,
-    ) -> list[StagedWriteAction]:
+    ) -> None:
         """Stage a chunk: unit pages, from `first_unit` behind the promised prefix on. A room's
         chunks for one reader come in order. A JobEnded follows. `streams` are the room's.
 
         Raises InternalError for a chunk out of order, or of another use of the room.
         """
         if (cut := self.peers.get(peer)) is None:
-            return [JobEnded(job_id, PeerLostError(f"{peer} takes no staged writes"))]
+            self._say(JobEnded(job_id, PeerLostError(f"{peer} takes no staged writes")))
+            return
         fresh = _Stream(key, peer, ticket, cut, Backoff(self._resend_s))
         stream = streams.setdefault(peer, fresh)
         # 1. Both sides cut a chunk from its first unit on, so a gap or another use of the room
@@ -226,8 +199,8 @@ class StagingSender:
         # 2. Pieces are granted in order, and one before this has ended without being written: no
         # lease would ever come.
         if stream.failed:
-            return [JobEnded(job_id, AbortedError(f"an earlier chunk of {key} failed"))]
-        out: list[StagedWriteAction] = []
+            self._say(JobEnded(job_id, AbortedError(f"an earlier chunk of {key} failed")))
+            return
         # 3. Cut, queue, and ask for as many as the window allows. A chunk without pieces ends at
         # once.
         self.jobs[job_id] = job = _ChunkJob(job_id, stream, ready)
@@ -243,17 +216,14 @@ class StagingSender:
             stream.next_piece += 1
             stream.next_unit += count
             job.num_left += 1
-        self._end(job, out)
-        self._ask(stream, now_s, out)
-        return out
+        self._end(job)
+        self._ask(stream, now_s)
 
-    def cancel(self, job_id: int) -> list[StagedWriteAction]:
+    def cancel(self, job_id: int) -> None:
         """Start nothing more of a job. Unknown: no-op. It ends when its gathers and writes have;
         without an error if these were all of it."""
-        out: list[StagedWriteAction] = []
         if (job := self.jobs.get(job_id)) is not None:
-            self._fail(job, AbortedError("the staged write was cancelled"), out)
-        return out
+            self._fail(job, AbortedError("the staged write was cancelled"))
 
     def forget(self, streams: Streams) -> None:
         """Drop those of a room that is over. Raises InternalError if a job has not ended."""
@@ -272,64 +242,57 @@ class StagingSender:
 
     # --- input ------------------------------------------------------------------------------------
 
-    def on_grant(self, stream: _Stream | None, grant: LeaseGrant) -> list[StagedWriteAction]:
+    def on_grant(self, stream: _Stream | None, grant: LeaseGrant) -> None:
         """Take a lease for a piece. Not awaited, or outside the area: counted, no-op."""
-        out: list[StagedWriteAction] = []
         piece = None if stream is None else stream.open.get(grant.piece)
         # 1. Repeated, late or invented. A second grant must not move a piece that is being written.
         awaited = PieceState.ASKED, grant.ticket
         if not stream or not piece or (piece.state, stream.ticket) != awaited:
             self.counters["grants_not_awaited"] += 1
-            return out
+            return
         # 2. The offset comes from the peer, and becomes an address of its memory: whole blocks,
         # inside.
         cut, num_units = stream.cut, len(piece.src_units)
         if grant.offset % BLOCK_BYTES or grant.offset + cut.lease_bytes(num_units) > cut.area_bytes:
             self.counters["grants_outside"] += 1
-            return out
+            return
         # 3. Granted. It waits for a slot in the order of the grants.
         piece.state = PieceState.GRANTED
         piece.lease_id = grant.lease_id
         piece.dst_offset = grant.offset + cut.sections(num_units)[self._rank].offset
         self._granted[piece] = None
-        self._take_slots(out)
-        return out
+        self._take_slots()
 
-    def on_gathered(self, gather_id: int, error: Exception | None) -> list[StagedWriteAction]:
+    def on_gathered(self, gather_id: int, error: Exception | None) -> None:
         """Take the end of a Gather: write the slot into the lease of its piece. Unknown: no-op."""
-        out: list[StagedWriteAction] = []
         if (piece := self._let_go(gather_id, PieceState.GATHERING)) is None:
-            return out
+            return
         if error is None and piece.job.error is None:
-            write_id, stream = self._hold(piece, PieceState.WRITING), piece.job.stream
-            post = PostStaged(
-                write_id,
-                stream.key,
-                stream.peer,
-                piece=piece.number,
-                lease_id=piece.lease_id,
-                slot=piece.slot,
-                dst_offset=piece.dst_offset,
-                num_bytes=piece.num_bytes,
-                ticket=stream.ticket,
-            )
-            out.append(post)
-            return out
+            self._post(piece)
+            return
         # The copy failed, or its job did meanwhile. Nothing was posted, so the slot is free without
         # proof.
         self.free_slots.append(piece.slot)
         del piece.job.stream.open[piece.number]
-        self._fail(piece.job, error or AbortedError("cancelled"), out)
-        self._take_slots(out)
-        return out
+        self._fail(piece.job, error or AbortedError("cancelled"))
+        self._take_slots()
+
+    def _post(self, piece: _ChunkPiece) -> None:
+        write_id, stream = self._hold(piece, PieceState.WRITING), piece.job.stream
+        # Rounded up: slots and leases are whole blocks, so the last one stays inside both.
+        blocks = np.arange(-(-piece.num_bytes // BLOCK_BYTES), dtype=np.int32)
+        src = blocks + np.int32(piece.slot * (self.slot_bytes // BLOCK_BYTES))
+        dst = blocks + np.int32(piece.dst_offset // BLOCK_BYTES)
+        numbers = self._me.incarnation, *stream.key.numbers, self._rank, piece.number
+        tag = ChunkTag(*numbers, lease_id=piece.lease_id, ticket=stream.ticket)
+        self._say(WriteJob(write_id, stream.peer, src, dst, tag, route="staging"))
 
     def on_write_ended(
         self, write_id: int, error: Exception | None, drained: bool, now_s: float
-    ) -> list[StagedWriteAction]:
-        """Take the end of a PostStaged, as WriteDone or WriteFailed report it. Unknown: no-op."""
-        out: list[StagedWriteAction] = []
+    ) -> None:
+        """Take the end of a write, as WriteDone or WriteFailed report it. Unknown: no-op."""
         if (piece := self._let_go(write_id, PieceState.WRITING)) is None:
-            return out
+            return
         job = piece.job
         del job.stream.open[piece.number]
         # Before the job is ended or failed: `_end` looks at what is still held. An error is no
@@ -343,27 +306,23 @@ class StagingSender:
             job.num_left -= 1
             self.counters["pieces_written"] += 1
             self.counters["bytes_staged"] += piece.num_bytes
-            self._end(job, out)
-            self._ask(job.stream, now_s, out)
+            self._end(job)
+            self._ask(job.stream, now_s)
         else:
-            self._fail(job, error, out)
+            self._fail(job, error)
         # Last, when the free slots and the limits per reader are as they will be.
-        self._take_slots(out)
-        return out
+        self._take_slots()
 
-    def on_write_drained(self, write_id: int) -> list[StagedWriteAction]:
+    def on_write_drained(self, write_id: int) -> None:
         """Take the proof that a write which ended undrained can land no more: its slot is free.
         Unknown: no-op."""
-        out: list[StagedWriteAction] = []
         if (piece := self._let_go(write_id, PieceState.UNDRAINED)) is not None:
             self.free_slots.append(piece.slot)
-            self._end(piece.job, out)
-            self._take_slots(out)
-        return out
+            self._end(piece.job)
+            self._take_slots()
 
-    def tick(self, now_s: float) -> list[StagedWriteAction]:
+    def tick(self, now_s: float) -> None:
         """Send a LeaseAsk again that has no grant, look whether KV is ready."""
-        out: list[StagedWriteAction] = []
         for stream in self._timers.due(now_s):
             asked = [piece for piece in stream.open.values() if piece.state is PieceState.ASKED]
             # Asks without an answer: the ask or its grant was lost, or the lease waits. The reader
@@ -371,23 +330,23 @@ class StagingSender:
             if asked and not stream.failed:
                 if stream.resend.take(now_s):
                     self.counters["asks_repeated"] += len(asked)
-                    out += [self._send_ask(piece) for piece in asked]
+                    for piece in asked:
+                        self._send_ask(piece)
                 self._timers.wake(stream, stream.resend.due_s)
         if now_s >= self._poll_s:
             # Emptied first: `_ask` enters those that are still not ready again.
             unready, self._unready, self._poll_s = self._unready, {}, float("inf")
             for stream in unready:
-                self._ask(stream, now_s, out)
-        return out
+                self._ask(stream, now_s)
 
     @property
     def wake_s(self) -> float:
         """Time at which the next `tick` is wanted, infinity if never."""
         return min(self._timers.next_s, self._poll_s)
 
-    def _ask(self, stream: _Stream, now_s: float, out: list[StagedWriteAction]) -> None:
+    def _ask(self, stream: _Stream, now_s: float) -> None:
         while not stream.failed and stream.queued and len(stream.open) < self._window:
-            if not self._ready(stream.queued[0].job, now_s, out):
+            if not self._ready(stream.queued[0].job, now_s):
                 return
             # Not before: if the KV was not ready, or `query` failed the job, the queue is as it
             # was, or was cleaned by `_fail`.
@@ -399,22 +358,22 @@ class StagingSender:
             piece.state = PieceState.ASKED
             stream.open[piece.number] = piece
             self.counters["pieces_asked"] += 1
-            out.append(self._send_ask(piece))
+            self._send_ask(piece)
 
-    def _ready(self, job: _ChunkJob, now_s: float, out: list[StagedWriteAction]) -> bool:
+    def _ready(self, job: _ChunkJob, now_s: float) -> bool:
         """Else the job is looked at again, or fails."""
         try:
             if job.ready is None or job.ready.query():
                 job.ready = None
                 return True
         except Exception as error:
-            self._fail(job, error, out)
+            self._fail(job, error)
             return False
         self._unready[job.stream] = None
         self._poll_s = min(self._poll_s, now_s + READY_POLL_S)
         return False
 
-    def _send_ask(self, piece: _ChunkPiece) -> SendLeaseAsk:
+    def _send_ask(self, piece: _ChunkPiece) -> None:
         stream = piece.job.stream
         ask = LeaseAsk(
             *stream.key.numbers,
@@ -424,7 +383,7 @@ class StagingSender:
             num_units=len(piece.src_units),
             ticket=stream.ticket,
         )
-        return SendLeaseAsk(stream.peer, ask)
+        self._say(SendLeaseAsk(stream.peer, ask))
 
     def _hold(self, piece: _ChunkPiece, state: PieceState) -> int:
         """Enter a new gather or write of a piece, which holds its slot; return its id."""
@@ -436,19 +395,19 @@ class StagingSender:
         piece = self._holding.get(action_id)
         return self._holding.pop(action_id) if piece is not None and piece.state is state else None
 
-    def _take_slots(self, out: list[StagedWriteAction]) -> None:
+    def _take_slots(self) -> None:
         while self.free_slots and (piece := self._next_to_gather()) is not None:
             del self._granted[piece]
             piece.slot = self.free_slots.pop()
             gather_id, peer = self._hold(piece, PieceState.GATHERING), piece.job.stream.peer
-            out.append(Gather(gather_id, peer, piece.src_units, piece.slot, piece.num_bytes))
+            self._say(Gather(gather_id, peer, piece.src_units, piece.slot, piece.num_bytes))
 
     def _next_to_gather(self) -> _ChunkPiece | None:
         limit = self.num_slots if len(self.peers) == 1 else (self.num_slots + 1) // 2
         slots_of = Counter(piece.job.stream.peer for piece in self._holding.values())
         return next((p for p in self._granted if slots_of[p.job.stream.peer] < limit), None)
 
-    def _fail(self, job: _ChunkJob, error: Exception, out: list[StagedWriteAction]) -> None:
+    def _fail(self, job: _ChunkJob, error: Exception) -> None:
         """End the job if nothing is under way. Its first error counts."""
         if job.error is None:
             job.error = error
@@ -460,16 +419,16 @@ class StagingSender:
             # by itself.
             for write_id, piece in self._holding.items():
                 if piece.job is job and piece.state is PieceState.WRITING:
-                    out.append(CancelStaged(write_id))
+                    self._say(Cancel(write_id))
             # 3. What waits for a grant or a slot is dropped. A grant that comes later finds no
             # piece; the reader frees the lease with the room.
             for piece in stream.pieces_of(job):
                 if piece.state in (PieceState.ASKED, PieceState.GRANTED):
                     self._granted.pop(piece, None)
                     del stream.open[piece.number]
-        self._end(job, out)
+        self._end(job)
 
-    def _end(self, job: _ChunkJob, out: list[StagedWriteAction]) -> None:
+    def _end(self, job: _ChunkJob) -> None:
         """Report that a job has ended or is drained, where that has just come true. An ended job
         holds slots for undrained writes alone."""
         over = not job.num_left or job.error is not None
@@ -477,11 +436,11 @@ class StagingSender:
         # even after a cancel.
         if over and job.job_id in self.jobs and not job.stream.pieces_of(job):
             del self.jobs[job.job_id]
-            out.append(JobEnded(job.job_id, job.error if job.num_left else None, not job.undrained))
+            self._say(JobEnded(job.job_id, job.error if job.num_left else None, not job.undrained))
         # Drained only behind the end, when the last undrained write was proved.
         holds = any(piece.job is job for piece in self._holding.values())
         if job.undrained and job.job_id not in self.jobs and not holds:
-            out.append(JobDrained(job.job_id))
+            self._say(JobDrained(job.job_id))
 
     def check_invariants(self) -> None:
         """Check every law. Raises InternalError that names the broken one, with the state."""

@@ -13,6 +13,7 @@ from prefixkv.paging import pages_for
 from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.protocol.ids import KVPoll
 from prefixkv.protocol.receiver_machine import ReceiverMachine
+from tests.support.schedulers import host_of
 
 
 def audit_decode(scheduler: DecodeScheduler, control: DecodeControl) -> None:
@@ -69,7 +70,8 @@ def audit_decode(scheduler: DecodeScheduler, control: DecodeControl) -> None:
     assert written == control._rooms.num_expected, (
         "the control counts the rooms that may be written"
     )
-    for flight in scheduler.compute.open:
+    computed = [one for one in scheduler.flights if one.source.name == "computed" and one.is_open]
+    for flight in computed:
         mine = set(pages.pages(flight.pages)[flight.pages.num_shared :].tolist())
         assert not mine & writable.keys(), f"law 9: a peer may write what {flight} computes"
         assert flight.owner is not None, "law 9: nothing computes it"
@@ -123,7 +125,7 @@ def assert_at_rest(scheduler: DecodeScheduler | PrefillScheduler) -> None:
     assert not scheduler.requests, f"requests left: {scheduler.requests}"
     if isinstance(scheduler, DecodeScheduler):
         assert not len(scheduler.flights), f"flights left: {list(scheduler.flights)}"
-        if (host := scheduler.host) is not None:
+        if (host := host_of(scheduler)) is not None:
             host.check_invariants()
             assert not len(host), "T6: copies are under way"
             assert host.cache.protected_pages == host.allocator.owned_pages == 0, "T6"

@@ -19,8 +19,9 @@ import benchmarks.policies.gittins  # noqa: F401
 from benchmarks.policies.gated import Gated
 from prefixkv.cache.eviction.policy import register_policy
 from prefixkv.config import ComputeConfig, DecodeConfig, HostConfig
+from prefixkv.decode.host_tier import HostPages
 from prefixkv.decode.request import DecodeRequest, DecodeState
-from prefixkv.decode.scheduler import DecodeScheduler, HostPages
+from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.decode.sources import Sources
 from prefixkv.decode.workers import Workers
 from prefixkv.errors import NotFiniteError, PrefixKVError
@@ -32,7 +33,7 @@ from prefixkv.ranks.row_log import RankLog, RankSizes, RowFollower
 from prefixkv.request import Request
 from tests.laws.auditor import assert_at_rest, audit_decode, audit_prefill
 from tests.support.fabric import Hold
-from tests.support.schedulers import decode_scheduler, timed_by
+from tests.support.schedulers import decode_scheduler, host_of, timed_by
 from tests.support.sim import Storm
 from tests.support.sim_engines import PAGE_SIZE, ROWS, SPOILT, DecodeEngine, PairSim
 from tests.support.sim_host import SimHost
@@ -225,17 +226,13 @@ class SchedulerSim(PairSim):
 
     def decode_scheduler(self) -> DecodeScheduler:
         num_pages, self.log = self.decode_pages, RankLog()
-        settings = {
-            **self.config.for_page_manager(num_pages),
-            "num_slots": self.num_slots,
-            "num_checkpoints": self.num_checkpoints,
-        }
-        if (last := self.sides[1].last) is not None:
-            settings["windows"] = (last,)
+        windows = () if (last := self.sides[1].last) is None else (last,)
+        options = self.config.for_page_manager(num_pages)._replace(
+            num_slots=self.num_slots, num_checkpoints=self.num_checkpoints, windows=windows
+        )
         rows = self.config.max_running
-        pages = PageManager(num_pages, PAGE_SIZE, rows, **settings)
+        pages = PageManager(num_pages, PAGE_SIZE, rows, options=options)
         pages.hash_every_pages = 1
-        windows = settings.get("windows", ())
         self.log.sizes = RankSizes(
             "decode", num_pages, PAGE_SIZE, rows, self.num_slots, windows=windows
         )
@@ -349,10 +346,10 @@ class SchedulerSim(PairSim):
         return _DECODE
 
     def host_is_ready(self) -> int:
-        host = self.decode.scheduler.host
+        host = host_of(self.decode.scheduler)
         if host is None or host.num_ready == self.host_pages:
             return _IDLE
-        self.decode.scheduler.host.ready(self.random.randint(host.num_ready, self.host_pages))
+        host_of(self.decode.scheduler).ready(self.random.randint(host.num_ready, self.host_pages))
         return _DECODE
 
     def decode_schedule(self) -> int:
@@ -506,7 +503,7 @@ class SchedulerSim(PairSim):
         spoilt = {req: (req.fill_len, req.kv_len) for req in side.running.values()}
         spoilt |= {req: (req.prefix_len, end) for req, end in side.local.items()}
         for flight in flights:
-            is_local = flight.source is side.scheduler.compute
+            is_local = flight.source.name == "computed"
             if flight.owner is not None and is_local and not flight.is_open:
                 spoilt[flight.owner] = flight.owner.prefix_len, flight.owner.fill_len
         spoilt = {req: range_ for req, range_ in spoilt.items() if not req.state.ended}
@@ -553,7 +550,7 @@ class SchedulerSim(PairSim):
         scheduler = self.decode.scheduler
         scheduler.flush()
         assert not scheduler.pages.cache.num_pages
-        assert scheduler.host is None or not scheduler.host.cache.num_pages, "T3"
+        assert host_of(scheduler) is None or not host_of(scheduler).cache.num_pages, "T3"
         return _DECODE
 
     def flush_prefill(self) -> int:
@@ -687,7 +684,7 @@ class SchedulerSim(PairSim):
         while self.events:
             self.device_is_done()
         if self.host_pages:
-            self.decode.scheduler.host.ready(self.host_pages)
+            host_of(self.decode.scheduler).ready(self.host_pages)
         started_s, fenced = self.now_s, 0
         for _ in range(max_rounds):
             if not self._round():
@@ -695,7 +692,7 @@ class SchedulerSim(PairSim):
                 is_quiet = is_quiet and not self.copies.busy
                 if (is_quiet or self.now_s - started_s > 60.0) and self._go_on():
                     continue  # writes that stood still land long after every deadline
-                host = self.decode.scheduler.host
+                host = host_of(self.decode.scheduler)
                 if is_quiet and host is not None and (host.has_due or len(host)):
                     self.decode.schedule()  # a write may wait for the next pass
                     self._audit(_DECODE)

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 from prefixkv.cache.checkpoints import NO_SLOT, Checkpoint
 from prefixkv.cache.radix_key import RadixKey
+from prefixkv.config import PageOptions
+from prefixkv.pages.groups import GroupSpec, GroupStart
 from prefixkv.pages.manager import PageManager, RequestPages
-from prefixkv.pages.windows import WindowSpec, WindowStart
 from prefixkv.paging import pages_for
 
 P = 4  # tokens per page
@@ -58,11 +59,15 @@ class Machine:
         for number, window in enumerate(self.sizes):
             most = pages_for(window + self.step_tokens, P) + 1 + pages_for(window - 1, P)
             num = most + chance.randint(0, 12)
-            specs.append(WindowSpec(f"w{number}", window, num, self.step_tokens))
+            specs.append(GroupSpec(f"w{number}", window, num, self.step_tokens))
         self.pages = PageManager(
-            chance.choice([20, 40, 80]), P, 4, policy="lru",
-            num_checkpoints=chance.choice([1, 3, 8, 30]), windows=specs,
-        )  # fmt: skip
+            chance.choice([20, 40, 80]),
+            P,
+            4,
+            options=PageOptions(
+                policy="lru", num_checkpoints=chance.choice([1, 3, 8, 30]), windows=specs
+            ),
+        )
         assert self.pages.checkpoints is not None
         self.real = self.pages.checkpoints
         self.groups = self.pages.windows
@@ -148,7 +153,7 @@ class Machine:
         assert point is None or point.real is found
         # 2. Whether it fits.
         shared = () if found is None else found.windows
-        start = WindowStart(deepest, pages_for(len(tokens), P), shared)
+        start = GroupStart(deepest, pages_for(len(tokens), P), shared)
         fits = True
         needs = []
         for number, window in enumerate(self.sizes):

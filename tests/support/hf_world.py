@@ -122,7 +122,7 @@ class World:
         def is_here(missing: int, *_: Any, **__: Any) -> bool:
             return missing <= below
 
-        self.decode.node.sources.is_here = is_here  # type: ignore[method-assign]
+        self.decode.node.sources["computed"].rule.is_here = is_here  # type: ignore[method-assign]
 
     @staticmethod
     def _computes(decode: dict[str, Any] | None) -> dict[str, int]:

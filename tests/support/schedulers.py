@@ -24,10 +24,21 @@ def timed_by(clock: Any, kind: type[Kind]) -> type[Kind]:
 def decode_scheduler(
     pages: PageManager, kind: type[DecodeScheduler] = DecodeScheduler, **given: Any
 ) -> DecodeScheduler:
-    """Of parts and settings; by default nothing waits too long."""
+    """Of parts and settings; by default nothing waits too long. `sources` is the rule of own
+    compute, `host` pages of host memory."""
     parts = {name: given.pop(name) for name in DecodeParts.__dataclass_fields__ if name in given}
+    rule, host = given.pop("sources", None), given.pop("host", None)
+    if rule is not None:
+        given["compute"] = rule.config
+    parts["organs"] = {"rule": rule, "host_memory": host}
     patience = {"patience_s": AGES_S, "control": ControlConfig(longest_wait_s=AGES_S)}
     return kind(pages, DecodeConfig(**{"model": _MODEL} | patience | given), DecodeParts(**parts))
+
+
+def host_of(scheduler: DecodeScheduler) -> Any:
+    """Its tier of host memory, or None."""
+    source = scheduler.sources.get("loaded")
+    return None if source is None else source.tier
 
 
 def prefill_scheduler(

@@ -20,7 +20,7 @@ import numpy as np
 
 import benchmarks.policies.gated
 import benchmarks.policies.gittins  # noqa: F401
-from prefixkv.config import ModelConfig
+from prefixkv.config import ModelConfig, PageOptions
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.decode.workers import Workers
@@ -33,8 +33,8 @@ from prefixkv.errors import (
 )
 from prefixkv.memory.state_layout import StateTensor, check_state_pairs
 from prefixkv.pages.allocator import PageState
+from prefixkv.pages.groups import GroupSpec
 from prefixkv.pages.manager import PageManager
-from prefixkv.pages.windows import WindowSpec
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.protocol import messages
@@ -66,9 +66,13 @@ class PrefillEngine:
         self.ranks = [sim.new_writer(rank) for rank in range(side.mesh.num_ranks)]
         windows = () if side.last is None else (side.last,)
         pages = PageManager(
-            side.num_pages, side.page_size, ROWS, policy=sim.policy,
-            num_checkpoints=side.checkpoints, windows=windows,
-        )  # fmt: skip
+            side.num_pages,
+            side.page_size,
+            ROWS,
+            options=PageOptions(
+                policy=sim.policy, num_checkpoints=side.checkpoints, windows=windows
+            ),
+        )
         pages.hash_every_pages = 1
         self.scheduler = prefill_scheduler(
             pages, timed_by(sim, PrefillScheduler), num_slots=side.num_slots,
@@ -471,7 +475,7 @@ class DecodeEngine:
         assert flight is not None
         is_first = start == req.prefix_len
         is_sent = flight.rest is not None
-        if hasattr(self.scheduler.compute, "points") and is_first and start:
+        if hasattr(self.scheduler.sources.get("computed"), "points") and is_first and start:
             sim.counters["ends of what was sent" if is_sent else "checkpoints gone on from"] += 1
         if has_state := req.state_slot >= 0:
             if is_first and start and not is_sent:
@@ -582,7 +586,7 @@ class EngineSim(Sim):
             self.sides = tuple(
                 replace(
                     side,
-                    last=WindowSpec("last", self.window, self.window_pages[at], steps[at]),
+                    last=GroupSpec("last", self.window, self.window_pages[at], steps[at]),
                     last_heads=self.window_heads,
                     checkpoints=(self.checkpoints, 0)[at],
                 )
@@ -617,10 +621,9 @@ class EngineSim(Sim):
 
     def decode_page_manager(self) -> PageManager:
         side = self.sides[1]
-        sizes = side.num_pages, side.page_size, ROWS
-        settings: Any = {"policy": self.policy, "num_slots": side.num_slots}
-        settings["windows"] = () if side.last is None else (side.last,)
-        pages = PageManager(*sizes, **settings)
+        windows = () if side.last is None else (side.last,)
+        options = PageOptions(policy=self.policy, num_slots=side.num_slots, windows=windows)
+        pages = PageManager(side.num_pages, side.page_size, ROWS, options=options)
         pages.hash_every_pages = 1
         return pages
 

@@ -13,7 +13,8 @@ import numpy as np
 
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.pages.allocator import PageState
-from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
+from prefixkv.protocol.events import HostCopy, HostCopyDone
+from tests.support.schedulers import host_of
 from tests.support.sim_memory import Memory
 
 GARBAGE = 0xC3
@@ -43,9 +44,9 @@ class SimHost:
 
     def order(self, scheduler: DecodeScheduler, hashes: Callable[[Any], Any]) -> None:
         """Take the copies that are ordered: of pages whose KV is there."""
-        for order in scheduler.take_copies():
-            assert scheduler.host is not None
-            copy = scheduler.host._copies[order.number]
+        for order in scheduler.take_orders():
+            assert host_of(scheduler) is not None
+            copy = host_of(scheduler)._copies[order.number]
             tokens = np.frombuffer(copy.key.data, "<i4")
             first = copy.start * self.memory.layout.page_size
             source = self.host if order.is_load else self.memory
@@ -55,9 +56,9 @@ class SimHost:
 
     def check(self, scheduler: DecodeScheduler, hashes: Callable[[Any], Any]) -> None:
         """Law 8 and T3: whatever can be found, in the pool or in host memory, is of its path."""
-        assert scheduler.host is not None
+        assert host_of(scheduler) is not None
         for cache, memory in (
-            (scheduler.pages.cache, self.memory), (scheduler.host.cache, self.host),
+            (scheduler.pages.cache, self.memory), (host_of(scheduler).cache, self.host),
         ):  # fmt: skip
             above: dict[object, tuple[bytes, bytes]] = {}
             for node in cache.nodes():
@@ -98,13 +99,13 @@ class SimHost:
         if not self.ended:
             return False
         done = self.ended.pop(self.chance.randrange(len(self.ended)))
-        scheduler.copy_ended(done, now_s)
+        scheduler.hear(done, now_s)
         return True
 
     def scribble(self, scheduler: DecodeScheduler) -> None:
         """Overwrite all free host pages, so that one freed too early shows."""
-        if scheduler.host is not None:
-            free = scheduler.host.allocator.pages_in(PageState.FREE)
+        if host_of(scheduler) is not None:
+            free = host_of(scheduler).allocator.pages_in(PageState.FREE)
             self.host.scribble(free, 0xDD)
 
     def _move(self, order: HostCopy, start: int, end: int) -> None:

@@ -14,6 +14,7 @@ import msgspec
 
 import prefixkv.assembly  # noqa: F401 - its parts, also where no conftest is loaded
 from prefixkv.config import Backend, ControlConfig, TransportConfig
+from prefixkv.conformance.hashing import Hashes
 from prefixkv.control import effects
 from prefixkv.control.decode.control import DecodeControl
 from prefixkv.control.effects import StagingSlots
@@ -22,7 +23,7 @@ from prefixkv.control.prefill.control import PrefillControl
 from prefixkv.memory.kv_layout import PageGroup
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateTensor
-from prefixkv.pages.windows import WindowPages, WindowSpec
+from prefixkv.pages.groups import GroupPages, GroupSpec
 from prefixkv.paging import Pages
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import GroupDigest, Hello, ModelDigest, Topology
@@ -31,7 +32,6 @@ from prefixkv.ranks.row_log import RowFollower
 from prefixkv.runtime.staging import StagingCopies
 from prefixkv.staging.receiver import Scatter
 from prefixkv.staging.sender import Gather
-from prefixkv.testing.hashing import Hashes
 from prefixkv.transport.base import RankMemory, WriteJob
 from tests.support.control_effects import effects_of
 from tests.support.fabric import FakeFabric
@@ -98,7 +98,7 @@ class Side:
     tensors: tuple[StateTensor, ...] = ()
     num_slots: int = 0  # of extra state; 0: there is none
     staging_window: int = 2
-    last: WindowSpec | None = None  # layers beside that keep a window
+    last: GroupSpec | None = None  # layers beside that keep a window
     last_heads: int = 1  # of these, for each head of the first layers
     checkpoints: int = 0
 
@@ -187,13 +187,13 @@ class SimRank:
             right = self.state.is_of(slot, int(hashes[-1]))
             assert right, f"law 8: the state of {of} is wrong on {self.me}"
 
-    def fill_last(self, row: WindowPages, start: int, hashes: Hashes) -> None:
+    def fill_last(self, row: GroupPages, start: int, hashes: Hashes) -> None:
         """Compute the window layers' KV of tokens `start` to `len(hashes)`."""
         assert self.last is not None
         behind = row.first_page * self.last.layout.page_size
         self.last.pattern.fill(row.ids, start - behind, hashes[behind:])
 
-    def check_last(self, of: object, row: WindowPages, hashes: Hashes, window: int) -> None:
+    def check_last(self, of: object, row: GroupPages, hashes: Hashes, window: int) -> None:
         """What a token behind these sees in the window layers, and all of its first page."""
         assert self.last is not None
         behind = row.first_page * self.last.layout.page_size

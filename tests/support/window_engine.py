@@ -18,16 +18,16 @@ from prefixkv import DecodeNode, PrefillNode
 from prefixkv.cache.events import page_keys
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.config import DecodeConfig, PrefillConfig
+from prefixkv.conformance.hashing import splitmix64
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.errors import OutOfPagesError
 from prefixkv.memory.kv_pool import KVPool, PoolGroup
 from prefixkv.memory.mesh import Mesh
-from prefixkv.pages.windows import WindowPages
+from prefixkv.pages.groups import GroupPages
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.request import Request
 from prefixkv.serving.router import WorkerIndex
 from prefixkv.spi import DecodeGroup, PrefillGroup
-from prefixkv.testing.hashing import splitmix64
 from tests.support.patience import until
 
 MASK = 2**64 - 1
@@ -127,7 +127,7 @@ class Model:
         return found.pop()
 
     def forward(
-        self, ranks: Sequence[tuple[Any, WindowPages]], tokens: Sequence[int], start: int
+        self, ranks: Sequence[tuple[Any, GroupPages]], tokens: Sequence[int], start: int
     ) -> int:
         """Compute tokens from `start` on, and return the one that follows. `ranks`: the request's
         pages on each."""
@@ -241,7 +241,7 @@ class WindowPair:
         if last:
             del self.computing[req]
 
-    def on_prefill(self, req: PrefillRequest) -> list[tuple[Any, WindowPages]]:
+    def on_prefill(self, req: PrefillRequest) -> list[tuple[Any, GroupPages]]:
         """The request's pages on each rank."""
         ranks: list[Any] = [req]
         if others := getattr(self.prefill, "others", []):

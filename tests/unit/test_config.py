@@ -156,8 +156,8 @@ def test_settings_that_contradict_each_other_are_refused(
 
 
 def test_the_reserve_is_a_part_of_the_pool() -> None:
-    assert DecodeConfig().for_page_manager(65_536)["evict_reserve_pages"] == 256
-    assert DecodeConfig(evict_reserve=0).for_page_manager(65_536)["evict_reserve_pages"] == 0
+    assert DecodeConfig().for_page_manager(65_536).evict_reserve_pages == 256
+    assert DecodeConfig(evict_reserve=0).for_page_manager(65_536).evict_reserve_pages == 0
     with pytest.raises(ConfigError, match=r"evict_reserve: 1.5 is above 1"):
         DecodeConfig(evict_reserve=1.5)
     with pytest.raises(ConfigError, match=r"prefill_share: 1.5 is above 1"):

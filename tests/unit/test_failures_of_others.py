@@ -13,7 +13,7 @@ import prefixkv
 from prefixkv.decode.request import DecodeState
 from prefixkv.errors import OutOfPagesError
 from prefixkv.memory.kv_layout import KVLayout
-from prefixkv.pages.windows import WindowSpec
+from prefixkv.pages.groups import GroupSpec
 from prefixkv.transport.base import RankMemory
 from tests.support.transport_pools import make_pool
 from tests.unit.decode.desk import Desk
@@ -76,7 +76,7 @@ def test_no_progress_thread_burns_a_core(monkeypatch: pytest.MonkeyPatch) -> Non
 
 # --- layers that keep a window or a state ---------------------------------------------------------
 
-WINDOWS = [WindowSpec("last", 6, 24, 40)]
+WINDOWS = [GroupSpec("last", 6, 24, 40)]
 
 
 def test_a_look_up_that_stops_a_token_early_does_not_give_the_window_of_the_whole() -> None:

@@ -1,7 +1,7 @@
-"""A call that raises has changed nothing: every public call of a cache and its page manager,
-with junk in the place of its arguments, in a state that holds some of everything. What is
-compared is all that the object reaches; then its laws hold, and the story that was under way runs
-to its end. Nodes, and so the schedulers: tests/unit/runtime/test_raises_and_changes_nothing.py.
+"""A call that raises has changed nothing: every public call of a cache, with junk in the place of
+its arguments, in a state that holds some of everything. What is compared is all that the object
+reaches; then its laws hold, and the story that was under way runs to its end. Nodes, and so the
+schedulers: tests/unit/runtime/test_raises_and_changes_nothing.py.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from prefixkv.cache.eviction.policy import policy_names, register_policy
 from prefixkv.cache.eviction.queues import EvictionQueue
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
-from prefixkv.config import DecodeConfig, PrefillConfig
+from prefixkv.config import DecodeConfig, PageOptions, PrefillConfig
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.errors import CallerError, CapacityError, ConfigError, shown
 from prefixkv.pages.manager import PageManager
-from prefixkv.pages.windows import WindowSpec, WindowStart
 from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.protocol.ids import RoomKey
 from prefixkv.request import Request
@@ -39,26 +38,7 @@ Calls = dict[str, tuple[list[Any], dict[str, Any]]]
 
 
 class World:
-    """An object in the middle of its life, and what may be handed to each of its calls."""
-
-    kind: type
-    thing: Any
-    calls: Calls
-    odd: list[Any] = []  # objects of the right type in the wrong place
-
-    def reached(self) -> tuple[Any, ...]:
-        """What no call that raises may change."""
-        return (self.thing,)
-
-    def check(self) -> None:
-        self.thing.check_invariants()
-
-    def finish(self) -> None:
-        """The story runs to its end."""
-
-
-class CacheWorld(World):
-    kind = RadixCache
+    """A cache in the middle of its life, and what may be handed to each of its calls."""
 
     def __init__(self) -> None:
         self.thing = cache = RadixCache(2, "adaptive", 64)
@@ -109,96 +89,36 @@ class CacheWorld(World):
         assert not cache.locks
 
 
-class ManagerWorld(World):
-    kind = PageManager
-
-    def __init__(self) -> None:
-        windows = [WindowSpec("w", 3, 20, 2)]
-        self.thing = pages = PageManager(
-            16, 2, 6, 4, policy="adaptive", num_slots=6, windows=windows
-        )
-        self.keys = [RadixKey([1, 2, 3, 4]), RadixKey([1, 2, 9]), RadixKey([1, 2, 3, 4, 5, 6])]
-        first, second, third = self.keys
-        self.first = pages.open(None, 2, 1.0, start=WindowStart(4, 4))
-        pages.cache_unfinished(self.first, first, 1.0)
-        self.second = pages.open(pages.match(second), 1, 2.0, start=WindowStart(3, 4))
-        self.third = pages.open(pages.match(third), 1, 3.0, self.second, 1, start=WindowStart(6, 4))
-        gone = pages.open(None, 2, 3.0, start=WindowStart(3, 4))
-        pages.cache_finished(gone, RadixKey([7, 7, 7]), 3.0)
-        held = pages.open(None, 1, 3.0, start=WindowStart(2, 4))
-        pages.hold(held, "room")
-        match = pages.match(third)
-        elsewhere = PageManager(16, 2, 6, 4)
-        foreign = elsewhere.match(first)
-        long = RadixKey(list(range(10)))
-        self.odd = [gone, held, foreign, long, "room", [self.first, self.first], [gone], match,
-                    [self.first, gone], self.third, 9]  # fmt: skip
-        self.calls = {
-            "pages": ([self.first], {}),
-            "match": ([first, True], {}),
-            "open": ([third, match, 1, 4.0], {"start": WindowStart(6, 4)}),
-            "slide": ([self.first, 5], {}),
-            "lock_joined": ([self.third, third, 4.0], {}),
-            "grow_many": ([[self.first, self.second], 4.0], {}),
-            "cache_unfinished": ([self.second, second, 4.0], {"priority": 0, "being_read": False}),
-            "cache_finished": ([self.second, second, 4.0], {"priority": 0, "continues": True}),
-            "drop": ([self.second], {}),
-            "hold": ([self.second, "room"], {}),
-            "release": (["room"], {}),
-            "quarantine": (["room"], {}),
-        }
-
-    def finish(self) -> None:
-        page_manager = self.thing
-        page_manager.grow_many([self.first, self.second], 8.0)
-        for pages, key in zip((self.first, self.second), self.keys, strict=False):
-            page_manager.cache_finished(pages, key, 9.0)
-        page_manager.drop(self.third)
-        page_manager.release("room")
-        page_manager.check_invariants()
-        assert page_manager.available_pages == 16
-        assert page_manager.allocator.owned_pages == 0
-        assert page_manager.table.free_rows == page_manager.slots.free_pages == 6
-
-
 def request(rid: str, room: int, **fields: Any) -> Request:
     tokens = [1, 2, 3, 4, 5, 6, 7, 8, room]
     wanted = {"max_new_tokens": 8, "prefill": "tcp://p:1", "decode": "d", **fields}
     return Request(rid, tokens, room=room, **wanted)
 
 
-WORLDS = [CacheWorld, ManagerWorld]
-
-_PUBLIC = {RadixCache}
-
-# What the control plane or an audit calls, and what only looks.
+# What only looks, and what a page manager calls.
 _NOT_THE_ENGINES = {
-    "stats", "check_invariants", "nodes", "oldest_lock", "cache_owned", "check_growth",
-    "append_checked", "holders", "pin", "unpin", "digest", "keep_hash", "keep_hashes", "hashed",
-    "pin_key", "find", "holds_all", "note_checkpoint", "end_all", "state_slot",
+    "stats", "check_invariants", "nodes", "oldest_lock", "pin", "keep_hash", "hashed",
+    "note_checkpoint", "insert_owned", "lock_at",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("make", WORLDS, ids=lambda make: make.__name__)
-def test_every_public_call_is_tried(make: Callable[[], World]) -> None:
-    world = make()
+def test_every_public_call_is_tried() -> None:
+    world = World()
     public = {
         name
-        for name, value in inspect.getmembers(world.kind)
+        for name, value in inspect.getmembers(RadixCache)
         if inspect.isfunction(value) and not name.startswith("_")
     }
-    tried = {name for one in WORLDS if one.kind is world.kind for name in one().calls}
-    assert public - _NOT_THE_ENGINES - {"flush"} == tried - {"flush"}
-    world.check()
+    assert public - _NOT_THE_ENGINES == world.calls.keys()
+    world.thing.check_invariants()
     world.finish()  # undisturbed
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", WORLDS, ids=lambda make: make.__name__)
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(data=st.data())
-def test_whatever_is_handed_over(make: Callable[[], World], data: st.DataObject) -> None:
-    world = make()
+def test_whatever_is_handed_over(data: st.DataObject) -> None:
+    world = World()
     name = data.draw(st.sampled_from(sorted(world.calls)))
     args, named = list(world.calls[name][0]), dict(world.calls[name][1])
     anything = st.one_of(JUNK, st.sampled_from(range(len(world.odd))).map(world.odd.__getitem__))
@@ -212,14 +132,13 @@ def test_whatever_is_handed_over(make: Callable[[], World], data: st.DataObject)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", WORLDS, ids=lambda make: make.__name__)
-def test_each_junk_in_each_place(make: Callable[[], World]) -> None:
+def test_each_junk_in_each_place() -> None:
     """One wrong argument at a time, and each is tried: draws pass by most of them."""
-    calls, num_junk = make().calls, len([*each_junk()])
+    calls, num_junk = World().calls, len([*each_junk()])
     for name in calls:
         for place in [*range(len(calls[name][0])), *calls[name][1]]:
             for at in range(num_junk):
-                world, wrong = make(), [*each_junk()][at]
+                world, wrong = World(), [*each_junk()][at]
                 args, named = list(world.calls[name][0]), dict(world.calls[name][1])
                 if isinstance(place, int):
                     args[place] = wrong
@@ -230,19 +149,19 @@ def test_each_junk_in_each_place(make: Callable[[], World]) -> None:
 
 def check_call(world: World, name: str, args: list[Any], named: dict[str, Any]) -> None:
     """A call raises what it may and has changed nothing, or has taken its arguments."""
-    before = picture(*world.reached())
+    before = picture(world.thing)
     try:
         getattr(world.thing, name)(*args, **named)
     except Exception as error:
         # What an engine calls tells it by its class that the mistake is its own. What its own
         # objects raise comes through.
-        if world.kind in _PUBLIC and not isinstance(error, CallerError | CapacityError | OwnError):
+        if not isinstance(error, CallerError | CapacityError | OwnError):
             raise AssertionError(f"{name}: {shown((args, named))} raised {error!r}") from error
-        assert picture(*world.reached()) == before, (name, shown((args, named)))
-        world.check()
+        assert picture(world.thing) == before, (name, shown((args, named)))
+        world.thing.check_invariants()
         world.finish()
     else:
-        world.check()
+        world.thing.check_invariants()
 
 
 # --- a user's own classes -------------------------------------------------------------------------
@@ -267,11 +186,12 @@ class Fragile(LeastRecentlyUsed):
 @pytest.mark.parametrize("where", ["bind", "make_queue", "max_requests", "num_pages", "page_size"])
 def test_a_policy_whose_cache_was_not_built_serves_the_next(where: str) -> None:
     policy = Fragile(where)
+    options = PageOptions(policy=policy)
     sizes = {"num_pages": 8, "page_size": 2, "max_requests": 2}
     with pytest.raises((OSError, ConfigError)):
-        PageManager(**{**sizes, **({where: 0} if where in sizes else {})}, policy=policy)
+        PageManager(**{**sizes, **({where: 0} if where in sizes else {})}, options=options)
     policy.where = ""
-    pages = PageManager(**sizes, policy=policy)
+    pages = PageManager(**sizes, options=options)
     pages.drop(pages.open(None, 1, 0.0))
 
 

@@ -18,12 +18,12 @@ from prefixkv.cli.main import run_command
 from prefixkv.config import ControlConfig, DecodeConfig, KVEventsConfig
 from prefixkv.engines.sglang.transfer_options import TransferOptions
 from prefixkv.errors import ConfigError
+from prefixkv.proxy.config import ProxyConfig
 from prefixkv.serving.config import (
     KINDS,
     OPTION_NAMES,
     DecodeWorkerConfig,
     PrefillWorkerConfig,
-    ProxyConfig,
     ServeConfig,
 )
 from prefixkv.settings import (
@@ -164,23 +164,18 @@ def test_what_is_wrong_elsewhere_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("[workers.decode]\nmax_retries = -1", "workers.decode.max_retries: -1 is below 0"),
-        ("[workers.prefill.control]\nhartbeat_s = 1",
-         "there is no setting workers.prefill.control.hartbeat_s; the nearest is workers.prefill."
-         "control.heartbeat_s"),
-        ("[workers]\ndecode = 3", "workers.decode: 3 is not a table of settings"),
-        ("[workers.dekode]", "there is no table workers.dekode; the nearest is workers.decode"),
-        ("workers = 3", "workers: 3 is not a table"),
+        ("workers = 3", "there is no setting workers"),
+        ("[workers.decode]", "there is no table workers"),
         ("ray_cpus = 3", "ray_cpus: is of --ray, which is not set"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_in_a_worker_s_table_is_named(
+def test_what_is_wrong_in_serve_s_file_is_named(
     tmp_path: Path, text: str, why: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "serve.toml"
     file.write_text(text)
     assert run_command(["serve", "--config", str(file)]) == 2
-    assert capfd.readouterr().err == f"prefixkv: {file}: {why}\n"
+    assert capfd.readouterr().err.startswith(f"prefixkv: {file}: {why}")
 
 
 def test_an_error_does_not_show_a_key() -> None:

@@ -160,9 +160,14 @@ class Ghosts:
         begin = depth - stride
         low = old_pages if old_pages > begin else begin
         high = min(depth - block, end - end % block)
-        if high > low and self._name(data, begin or block, SEGMENT_BYTES) in self._ends:
-            for last in range(high, low, -block):
-                if (ghost := get(self._name(data, last, size))) is not None:
+        if high > low:
+            top = begin or block
+            at = top * page_bytes
+            segment = data[at - SEGMENT_BYTES if at > SEGMENT_BYTES else 0 : at]
+            for last in range(high, low, -block) if hash((top, segment)) in self._ends else ():
+                at = last * page_bytes
+                ghost = get(hash((last, data[at - size if at > size else 0 : at])))
+                if ghost is not None:
                     found.append(ghost)
                     break
         self._last = data, old_pages, found
@@ -203,12 +208,8 @@ class Ghosts:
                 del self._ends[segment]
         return stands_for
 
-    def _name(self, data: bytes, depth: int, num_bytes: int) -> int:
-        end = depth * self._page_bytes
-        return hash((depth, data[end - num_bytes if end > num_bytes else 0 : end]))
-
     def _name_in_tree(self, node: TreeNode, depth: int, num_bytes: int) -> int:
-        """Return `_name` of the path that `node` ends. O(nodes that hold the bytes)."""
+        """Return a name on the path that `node` ends. O(nodes that hold the bytes)."""
         key = node.key
         end = len(key) - (node.end - depth) * self._page_bytes
         if end >= num_bytes:

@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 from prefixkv import KVPool
 from prefixkv.engines.hf.recurrent import StatePlan, StateRows
 from prefixkv.errors import ConfigError
-from prefixkv.spi import Pages, WindowPages, pages_for, slot_mapping
+from prefixkv.spi import GroupPages, Pages, pages_for, slot_mapping
 
 NAME: Final = "prefixkv"  # the attention's name in transformers
 _QUERIES: Final = 256  # new tokens per mask: keys after the last of them are not computed
@@ -132,7 +132,7 @@ class Plan:
         ends: Sequence[int],
         device: torch.device | str = "cpu",
         states: StateRows | None = None,
-        windows: Sequence[WindowPages] = (),
+        windows: Sequence[GroupPages] = (),
     ) -> None:
         self.flat, self.ends = flat, ends
         self.states = None if states is None else StatePlan(states, starts, ends, device)
@@ -169,7 +169,7 @@ class Plan:
 
 
 def _seen_pages(
-    windows: Sequence[WindowPages],
+    windows: Sequence[GroupPages],
     starts: Sequence[int],
     ends: Sequence[int],
     window: int,

@@ -37,7 +37,7 @@ from prefixkv.engines.hf.identity import Config, identity_of, with_model
 from prefixkv.engines.hf.layers import DTYPES, find_layers, find_windows, has_states
 from prefixkv.engines.hf.recurrent import NO_SLOT, StateMemory, StateRows, page_mixers
 from prefixkv.errors import CapacityError, ConfigError
-from prefixkv.spi import MAX_INDEX, Pages, WindowPages, as_pages, check_device, pages_for
+from prefixkv.spi import MAX_INDEX, GroupPages, Pages, as_pages, check_device, pages_for
 
 # A small Llama: 1.2 million parameters.
 SMALL: Final[Mapping[str, Any]] = {
@@ -234,7 +234,7 @@ class PagedModel:
         sliding = None if last is None else FlatPool(last, self.layers.sliding, window)
         return FlatPool(pool, self.layers.full, sliding=sliding)
 
-    def window_pages(self, reqs: Iterable[DecodeRequest | PrefillRequest]) -> list[WindowPages]:
+    def window_pages(self, reqs: Iterable[DecodeRequest | PrefillRequest]) -> list[GroupPages]:
         """Return the requests' pages in the window group; none where the model has no windows."""
         return [req.window_pages(SLIDING) for req in reqs] if self.window else []
 
@@ -255,7 +255,7 @@ class PagedModel:
         wanted: Sequence[int] | None = None,
         also: Sequence[int] = (),
         states: StateRows | None = None,
-        windows: Sequence[WindowPages] = (),
+        windows: Sequence[GroupPages] = (),
         not_finite: list[int] | None = None,
     ) -> torch.Tensor:
         """Run over new tokens of several sequences; their KV goes to pages, their states to slots.
@@ -562,7 +562,7 @@ def _run_trial(paged: PagedModel) -> None:
     num = pages_for(lens[0], size)
     ids = np.array([5, 0, 3, *range(8, num_pages), 1, 7], np.int32)
     rows = [as_pages(ids[:num]), as_pages(ids[-2:])]
-    windows = [WindowPages(0, row) for row in rows] if paged.window else []
+    windows = [GroupPages(0, row) for row in rows] if paged.window else []
     flat = paged.flat_pool(pool)
     begin = carry_on = None
     if paged.has_states:

@@ -21,14 +21,14 @@ from prefixkv.cache.events import EventFeed
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.config import KVEventsConfig
 from prefixkv.kv_events.publisher import KVEventPublisher
-from prefixkv.pages.windows import WindowGroups
+from prefixkv.pages.groups import TailGroups
 from prefixkv.protocol.ids import PeerId
 from tests.integration.dynamo.services import Indexer, NotStartedError, Selector
 from tests.support.patience import PATIENCE_S, until
 
 PYTHON = os.environ.get("PREFIXKV_ENGINE_PYTHON", "")
 FREE = "tcp://127.0.0.1:*"
-NO_WINDOWS = WindowGroups()
+NO_WINDOWS = TailGroups()
 PAGE_SIZE, POOL, ROUNDS = 16, 120, 12
 
 

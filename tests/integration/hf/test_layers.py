@@ -26,7 +26,7 @@ from prefixkv.engines.hf.identity import identity_of
 from prefixkv.engines.hf.models import ExtraState, unpaged_copy
 from prefixkv.engines.hf.recurrent import NO_SLOT, StateRows
 from prefixkv.errors import ConfigError
-from prefixkv.pages.windows import WindowGroup, WindowPages, WindowSpec
+from prefixkv.pages.groups import GroupPages, GroupSpec, TailGroup
 from tests.support.hf_workload import Found, Storm, check_answers, checkpoint_counts, run_round
 from tests.support.hf_world import BY_SIZE, TINY, Reference, World
 from tests.support.hf_world import family as family_of
@@ -81,8 +81,8 @@ class _Texts:
         for _, view in self.views():
             view.normal_(0, 3)
         for group in pool.groups:
-            spec = WindowSpec(group.name, group.window, group.pool.layout.num_pages, step)
-            self.windows = WindowGroup(spec, size, len(texts))
+            spec = GroupSpec(group.name, group.window, group.pool.layout.num_pages, step)
+            self.windows = TailGroup(spec, size, len(texts))
             for at, num in enumerate(pages):
                 self.windows.open(at, 0, min(num, self.windows.row_pages))
         self.done = [0] * len(texts)
@@ -93,7 +93,7 @@ class _Texts:
         every = self.memory.views.values() if self.memory is not None else ()
         return [(part.name, view) for views in every for part, view in views]
 
-    def window_pages(self, at: int) -> WindowPages:
+    def window_pages(self, at: int) -> GroupPages:
         return self.windows.row(at)
 
     def forward(self, nums: dict[int, int], slots: dict[int, int] | None = None) -> None:
@@ -220,8 +220,8 @@ def test_too_few_window_pages_are_no_answer(made: PagedModel) -> None:
         grown.forward({0: 24})
     right = grown.window_pages
     for wrong in (
-        lambda at: WindowPages(right(at).first_page + 1, right(at).ids[1:]),
-        lambda at: WindowPages(right(at).first_page, right(at).ids[:3]),
+        lambda at: GroupPages(right(at).first_page + 1, right(at).ids[1:]),
+        lambda at: GroupPages(right(at).first_page, right(at).ids[:3]),
     ):
         grown.window_pages = wrong  # type: ignore[method-assign]
         with pytest.raises(AssertionError):

@@ -25,14 +25,14 @@ from typing import Any
 
 import msgspec
 
-from prefixkv.config import ComputeConfig
+from prefixkv.config import ComputeConfig, PageOptions
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.decode.sources import Sources
 from prefixkv.errors import OutOfPagesError, RequestError
 from prefixkv.pages.manager import PageManager
 from prefixkv.prefill.request import PrefillRequest, PrefillState
-from prefixkv.protocol.commands import AbortRoom, OfferRoom, SendChunk, WithdrawRoom
+from prefixkv.protocol.commands import AbortRoom, OfferRoom, SendChunk
 from prefixkv.protocol.events import Bootstrapped
 from prefixkv.protocol.ids import RoomKey
 from prefixkv.request import Request
@@ -154,7 +154,7 @@ class Prefill(PrefillEngine):
     def _withdraw(self, key: RoomKey, why: str) -> None:
         """No-op where decode has opened it meanwhile: then that is heard, and it is sent."""
         if self.open.pop(key, self) is None:
-            self.ranks[0].inbox.append(WithdrawRoom(RoomKey(*key.numbers), why))
+            self.ranks[0].inbox.append(AbortRoom(RoomKey(*key.numbers), why))
 
     def _unwanted(self, abort: AbortRoom) -> None:
         """The engine aborts what it offers, or computes in order to."""
@@ -279,7 +279,9 @@ class World(PairSim):
     def decode_scheduler(self) -> DecodeScheduler:
         case, side = self.case, self.sides[1]
         drawn = any(ask.kind == "drawn" for ask in case.asks)
-        pages = PageManager(side.num_pages, side.page_size, case.rows, policy=self.policy)
+        pages = PageManager(
+            side.num_pages, side.page_size, case.rows, options=PageOptions(policy=self.policy)
+        )
         pages.hash_every_pages = 1
         compute = ComputeConfig(below=case.compute, ask="both") if case.compute >= 0 else None
         return decode_scheduler(

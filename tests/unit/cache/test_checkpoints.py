@@ -8,9 +8,9 @@ import pytest
 from prefixkv.cache.checkpoints import NO_SLOT, Checkpoints
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.errors import InternalError
-from prefixkv.pages.windows import WindowGroups
+from prefixkv.pages.groups import TailGroups
 
-NO_WINDOWS = WindowGroups()
+NO_WINDOWS = TailGroups()
 PATH = list(range(8))  # one token a page
 
 

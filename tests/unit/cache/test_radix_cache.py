@@ -158,27 +158,6 @@ def test_wrong_page_ids_change_nothing(pages, error):
     fails_unchanged(cache, error, cache.insert, [1, 2, 3, 4], pages)
 
 
-@pytest.mark.parametrize("num_bytes", [0, 4, 7, 9, 11, 12, 16])
-def test_pages_that_the_caller_has_looked_at_are_counted(num_bytes):
-    cache = RadixCache(page_size=2, pool_pages=100)
-    cache.insert([9, 9], [42])
-    ids = bytes(num_bytes)
-    fails_unchanged(cache, PageStateError, cache.insert, [1, 2, 3, 4], ids, checked=slice(3, 5))
-    cache.insert([1, 2, 3, 4], np.array([7, 3], np.int32).tobytes(), checked=np.array([3, 7]))
-    assert cache.match_prefix([1, 2, 3, 4]).pages.tolist() == [7, 3]
-    fails_unchanged(cache, PageStateError, cache.insert, [1, 5], [7])
-    cache.check_invariants()
-
-
-def test_of_pages_that_the_caller_has_looked_at_those_that_were_there_stay_its_own():
-    cache = RadixCache(page_size=2, pool_pages=100)
-    cache.insert([1, 2, 3, 4], [7, 3])
-    cache.insert([1, 2, 5, 6], np.array([8, 9], np.int32).tobytes(), checked=slice(8, 10))
-    cache.check_invariants()
-    cache.insert([9, 9], [8])
-    assert cache.match_prefix([1, 2, 5, 6]).pages.tolist() == [7, 9]
-
-
 def test_the_partial_pages_id_is_ignored():
     cache = RadixCache(page_size=2, pool_pages=100)
     cache.insert([1, 2, 3, 4, 5], [3, 4, 3])

@@ -17,6 +17,7 @@ from prefixkv.cache.eviction.queues import LeafHeap, LeafRank
 from prefixkv.cache.node import Mark
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
+from prefixkv.config import PageOptions
 from prefixkv.errors import OutOfPagesError, UserErrors
 from prefixkv.pages.manager import PageManager, RequestPages
 from prefixkv.paging import pages_for
@@ -104,7 +105,9 @@ def moody(rng: random.Random, kind: str) -> Policy:
 @pytest.mark.parametrize("seed", range(12))
 def test_books_stay_right_under_a_policy_that_raises(seed: int, kind: str) -> None:
     rng = random.Random(f"{kind} {seed}")
-    manager = PageManager(NUM_PAGES, PAGE_SIZE, 8, policy=moody(rng, kind), evict_reserve_pages=1)
+    manager = PageManager(
+        NUM_PAGES, PAGE_SIZE, 8, options=PageOptions(policy=moody(rng, kind), evict_reserve_pages=1)
+    )
     live: list[tuple[RequestPages, RadixKey]] = []
     for step in range(150):
         match rng.choice(["open", "open", "commit", "finish", "drop", "grow", "wait", "flush"]):

@@ -16,7 +16,8 @@ class _Counting(ControlInbox):
     """Says the numbers below an input, each of which says itself as an effect; 3 raises."""
 
     def _count(self, number: int, now_s: float) -> None:
-        self.say_all(str(below) for below in range(number))
+        for below in range(number):
+            self.say(str(below))
         self.say(f"all of {number}")
 
     def _text(self, text: str, now_s: float) -> None:
@@ -25,7 +26,8 @@ class _Counting(ControlInbox):
         self._out.append(text)
 
     def _frame(self, frame: FrameReceived[str], now_s: float) -> None:
-        self.say_all(["before", "3", "after"])
+        for item in ("before", "3", "after"):
+            self.say(item)
 
     def _failed(self, failed: FrameFailed[str], now_s: float) -> None:
         self.say("the end")

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from prefixkv.config import PageOptions
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.errors import TransferError
 from prefixkv.pages.allocator import PageState
+from prefixkv.pages.groups import GroupSpec
 from prefixkv.pages.manager import PageManager
-from prefixkv.pages.windows import WindowSpec
 from prefixkv.protocol.commands import (
     AbortRoom,
     DecodeCommand,
@@ -38,14 +39,23 @@ class Desk:
         num_slots: int = 0,
         policy: str = "",
         spare_rows: int = 0,
-        windows: Sequence[WindowSpec] = (),
+        windows: Sequence[GroupSpec] = (),
         num_checkpoints: int = 0,
         **settings: Any,
     ) -> None:
         self.pages = PageManager(
-            num_pages, PAGE_SIZE, rows, caching=caching, num_slots=num_slots, policy=policy,
-            spare_rows=spare_rows, windows=windows, num_checkpoints=num_checkpoints,
-        )  # fmt: skip
+            num_pages,
+            PAGE_SIZE,
+            rows,
+            options=PageOptions(
+                caching=caching,
+                num_slots=num_slots,
+                policy=policy,
+                spare_rows=spare_rows,
+                windows=windows,
+                num_checkpoints=num_checkpoints,
+            ),
+        )
         self.pages.hash_every_pages = 1
         settings = {"reserve_tokens": 0, **settings}
         self.scheduler = decode_scheduler(self.pages, **settings)

@@ -101,7 +101,7 @@ def test_what_decode_has_computed_prefill_has_to_compute_too_until_it_has(
 ) -> None:
     """A conversation: its first prompt is computed here, the next ones are asked of prefill."""
     desk, told = Alone(below=10), []
-    sources = desk.scheduler.sources
+    sources = desk.scheduler.sources["computed"].rule
     promised = sources.promised
 
     def noted(*args: Any) -> Any:

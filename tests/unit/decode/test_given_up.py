@@ -119,7 +119,7 @@ def test_nothing_is_copied_to_host_memory(how: str) -> None:
     end(desk, req, how)
     for _ in range(3):
         desk.admit()
-        assert desk.scheduler.take_copies() == []
+        assert desk.scheduler.take_orders() == []
 
 
 def test_prefill_is_told_the_reason_and_what_it_sends_goes_on_for_others(how: str) -> None:

@@ -14,17 +14,17 @@ from prefixkv.cache.node import Mark
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.config import ComputeConfig
 from prefixkv.decode import host_tier
-from prefixkv.decode.host_tier import FRESH_S, HOST
-from prefixkv.decode.ledger import HostPages
+from prefixkv.decode.host_tier import FRESH_S, HOST, HostPages
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.sources import Sources
 from prefixkv.decode.workers import Workers
 from prefixkv.errors import OutOfPagesError
-from prefixkv.pages.windows import WindowSpec
-from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
+from prefixkv.pages.groups import GroupSpec
+from prefixkv.protocol.events import HostCopy, HostCopyDone
 from prefixkv.protocol.ids import RoomKey
 from prefixkv.protocol.messages import Promise
 from prefixkv.ranks.leader import RankLeader
+from tests.support.schedulers import host_of
 from tests.unit.decode.desk import PAGE_SIZE, Desk, OpenRoom
 
 
@@ -43,13 +43,13 @@ class HostDesk(Desk):
         settings = {"policy": "lru", "admission": "fifo", **settings}
         host = HostPages(host_pages, host_policy, None if are_ready else int)
         super().__init__(num_pages, spare_rows=spare_rows, host=host, **settings)
-        assert self.scheduler.host is not None
-        self.host = self.scheduler.host
+        assert host_of(self.scheduler) is not None
+        self.host = host_of(self.scheduler)
         self.under_way: list[HostCopy] = []
 
     def orders(self) -> list[HostCopy]:
         """The copies that were ordered since the last call."""
-        new = self.scheduler.take_copies()
+        new = self.scheduler.take_orders()
         self.under_way += new
         return self._checked(new)
 
@@ -59,7 +59,7 @@ class HostDesk(Desk):
         order = order or self.under_way[0]
         self.under_way.remove(order)
         done = HostCopyDone(order.number, error, 1, 1e-6)
-        self._checked(self.scheduler.copy_ended(done, self.now_s))
+        self._checked(self.scheduler.hear(done, self.now_s))
         return order
 
     def end_all_copies(self) -> None:
@@ -798,7 +798,7 @@ def test_what_comes_sooner_from_prefill_is_not_loaded(load_s: float, is_loaded: 
         desk.succeed(req.room_key)
         (order,) = desk.orders()
         desk.under_way.remove(order)
-        desk.scheduler.copy_ended(HostCopyDone(order.number, None, 1, load_s), desk.now_s)
+        desk.scheduler.hear(HostCopyDone(order.number, None, 1, load_s), desk.now_s)
         assert desk.transferred() == [req.rid]
         desk.finish(req)
         desk.end_all_copies()
@@ -875,7 +875,7 @@ assert PAGE_SIZE == 4
 
 # --- with windows and states ----------------------------------------------------------------------
 
-LAST = [WindowSpec("last", 6, 9, 1)]  # three pages of it for each request
+LAST = [GroupSpec("last", 6, 9, 1)]  # three pages of it for each request
 
 
 def test_a_load_has_no_pages_in_window_groups_and_no_slot() -> None:

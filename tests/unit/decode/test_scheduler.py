@@ -625,14 +625,9 @@ def test_warm_ups_never_enter_the_tree_and_with_the_cache_off_nothing_does(
 
 
 def test_priority_reaches_the_tree() -> None:
-    desk = Desk()
-    seen = []
-    insert = desk.pages.cache.insert
-    desk.pages.cache.insert = lambda *args, **more: (
-        seen.append(more["priority"]) or insert(*args, **more)
-    )
+    desk = Desk(policy="priority")
     desk.finish(desk.start("a", 8, priority=3))
-    assert seen == [3]
+    assert [node.mark[0] for node in desk.pages.cache.nodes()] == [3]
 
 
 def test_success_is_success() -> None:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from prefixkv.config import ComputeConfig
+from prefixkv.config import ComputeConfig, PageOptions
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.sources import Sources
 from prefixkv.digest import prompt_digest
+from prefixkv.pages.groups import GroupSpec
 from prefixkv.pages.manager import PageManager
-from prefixkv.pages.windows import WindowSpec
 from tests.support.schedulers import decode_scheduler
 from tests.unit.decode.desk import PAGE_SIZE, Desk, OpenRoom
 
@@ -24,9 +24,12 @@ def desk_of(
 ) -> Desk:
     """A desk whose engine computes ends of at most `below` tokens; with states, or a window."""
     desk = Desk(60)
-    windows = [WindowSpec("w", window, 40, 2 * PAGE_SIZE)] if window else []
+    windows = [GroupSpec("w", window, 40, 2 * PAGE_SIZE)] if window else []
     desk.pages = PageManager(
-        60, PAGE_SIZE, 8, num_slots=0 if window else SLOTS, num_checkpoints=4, windows=windows
+        60,
+        PAGE_SIZE,
+        8,
+        options=PageOptions(num_slots=0 if window else SLOTS, num_checkpoints=4, windows=windows),
     )
     desk.scheduler = decode_scheduler(
         desk.pages,

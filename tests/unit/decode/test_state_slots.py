@@ -7,7 +7,7 @@ import pytest
 
 from prefixkv.errors import OutOfPagesError
 from prefixkv.pages.allocator import PageState
-from prefixkv.pages.windows import WindowStart
+from prefixkv.pages.groups import GroupStart
 from tests.unit.decode.desk import Desk, OpenRoom
 
 
@@ -51,7 +51,7 @@ def test_a_request_without_a_free_slot_waits() -> None:
     assert desk.admit() == ["b"]
     assert second.state_slot == 0
     with pytest.raises(OutOfPagesError, match="1 pages needed, 0 free"):
-        desk.pages.open(None, 1, 0.0, start=WindowStart(0, 1))
+        desk.pages.open(None, 1, 0.0, start=GroupStart(0, 1))
 
 
 @pytest.mark.parametrize("shared", [False, True])

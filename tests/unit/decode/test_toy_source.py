@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefixkv.config import ComputeConfig, DecodeConfig
+from prefixkv.config import ComputeConfig, DecodeConfig, HostConfig
 from prefixkv.decode.flights import Flight, Need, Segment, Source
-from prefixkv.decode.ledger import HostPages, Ledger
+from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.scheduler import DecodeParts, DecodeScheduler
-from prefixkv.decode.sources import Sources
 from prefixkv.errors import ConfigError
 from tests.unit.decode.desk import PAGE_SIZE, Desk, OpenRoom, RefuseRoom
 
@@ -102,9 +101,31 @@ def test_a_request_fails_whose_source_raises_as_it_begins(tmp_path: Path) -> Non
     desk.at_rest()
 
 
-@pytest.mark.parametrize(
-    "asked", [{"host": HostPages(4, "lru", None)}, {"sources": Sources(ComputeConfig())}]
-)
+def test_a_source_that_raises_is_asked_no_more_and_prefill_sends_all(tmp_path: Path) -> None:
+    class Broken(FileSource):
+        looks = 0
+
+        def reach(self, need: Need) -> Segment | None:
+            type(self).looks += 1
+            raise OSError("the disk is gone")
+
+    desk = Desk(
+        kind=type("Scheduler", (DecodeScheduler,), {"source_makers": [Broken]}), spare_rows=1
+    )
+    reqs = [desk.add("b", list(range(16))), desk.add("c", 8)]
+    with pytest.raises(OSError, match="the disk is gone") as raised:
+        desk.admit()
+    assert "source 'read'" in raised.value.__notes__[0]
+    assert sorted(desk.admit()) == ["b", "c"]
+    for req in reqs:
+        desk.arrive(req)
+        desk.finish(req)
+    desk.commands()
+    desk.at_rest()
+    assert Broken.looks == 1
+
+
+@pytest.mark.parametrize("asked", [{"host_memory": HostConfig()}, {"compute": ComputeConfig()}])
 def test_what_no_source_answers_for_is_refused(
     asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -206,18 +206,7 @@ class Case:
         found.check_invariants()
         self.workers.check_invariants(set(self.rooms))
         assert found._first_of_all(self.now_s) is self.first_of_all()
-        space = self.chance.randint(1, 6)
-        if not any(one.is_returned for one in order) and len(self.all) > 1:
-            fits = [
-                one
-                for one in order[: waiting.MAX_WALK]
-                if one.needed_pages <= space
-                and one.most_pages <= 5
-                and one.seen_at != self.version
-                and not self._is_over(one)
-            ]
-            first = found._first_that_may_fit(self.version, (space, 5))
-            assert first is (fits[0] if fits else None)
+        assert [*found._in_turn()] == order[: waiting.MAX_WALK]
         lines = {address: self._line(address) for address in ADDRESSES}
         away = [one for line in lines.values() for one in line if not one.worker.is_open]
         assert found.aside() == {

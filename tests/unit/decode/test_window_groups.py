@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from prefixkv.config import ComputeConfig
+from prefixkv.config import ComputeConfig, PageOptions
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.sources import Sources
 from prefixkv.errors import OutOfPagesError, RequestError
+from prefixkv.pages.groups import GroupSpec
 from prefixkv.pages.manager import PageManager
-from prefixkv.pages.windows import WindowSpec
 from prefixkv.protocol.commands import OpenRoom
 from prefixkv.protocol.messages import Promise
 from tests.support.schedulers import decode_scheduler
@@ -25,8 +25,8 @@ def make(
     num_pages: int = 40, windows: tuple[int, ...] = (9,), step: int = 1, **settings: Any
 ) -> Desk:
     desk = Desk(num_pages)
-    specs = [WindowSpec(f"w{at}", WINDOW, num, step) for at, num in enumerate(windows)]
-    desk.pages = PageManager(num_pages, PAGE_SIZE, 8, windows=specs)
+    specs = [GroupSpec(f"w{at}", WINDOW, num, step) for at, num in enumerate(windows)]
+    desk.pages = PageManager(num_pages, PAGE_SIZE, 8, options=PageOptions(windows=specs))
     desk.scheduler = decode_scheduler(desk.pages, reserve_tokens=0, **settings)
     return desk
 
@@ -190,8 +190,10 @@ def test_running_out_of_pages_is_as_ever() -> None:
 def computing(num_window_pages: int, step: int = 4, below: int = 1000, tokens: int = 1) -> Desk:
     """A desk whose engine computes prompts, from checkpoints at multiples of `tokens`."""
     desk = Desk(60)
-    specs = [WindowSpec("w0", WINDOW, num_window_pages, step)]
-    desk.pages = PageManager(60, PAGE_SIZE, 8, windows=specs, num_checkpoints=4)
+    specs = [GroupSpec("w0", WINDOW, num_window_pages, step)]
+    desk.pages = PageManager(
+        60, PAGE_SIZE, 8, options=PageOptions(windows=specs, num_checkpoints=4)
+    )
     desk.scheduler = decode_scheduler(
         desk.pages,
         reserve_tokens=0,
@@ -206,7 +208,7 @@ def compute(desk: Desk, rid: str, tokens: int | list[int], max_new: int = 4) -> 
     req = desk.add(rid, tokens, max_new)
     assert desk.admit() == [rid]
     assert desk.scheduler.pop_local() == [req]
-    while (done := desk.scheduler.compute._done.get(req)) is not None:
+    while (done := desk.scheduler.sources["computed"]._done.get(req)) is not None:
         desk.scheduler.computed(req, min(done + 4 - done % 4, req.fill_len))
         desk.scheduler.check_invariants()
     assert desk.transferred() == [rid]
@@ -281,7 +283,7 @@ def test_what_was_computed_before_a_flush_leaves_none() -> None:
 def test_a_state_that_was_kept_before_a_flush_is_not_entered() -> None:
     """Its pages were cached, and are in no tree any more."""
     desk = Desk(60)
-    desk.pages = PageManager(60, PAGE_SIZE, 8, num_slots=4, num_checkpoints=4)
+    desk.pages = PageManager(60, PAGE_SIZE, 8, options=PageOptions(num_slots=4, num_checkpoints=4))
     sources = Sources(ComputeConfig(below=0))
     desk.scheduler = decode_scheduler(desk.pages, reserve_tokens=0, sources=sources)
     for flushes in (True, False):
@@ -305,3 +307,22 @@ def test_one_whose_window_does_not_fit_is_sent_if_that_takes_less() -> None:
     (promise,) = promises(desk)
     assert promise.prefix_len == 0
     desk.arrive(sent)
+
+
+def test_the_rule_is_asked_once_for_one_whose_windows_do_not_fit_for_long() -> None:
+    """It counts what it is asked as requests that come."""
+    row_pages = computing(20, step=8).pages.windows[0].row_pages
+    desk = computing(row_pages + 1, step=8)
+    rule, asked = desk.scheduler.sources["computed"].rule, []
+    rule.is_here = lambda *args, **more: asked.append(args) or True
+    other = compute(desk, "a", 8, 40)
+    waits = desk.add("c", 28, 1)
+    asked.clear()
+    for _ in range(4):
+        assert desk.admit() == []
+        desk.scheduler.waiting.look_again()
+    assert asked == []
+    desk.finish(other)
+    assert desk.admit() == ["c"]
+    assert len(asked) == 1
+    assert desk.scheduler.pop_local() == [waits]

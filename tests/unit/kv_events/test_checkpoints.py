@@ -20,14 +20,13 @@ from prefixkv.cache.events import (
 )
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
-from prefixkv.errors import CallerError
 from prefixkv.kv_events.stream import BlockEvents, EventStream, Keep
-from prefixkv.pages.windows import WindowGroups
+from prefixkv.pages.groups import TailGroups
 from prefixkv.serving.router import BoundedAffinityRouter, WorkerIndex
 from tests.unit.kv_events.follower import Follower
 from tests.unit.kv_events.test_stream import FIRST, World
 
-NO_WINDOWS = WindowGroups()
+NO_WINDOWS = TailGroups()
 POOL, SLOTS = 90, 3
 
 
@@ -187,13 +186,9 @@ def test_a_worker_that_tells_of_a_page_without_those_before_it_does_no_harm() ->
     assert index.depth(None, keys) == 2
 
 
-def test_what_is_no_event_of_a_checkpoint_is_refused() -> None:
+def test_a_checkpoint_of_a_page_that_is_not_known_does_no_harm() -> None:
     router = BoundedAffinityRouter()
     router.add_worker("w")
-    for event in (CheckpointStored(None, 7), CheckpointStored([], b"k")):  # type: ignore[arg-type]
-        with pytest.raises(CallerError):
-            router.apply(EventBatch("w", 1, 0, (event,)))
-    # One of a page that is not known is of no use, and does no harm.
     assert not router.apply(EventBatch("w", 1, 0, (CheckpointStored(None, b"k"),), True))
     raw = msgspec.msgpack.encode({"worker": "w", "incarnation": 1, "seq": 0, "events": [
         {"type": "CheckpointStored", "namespace": ["a", 1], "page_key": b"k"}]})  # fmt: skip

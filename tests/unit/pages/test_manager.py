@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from prefixkv.cache.radix_key import RadixKey
+from prefixkv.config import PageOptions
 from prefixkv.errors import (
     CapacityError,
     InternalError,
@@ -70,7 +71,7 @@ def test_whole_pages_become_the_trees_and_the_tail_stays() -> None:
 
 def test_a_match_is_locked_before_pages_are_evicted_for_what_it_lacks() -> None:
     """It is the first that would go: both its leaf is the oldest, and nothing else is left free."""
-    manager = PageManager(6, PAGE_SIZE, 4, policy="lru")
+    manager = PageManager(6, PAGE_SIZE, 4, options=PageOptions(policy="lru"))
     manager.cache_finished(*opened(manager, list(range(1, 9))), 1.0)
     manager.cache_finished(*opened(manager, list(range(50, 54))), 2.0)
     cached = manager.match(key_of([*range(1, 10)])).pages.tolist()
@@ -83,7 +84,7 @@ def test_a_match_is_locked_before_pages_are_evicted_for_what_it_lacks() -> None:
 
 @pytest.mark.parametrize(("reserve", "free"), [(0, 0), (2, 2), (100, 6)])
 def test_where_pages_are_missing_a_reserve_is_evicted_with_them(reserve: int, free: int) -> None:
-    manager = PageManager(12, PAGE_SIZE, 4, evict_reserve_pages=reserve)
+    manager = PageManager(12, PAGE_SIZE, 4, options=PageOptions(evict_reserve_pages=reserve))
     for start in (10, 30):
         manager.cache_finished(*opened(manager, list(range(start, start + 10))), 0.0)
     assert states(manager) == {"FREE": 2, "CACHED": 10}
@@ -183,7 +184,7 @@ def test_nothing_new_to_cache_changes_nothing(tokens: list[int]) -> None:
 def test_a_request_that_joins_is_one_visitor_of_all_that_it_found() -> None:
     """Policies count who used a page: the pages cached before, those that were on their way, and
     its own."""
-    manager = PageManager(12, PAGE_SIZE, 4, policy="lfu")
+    manager = PageManager(12, PAGE_SIZE, 4, options=PageOptions(policy="lfu"))
     first, first_key = opened(manager, [1, 2])
     manager.cache_finished(first, first_key, 0.0)
     owner, owner_key = opened(manager, [1, 2, 3, 4])
@@ -214,7 +215,7 @@ def test_what_was_joined_before_a_flush_is_not_what_the_tree_has_since() -> None
 
 
 def test_with_caching_off_nothing_is_matched_or_kept() -> None:
-    manager = PageManager(8, PAGE_SIZE, 4, caching=False)
+    manager = PageManager(8, PAGE_SIZE, 4, options=PageOptions(caching=False))
     pages, key = opened(manager, [1, 2, 3, 4])
     assert pages.lock is None
     manager.cache_unfinished(pages, key, 0.0)
@@ -310,7 +311,7 @@ class Books(RuleBasedStateMachine):
         self.log = RankLog()
         self.log.sizes = RankSizes("decode", num_pages, PAGE_SIZE, 4)
         self.follower = RowFollower(self.log.sizes)
-        self.manager = PageManager(num_pages, PAGE_SIZE, 4, policy=policy)
+        self.manager = PageManager(num_pages, PAGE_SIZE, 4, options=PageOptions(policy=policy))
         self.live: list[Live] = []
         self.content: dict[int, tuple[Any, ...]] = {}
         self.rooms: list[RoomKey] = []

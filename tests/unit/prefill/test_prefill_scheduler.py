@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixkv.config import ControlConfig
+from prefixkv.config import ControlConfig, PageOptions
 from prefixkv.errors import (
     AbortedError,
     AuxTooLargeError,
@@ -48,7 +48,7 @@ class Desk:
         max_aux_bytes: int = 8,
         follow_s: float = 0.0,
     ) -> None:
-        self.pages = PageManager(num_pages, PAGE_SIZE, rows, caching=caching)
+        self.pages = PageManager(num_pages, PAGE_SIZE, rows, options=PageOptions(caching=caching))
         self.pages.hash_every_pages = 1
         self.scheduler = prefill_scheduler(
             self.pages, control=ControlConfig(max_aux_bytes=max_aux_bytes), follow_s=follow_s

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from prefixkv.config import PageOptions
 from prefixkv.errors import RequestError
+from prefixkv.pages.groups import GroupSpec
 from prefixkv.pages.manager import PageManager
-from prefixkv.pages.windows import WindowSpec
 from prefixkv.prefill.request import PrefillRequest, PrefillState
 from prefixkv.protocol.commands import SendChunk
 from prefixkv.protocol.ids import KVPoll
@@ -26,12 +27,14 @@ class Worker:
 
     def __init__(
         self, num_pages: int = 64, num_checkpoints: int = 8, rows: int = 8, tokens: int = 1,
-        windows: Sequence[WindowSpec] = (), has_state: bool = True, **settings: Any,
+        windows: Sequence[GroupSpec] = (), has_state: bool = True, **settings: Any,
     ) -> None:  # fmt: skip
         self.pages = PageManager(
-            num_pages, PAGE_SIZE, rows, policy="lru", num_checkpoints=num_checkpoints,
-            windows=windows,
-        )  # fmt: skip
+            num_pages,
+            PAGE_SIZE,
+            rows,
+            options=PageOptions(policy="lru", num_checkpoints=num_checkpoints, windows=windows),
+        )
         self.has_state = has_state
         self.scheduler = prefill_scheduler(
             self.pages, num_slots=OWN if has_state else 0, checkpoint_tokens=tokens, **settings
@@ -361,11 +364,11 @@ def storm(chance: random.Random, most: int = 1000, **settings: Any) -> int:
 STEP = 9  # tokens that a chunk has at most, where there are window groups
 
 
-def windows_of(chance: random.Random, *sizes: int) -> list[WindowSpec]:
+def windows_of(chance: random.Random, *sizes: int) -> list[GroupSpec]:
     """Groups with little more than what one request needs."""
     most = [3 + (window + STEP) // PAGE_SIZE + window // PAGE_SIZE for window in sizes]
     return [
-        WindowSpec(f"w{window}", window, num + chance.randint(0, 9), STEP)
+        GroupSpec(f"w{window}", window, num + chance.randint(0, 9), STEP)
         for window, num in zip(sizes, most, strict=True)
     ]
 
@@ -407,8 +410,8 @@ def test_a_chunk_longer_than_a_step_is_refused_and_changes_nothing() -> None:
 
 def test_a_checkpoint_is_whole_in_all_groups_or_is_not() -> None:
     """One group has no page for those that the checkpoint would keep of the other request."""
-    tight = WindowSpec("tight", 6, 2 * 5 + 2, STEP)
-    worker = Worker(windows=[WindowSpec("wide", 6, 60, STEP), tight], has_state=False, rows=2)
+    tight = GroupSpec("tight", 6, 2 * 5 + 2, STEP)
+    worker = Worker(windows=[GroupSpec("wide", 6, 60, STEP), tight], has_state=False, rows=2)
     reqs = [worker.add(rid, [at] * 40) for at, rid in enumerate("ab")]
     assert worker.begin() == reqs
     for req in reqs:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixkv import errors
@@ -22,17 +22,12 @@ from prefixkv.errors import (
 )
 from prefixkv.protocol.commands import (
     AbortRoom,
-    DecodeCommand,
-    Fence,
-    MeetPrefill,
-    MoveWeights,
-    OpenRoom,
-    RefuseRoom,
 )
 from prefixkv.protocol.events import (
     MAX_ERROR_CHARS,
     Bootstrapped,
     DecodeEvent,
+    HostCopyDone,
     RoomDrained,
     RoomEnded,
     RoomOverdue,
@@ -40,9 +35,7 @@ from prefixkv.protocol.events import (
     decode_error,
     encode_error,
 )
-from prefixkv.protocol.host_copy import HostCopyDone
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
-from prefixkv.protocol.messages import Promise
 from prefixkv.ranks.leader import RankLeader, pack_rank_events
 from tests.unit.control.wire import Alike, members, of
 
@@ -294,12 +287,6 @@ def test_a_copy_waits_for_no_rank_that_is_dead() -> None:
 # --- what travels ---------------------------------------------------------------------------------
 
 KEYS = st.builds(RoomKey, st.integers(0, 2**64 - 1), st.integers(0, 2**31 - 1))
-U64, I31 = st.integers(0, 2**64 - 1), st.integers(0, 2**31 - 1)
-PEERS = st.builds(PeerId, st.text(min_size=1, max_size=20), U64)
-IDS = st.binary(max_size=40)
-PROMISES = st.builds(
-    Promise, U64, I31, I31, I31, IDS, U64, groups=st.lists(IDS, max_size=3).map(tuple)
-)
 TRANSFER_ERRORS = [
     kind
     for kind in vars(errors).values()
@@ -310,14 +297,6 @@ TRANSFER_ERRORS = [
 ERRORS = st.builds(
     lambda kind, text: kind(text), st.sampled_from(TRANSFER_ERRORS), st.text()
 ) | st.builds(WeightsVersionError, st.text(), st.text(), st.text())
-COMMANDS = {
-    OpenRoom: st.builds(OpenRoom, PROMISES, st.text()),
-    MeetPrefill: st.builds(MeetPrefill, st.text()),
-    RefuseRoom: st.builds(RefuseRoom, KEYS, U64, st.text(), st.text()),
-    AbortRoom: st.builds(AbortRoom, KEYS, st.text()),
-    MoveWeights: st.builds(MoveWeights, st.text(max_size=256), st.booleans()),
-    Fence: st.builds(Fence, PEERS),
-}
 EVENTS = {
     RoomEnded: st.builds(
         RoomEnded, KEYS, st.sampled_from(KVPoll), st.none() | ERRORS, st.binary(max_size=20)
@@ -339,14 +318,8 @@ def same(event: DecodeEvent, error: Exception | None = None) -> Any:
     return msgspec.structs.replace(event, error=Alike(error or event.error))
 
 
-def test_every_command_and_event_of_decode_is_tried_here() -> None:
-    assert set(COMMANDS) == members(DecodeCommand)
+def test_every_event_of_decode_is_tried_here() -> None:
     assert set(EVENTS) == members(DecodeEvent)
-
-
-@given(st.one_of(*COMMANDS.values()))
-def test_commands_come_back_as_they_were(command: Any) -> None:
-    assert there_and_back(command, DecodeCommand) == command
 
 
 @given(st.one_of(*EVENTS.values()))
@@ -413,34 +386,6 @@ def refuses(raw: Any, match: str | None = None) -> None:
 )
 def test_news_that_are_not_the_next_of_a_rank_are_refused(raw: Any, match: str) -> None:
     refuses(raw, match)
-
-
-GOOD = pack_rank_events(1, 1, [success(1), failure(1), DRAINED, OVERDUE])
-
-
-@given(st.lists(st.tuples(st.integers(0, len(GOOD) - 1), st.integers(0, 255)), max_size=3))
-@example([])
-def test_damaged_news_are_taken_whole_or_refused_whole(damage: list[tuple[int, int]]) -> None:
-    raw = bytearray(GOOD)
-    for place, byte in damage:
-        raw[place] = byte
-    leader = Led(3)
-    leader.on_raw(1, 0)
-    try:
-        leader.on_rank_events(bytes(raw), 0.0)
-    except CallerError:
-        refuses(bytes(raw))
-    else:
-        assert 1 <= len(leader.taken) <= 15
-        assert {rank for rank, _ in leader.taken} <= {1, 2}
-
-
-def test_news_that_are_cut_are_refused() -> None:
-    for cut in range(1, len(GOOD)):
-        refuses(GOOD[:cut])
-    leader = Led(2)
-    leader.on_rank_events(b"", 0.0)  # none
-    assert leader.taken == []
 
 
 @pytest.mark.parametrize(

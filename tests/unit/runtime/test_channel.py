@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from prefixkv.protocol.messages import MAX_FRAME_BYTES
 from prefixkv.runtime.channel import DealerChannel, RouterChannel
 from tests.support.patience import PATIENCE_S, lasting_address, returned, until
 
-GREETING = b"\xff" + bytes(7) + b"\x01\x7f\x03\x01" + b"CURVE".ljust(52, b"\0")
 LOCAL = "tcp://127.0.0.1:*"
 
 
@@ -494,149 +492,21 @@ def test_both_ends_name_an_unknown_key_and_let_it_in_once_it_is_listed(ends: End
     until(lambda: bool(frames), step=hello)
 
 
-def test_what_ends_a_connection_without_a_greeting_is_not_called_a_wrong_key(ends: Ends) -> None:
-    """A relay, say, with no worker behind it yet."""
+def test_a_wrong_server_key_is_a_guess_of_decodes_and_known_to_prefill(ends: Ends) -> None:
+    """What ends the connection may be a relay with no worker behind it yet."""
     guarded = Guarded(ends)
-    with socket.create_server(("127.0.0.1", 0)) as relay:
-        address = "tcp://{}:{}".format(*relay.getsockname())
-        relay.settimeout(PATIENCE_S)
-        dealer = ends.dealer(address, ControlConfig(curve=guarded.known))
-        told: list[Any] = []
-        for _ in range(6):
-            relay.accept()[0].close()
-            told += dealer.poll(0.02)
-        until(lambda: bool(told), step=lambda: told.extend(dealer.poll(0.02)))
-        gone = Unreached(address, "no answer", "a wrong address, or no prefill worker runs there")
-        assert set(told) == {gone}
+    address, wrong = guarded.router.endpoint, replace(guarded.known, server_key=keys().public_key)
+    dealer = ends.dealer(address, ControlConfig(curve=wrong))
+    told: list[Any] = []
 
+    def guessed() -> bool:
+        told.extend(guarded.router.poll(0.01))
+        return any("server_key is not" in got.guess for got in heard(dealer, Unreached, 1, 0.01))
 
-class Relay:
-    """What listens at an address, and ends each connection of a dealer's after a moment; what a
-    probe gets is up to `answer`."""
-
-    def __init__(self, answer: Callable[[socket.socket, bytes], None]) -> None:
-        self.server = socket.create_server(("127.0.0.1", 0))
-        self.server.settimeout(0.02)
-        self.address = "tcp://{}:{}".format(*self.server.getsockname())
-        self.answer = answer
-        self.probes: list[socket.socket] = []
-        self.is_over = False
-        self.thread = threading.Thread(target=self._serve)
-        self.thread.start()
-
-    def _serve(self) -> None:
-        while not self.is_over:
-            with suppress(TimeoutError):
-                link = self.server.accept()[0]
-                link.settimeout(PATIENCE_S)
-                # A dealer says its signature at once, with a length of 1; a probe says 0.
-                if (said := link.recv(10, socket.MSG_WAITALL))[8:9] == b"\0":
-                    self.probes.append(link)
-                    self.answer(link, said)
-                else:
-                    link.close()
-
-    def __enter__(self) -> Relay:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.is_over = True
-        self.thread.join()
-        for link in (self.server, *self.probes):
-            link.close()
-
-
-def refusals(dealer: DealerChannel, patience_s: float) -> list[ConnectFailed]:
-    """What it tells of keys, until the first of that, or until patience ends."""
-    return heard(dealer, ConnectFailed, 1, patience_s)
-
-
-def test_a_greeting_that_comes_in_pieces_is_one(ends: Ends) -> None:
-    def answer(link: socket.socket, _: bytes) -> None:
-        for piece in (GREETING[:11], GREETING[11:14], GREETING[14:]):
-            link.sendall(piece)
-            time.sleep(0.05)
-
-    with Relay(answer) as relay:
-        dealer = ends.dealer(relay.address, ControlConfig(curve=Guarded(ends).known))
-        (told,) = refusals(dealer, PATIENCE_S)
-        assert told.address == relay.address
-        assert "is not the public key of" in str(told.error)
-
-
-def test_pieces_of_two_connections_are_no_greeting(ends: Ends) -> None:
-    """Each ends after its first bytes, and each is greeted once."""
-    said: list[bytes] = []
-
-    def answer(link: socket.socket, start: bytes) -> None:
-        link.settimeout(0.1)
-        with suppress(TimeoutError):
-            while more := link.recv(1000):
-                start += more
-        said.append(start)
-        link.sendall(GREETING[:11] if len(said) % 2 else GREETING[11:])
-        link.close()
-
-    with Relay(answer) as relay:
-        dealer = ends.dealer(relay.address, ControlConfig(curve=Guarded(ends).known))
-        told: list[ConnectFailed] = []
-        until(lambda: len(said) >= 3, step=lambda: told.extend(refusals(dealer, 0.02)))
-        assert not told
-        assert {len(one) for one in said} == {len(GREETING)}
-
-
-def test_the_greeting_of_one_that_has_gone_says_nothing_of_the_next(ends: Ends) -> None:
-    """A worker has been there for a moment; behind its relay there is none any more."""
-    with Relay(lambda link, _: link.sendall(GREETING) or link.close()) as relay:
-        dealer = ends.dealer(relay.address, ControlConfig(curve=Guarded(ends).known))
-        told = refusals(dealer, 1.0)
-        until(lambda: bool(relay.probes), step=lambda: told.extend(refusals(dealer, 0.02)))
-        relay.answer = lambda link, _: link.close()
-        until(lambda: len(relay.probes) > 2, step=lambda: told.extend(refusals(dealer, 0.02)))
-        assert not told
-
-
-def test_a_dealer_that_is_reached_as_its_probe_is_answered(ends: Ends) -> None:
-    guarded = Guarded(ends)
-    address = guarded.router.endpoint
-    guarded.router.close()
-    with socket.create_server(("127.0.0.1", int(address.rpartition(":")[2]))) as relay:
-        relay.settimeout(PATIENCE_S)
-        dealer = ends.dealer(address, ControlConfig(curve=guarded.known))
-        until(
-            lambda: dealer._lines[address].probe is not None,
-            step=lambda: relay.accept()[0].close() or dealer.poll(0.02),
-        )
-    dealer.send(address, b"hi")
-    router = ends.router(ControlConfig(curve=guarded.server), address)
-    assert polled(router)
-    # Both are ready at once: the connection, which ends the probe, and what the probe has got.
-    assert dealer._lines[address].probe.sock.poll(1000 * PATIENCE_S)
-    assert Reached(address) in dealer.poll(0.0)
-    assert dealer._lines[address].probe is None
-    assert dealer.poll(0.0) == []
-
-
-@pytest.mark.parametrize("opens", [True, False])
-def test_without_descriptors_for_a_probe_nothing_ends(
-    ends: Ends, monkeypatch: pytest.MonkeyPatch, opens: bool
-) -> None:
-    guarded = Guarded(ends)
-    with Relay(lambda link, _: link.sendall(GREETING)) as relay:
-        dealer = ends.dealer(relay.address, ControlConfig(curve=guarded.known))
-        made: list[int] = []
-
-        def none_left(*args: Any) -> Any:
-            made.append(len(args))
-            raise zmq.ZMQError(errno.EMFILE)
-
-        with monkeypatch.context() as patch:
-            if opens:
-                patch.setattr(zmq.Socket, "connect", none_left)
-            else:
-                patch.setattr(dealer._context, "socket", none_left)
-            until(lambda: len(made) > 1, step=lambda: dealer.poll(0.02))
-        assert refusals(dealer, PATIENCE_S), "asked again, and named"
+    until(guessed)
+    until(lambda: any(isinstance(got, ConnectFailed) for got in told), step=guessed)
+    failed = next(got for got in told if isinstance(got, ConnectFailed))
+    assert short_key(guarded.server_key) in str(failed.error)
 
 
 def test_a_secret_key_of_another_public_key_is_a_config_error(ends: Ends) -> None:

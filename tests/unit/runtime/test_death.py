@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -247,26 +246,6 @@ def test_which_addresses_are_of_this_machine(end: str, here: bool) -> None:
 
 
 # --- the prover's thread --------------------------------------------------------------------------
-
-
-def test_a_thread_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[PeerId] = []
-    prover = ProverThread("p", ControlConfig(), False, told.append)
-    peer, life = PeerId("d", 1), a_dead_life()
-
-    def fail(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", fail)
-        prover.submit(peer, life)
-        other = ProverThread("q", ControlConfig(), False, told.append)
-        other.submit(peer, life)
-        other.close()
-    assert told == []
-    prover.submit(peer, life)
-    until(lambda: told == [peer])
-    prover.close()
 
 
 def test_a_process_that_lives_is_not_told() -> None:

@@ -245,14 +245,12 @@ def test_keys_and_names(clock: SkippableClock, caplog: pytest.LogCaptureFixture)
         curve = keys and replace(keys, server_key=keys.server_key or server.public_key)
         return replace(QUICK, connect_timeout_s=NEVER_S, curve=curve)
 
-    misled = replace(alice, server_key=bob.public_key)
     unknown = CurveConfig(*(key.decode() for key in zmq.curve_keypair()))
     as_alice = "allowed_clients has for its key " + repr(short_key(alice.public_key))
     cases: list[tuple[str, CurveConfig | None, str, str]] = [
         ("bob", alice, as_alice, as_alice),
         ("carol", alice, as_alice, as_alice),
         ("bob", None, "ours 'no keys', theirs 'keys'", "ours 'keys', theirs 'no keys'"),
-        ("alice", misled, short_key(bob.public_key), short_key(server.public_key)),
         ("alice", unknown, *[f"key {short_key(unknown.public_key)!r} is not in"] * 2),
     ]
     with PrefillNode(make_pool(), PrefillConfig(control=guarded)) as prefill:

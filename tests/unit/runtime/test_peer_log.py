@@ -9,7 +9,7 @@ import pytest
 from prefixkv.control.lives import PeerChange
 from prefixkv.protocol.ids import PeerId
 from prefixkv.runtime import logs as peer_log
-from prefixkv.runtime.logs import LINES, REPEAT_S, WINDOW_S, PeerLog
+from prefixkv.runtime.logs import REPEAT_S, PeerLog
 
 P = PeerId("p", 0x3F2A)
 
@@ -62,19 +62,6 @@ def test_each_life_that_is_met_is_a_line(caplog: pytest.LogCaptureFixture) -> No
     log = PeerLog("d0")
     log.write([PeerChange("met", PeerId("p", life)) for life in (1, 2, 1)], 0.0)
     assert len(caplog.messages) == 2
-
-
-def test_lines_are_limited_in_rate_and_the_rest_are_counted(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    log = PeerLog("d0")
-    for number in range(LINES + 7):
-        log.write([PeerChange("met", PeerId(f"p{number}", 1))], 0.0)
-    assert len(caplog.messages) == LINES
-    log.write([], WINDOW_S)
-    assert caplog.messages[LINES:] == ["d0: 7 lines were left out"]
-    log.write([], 2 * WINDOW_S)
-    assert len(caplog.messages) == LINES + 1
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,15 +11,15 @@ import pytest
 
 from prefixkv import DecodeNode, PrefillNode
 from prefixkv.config import DecodeConfig, PrefillConfig
+from prefixkv.conformance.hashing import PrefixHasher
 from prefixkv.errors import CallerError, DrainingError, PeerLostError
 from prefixkv.memory.kv_pool import KVPool, PoolGroup
 from prefixkv.memory.mesh import Mesh
-from prefixkv.pages.windows import WindowPages
+from prefixkv.pages.groups import GroupPages
 from prefixkv.protocol.ids import PeerId
 from prefixkv.ranks.row_log import RankLog
 from prefixkv.request import Request
 from prefixkv.spi import PrefillRank
-from prefixkv.testing.hashing import PrefixHasher
 from tests.support.node_pair import tokens_of
 from tests.support.patience import until
 from tests.support.patterns import make_pools, pattern_in
@@ -43,12 +43,12 @@ class Side:
         )
         self._hashes = PrefixHasher().prefixes
 
-    def fill(self, pages: Any, row: WindowPages, tokens: Any, start: int, end: int) -> None:
+    def fill(self, pages: Any, row: GroupPages, tokens: Any, start: int, end: int) -> None:
         hashes, behind = self._hashes(np.asarray(tokens, np.int32))[:end], row.first_page * PAGE
         self._full.fill(np.asarray(pages), start, hashes)
         self._last.fill(np.asarray(row.ids), start - behind, hashes[behind:])
 
-    def wrong(self, pages: Any, row: WindowPages, tokens: Any) -> int:
+    def wrong(self, pages: Any, row: GroupPages, tokens: Any) -> int:
         hashes, behind = self._hashes(np.asarray(tokens, np.int32)), row.first_page * PAGE
         wrong = self._full.mismatches(np.asarray(pages), hashes)
         return wrong + self._last.mismatches(np.asarray(row.ids), hashes[behind:])

@@ -208,10 +208,10 @@ _WITHOUT_ARGUMENTS = {
 # Any function is a listener: what one raises is its own.
 # Calls of the control plane and of audits: an engine makes none of them.
 CONTROL = frozenset({
-    "check_invariants", "check_own", "copy_ended", "end_all", "feeds", "hear", "holders",
+    "check_invariants", "check_own", "end_all", "feeds", "hear", "holders",
     "prefill_away", "prefill_lost", "prefill_ready", "release_deferred", "room_bootstrapped",
     "room_drained", "room_ended", "room_overdue", "settle_deferred", "source_free",
-    "take_commands", "take_copies",
+    "take_commands", "take_orders",
 })  # fmt: skip
 _NOT_TRIED = _WITHOUT_ARGUMENTS | CONTROL | {"on_change", "on_close", "on_ended"}
 # A number, a version and a request are arguments that these take: no more is tried then. What a

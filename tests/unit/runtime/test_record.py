@@ -296,21 +296,3 @@ def test_a_node_refuses_a_record_that_cannot_be_written_and_leaves_nothing(tmp_p
             DecodeConfig(record=wrong)
     with pytest.raises(ConfigError, match="record_bytes"):
         DecodeConfig(record_bytes=10)
-
-
-def test_a_thread_that_cannot_be_started_is_tried_again(tmp_path, monkeypatch):
-    path = tmp_path / "r.jsonl"
-    recorder = make(path)
-
-    def fail(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", fail)
-        recorder.ended(request(tokens_of(1, 600)), 102.0)
-        idle = make(tmp_path / "other.jsonl")
-        idle.ended(request(tokens_of(1, 600)), 102.0)
-        idle.close()
-    write(recorder, request(tokens_of(2, 1200)))
-    assert [line["input_length"] for line in lines(path)] == [1200]
-    assert (recorder.recorded, recorder.lost) == (1, 1)

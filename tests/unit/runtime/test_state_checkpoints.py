@@ -199,35 +199,27 @@ def test_what_few_checkpoints_cost_is_counted() -> None:
         assert stats["cut_tokens"] == stats["checkpoints"] == stats["checkpoint_slots"] == 0
 
 
-@pytest.mark.parametrize(
-    ("slots", "usable", "why"),
-    [
-        (0, None, "the extra state has 0 slots"),
-        (4, None, "the extra state has 4 slots"),
-        (6, lambda req, num: num, "usable_prefix says"),
-    ],
-)
-def test_checkpoints_that_cannot_be_are_refused_by_name(slots: int, usable: Any, why: str) -> None:
-    pool = make_pool(8, device="cpu")
-    state = StatePool.create(TENSORS, slots) if slots else None
-    with pytest.raises(ConfigError, match=f"checkpoints: 4: .*{why}"):
-        PrefillNode(pool, PrefillConfig(checkpoints=4, usable_prefix=usable), state=state)
+COMPUTES = DecodeConfig(compute=ComputeConfig(), checkpoints=4)
+USABLE = PrefillConfig(checkpoints=4, usable_prefix=lambda req, num: num)
 
 
 @pytest.mark.parametrize(
-    ("config", "slots", "why"),
+    ("kind", "config", "slots", "why"),
     [
-        (DecodeConfig(compute=ComputeConfig(), checkpoints=4), 0, "they are of extra state"),
-        (DecodeConfig(compute=ComputeConfig(), checkpoints=4), 4, "has 4 slots, and requests"),
-        (DecodeConfig(compute=ComputeConfig()), 4, "with extra state .* it needs checkpoints"),
+        (PrefillNode, PrefillConfig(checkpoints=4), 0, "checkpoints: 4: they are of extra state"),
+        (PrefillNode, PrefillConfig(checkpoints=4), 4, "checkpoints: 4: .* has 4 slots"),
+        (PrefillNode, USABLE, 6, "usable_prefix: .*checkpoints"),
+        (DecodeNode, COMPUTES, 0, "they are of extra state"),
+        (DecodeNode, COMPUTES, 4, "has 4 slots, and requests"),
+        (DecodeNode, DecodeConfig(compute=ComputeConfig()), 4, "it needs checkpoints"),
     ],
 )
-def test_checkpoints_that_decode_cannot_have_are_refused_by_name(
-    config: DecodeConfig, slots: int, why: str
+def test_checkpoints_that_cannot_be_are_refused_by_name(
+    kind: Any, config: Any, slots: int, why: str
 ) -> None:
     state = StatePool.create(TENSORS, slots) if slots else None
     with pytest.raises(ConfigError, match=why):
-        DecodeNode(make_pool(8, device="cpu"), config, state=state)
+        kind(make_pool(8, device="cpu"), config, state=state)
 
 
 def test_checkpoints_without_own_compute_are_refused() -> None:

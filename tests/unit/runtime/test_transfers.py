@@ -19,9 +19,12 @@ from prefixkv.errors import (
     PeerLostError,
     RequestError,
 )
+from prefixkv.memory.state_layout import StateTensor
+from prefixkv.memory.state_pool import StatePool
 from prefixkv.paging import PageIds
 from prefixkv.protocol import messages
 from prefixkv.runtime import decode_transfers
+from prefixkv.runtime.rank_spec import RankSpec
 from prefixkv.runtime.transfers import secret_number
 from prefixkv.transfer import (
     Bootstrapped,
@@ -63,6 +66,8 @@ class Pair:
             pool.write_pages(everything, data)
         self.before = self.dst.read_pages(np.arange(self.dst.layout.num_pages))
 
+    generation = 0
+
     def open(self, prefix_pages: int = 0, room: int = 7, generation: int = 0) -> None:
         where = self.prefill.endpoint
         self.decode.open(
@@ -77,12 +82,14 @@ class Pair:
 
     def add(self, room: int = 7, generation: int = 0) -> None:
         self.prefill.add(room, generation, NUM_TOKENS, DECODE, PROMPT)
+        self.generation = generation  # that was added last
 
     def send(self, *ends: int, room: int = 7) -> None:
         for end in ends:
             last = end == NUM_TOKENS
             aux = b"first" if last else b""
-            self.prefill.send_chunk(room, end, SRC, decode=DECODE, last=last, aux=aux)
+            how = {"generation": self.generation, "last": last, "aux": aux}
+            self.prefill.send_chunk(room, end, SRC, decode=DECODE, **how)
 
     def send_chunk(self, end: int, pages: PageIds, **more: Any) -> None:
         self.prefill.send_chunk(7, end, pages, decode=DECODE, **more)
@@ -300,6 +307,16 @@ def test_a_room_is_begun_once_until_it_is_over(pair: Pair) -> None:
     pair.send(NUM_TOKENS)
     pair.until(lambda: len(pair.ends()) == 2)
     assert [end.poll for end in pair.ends()] == [KVPoll.SUCCESS] * 2
+
+
+def test_a_slot_has_one_room_at_a_time() -> None:
+    spec = RankSpec(make_pool(), state=StatePool.create([StateTensor("state", 0, 1, (4,))], 2))
+    where = "tcp://127.0.0.1:1", PROMPT
+    with DecodeTransfers(spec, DecodeConfig(control=QUICK)) as decode:
+        decode.open(1, 0, PAGE_SIZE, 0, [0], *where, state_slot=1)
+        with pytest.raises(RequestError, match="slot 1 is another room's"):
+            decode.open(2, 0, PAGE_SIZE, 0, [1], *where, state_slot=1)
+        decode.open(2, 0, PAGE_SIZE, 0, [1], *where, state_slot=0)
 
 
 def test_a_chunk_may_name_its_generation(pair: Pair) -> None:

@@ -58,7 +58,7 @@ class Pair:
         """All that no call that raises may change, with what the control threads were told."""
         prefill, decode = self.prefill, self.decode
         return self.commands, picture(
-            sorted(decode._rooms), prefill._rooms, prefill._last, prefill._undelivered,
+            sorted(decode._rooms), prefill._rooms, prefill._undelivered,
             decode._undelivered, decode._weights_version, prefill._weights_version,
         )  # fmt: skip
 

@@ -269,8 +269,9 @@ TRACE = 'Traceback (most recent call last):\n  File "/srv/engine/core.py", line 
 
 
 async def _proxy(pipe: Any, server: str) -> None:
-    from prefixkv.serving.config import ListenSettings, ProxyConfig, ServerAt
-    from prefixkv.serving.proxy import Proxy
+    from prefixkv.proxy.config import ProxyConfig, ServerAt
+    from prefixkv.proxy.server import Proxy
+    from prefixkv.serving.config import ListenSettings
 
     at = [ServerAt(server, "one")]
     made = Proxy(ProxyConfig(listen=ListenSettings()), at, at)

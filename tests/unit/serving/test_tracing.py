@@ -27,19 +27,14 @@ from starlette.responses import Response
 from prefixkv.engines.hf.requests import Sampling
 from prefixkv.engines.hf.small import small_tokenizer
 from prefixkv.errors import ConfigError
-from prefixkv.serving import proxy as proxies
+from prefixkv.proxy import server as proxies
+from prefixkv.proxy.config import ProxyConfig, ServerAt
+from prefixkv.proxy.server import Proxy
 from prefixkv.serving import tracing as traces
-from prefixkv.serving.config import (
-    ListenSettings,
-    PrefillWorkerConfig,
-    ProxyConfig,
-    ServerAt,
-    WorkerSettings,
-)
+from prefixkv.serving.config import ListenSettings, PrefillWorkerConfig, WorkerSettings
 from prefixkv.serving.fleet import Fleet
 from prefixkv.serving.front import Front
 from prefixkv.serving.openai import Usage
-from prefixkv.serving.proxy import Proxy
 from prefixkv.serving.text import Texts
 from prefixkv.serving.tracing import PHASES, NodeSpans, Tracing, asked_by, make_tracing, phases_of
 from prefixkv.serving.wire import Ask
@@ -47,7 +42,7 @@ from prefixkv.serving.worker import PrefillWorker
 from tests.support.collector import Collector
 from tests.support.patience import NEVER_S, PATIENCE_S
 from tests.support.patience import until as wait_until
-from tests.unit.serving.test_proxy import (
+from tests.unit.proxy.test_server import (
     Engine,
     Say,
     Stage,
@@ -475,7 +470,8 @@ SERVERS = "['proxy', '--prefill', 'http://127.0.0.1:1=a', '--decode', 'http://12
 
 def test_opentelemetry_sdk_is_not_imported_unless_it_is_asked_for() -> None:
     program = (
-        "import sys; from prefixkv.serving import front, proxy, worker; "
+        "import sys; from prefixkv.serving import front, worker; "
+        "from prefixkv.proxy import server; "
         "from prefixkv.serving.tracing import make_tracing; "
         "print(make_tracing('front').writes); "
         "print([name for name in sys.modules if name.startswith('opentelemetry.') "

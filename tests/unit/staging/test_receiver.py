@@ -8,24 +8,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefixkv.errors import ConfigError, LeaseError, ProtocolError, TransferError
+from prefixkv.errors import LeaseError, ProtocolError, TransferError
 from prefixkv.memory.mesh import Shard
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
-from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
+from prefixkv.protocol.ids import ChunkTag, KVPoll, PeerId, RoomKey
+from prefixkv.protocol.machine import Fail
 from prefixkv.protocol.messages import Hello, HelloReply, LeaseAsk, Promise, Topology
-from prefixkv.protocol.receiver_machine import RoomDrained, RoomEnded, RoomOverdue
-from prefixkv.protocol.tags import ChunkTag
+from prefixkv.protocol.receiver_machine import RoomDrained, RoomEnded, RoomOverdue, UnitsStaged
 from prefixkv.staging.leases import LeaseCut, LeaseState, Section
 from prefixkv.staging.receiver import (
-    BreakRoom,
     Grant,
     Scatter,
-    SectionArrived,
     StagedRoomAction,
     StagingPlan,
     StagingReceiver,
+    ToRoom,
 )
 from tests.unit.control.mesh_wire import AREA, DIGEST, KEY, hello, promise
+from tests.unit.staging.said import Saying
 
 A, B = RoomKey(1, 0), RoomKey(2, 5)
 TICKET = 9
@@ -39,8 +39,12 @@ def area_of(num_bytes: int) -> StagingArea:
     return StagingArea(BLOCK_BYTES, num_bytes, num_bytes)
 
 
+def receiver(area: StagingArea) -> Any:
+    return Saying(lambda say: StagingReceiver(area, say))
+
+
 def open_room(
-    staging: StagingReceiver,
+    staging: Any,
     key: RoomKey,
     num_units: int,
     cut: LeaseCut = CUT,
@@ -52,15 +56,15 @@ def open_room(
     return staging.open(promise, 1, StagingPlan(cut, PARTS, unit_tokens=1))
 
 
-def rooms_of(num_units: int, *keys: RoomKey, leases: int = 2) -> StagingReceiver:
-    staging = StagingReceiver(area_of(leases * LEASE))
+def rooms_of(num_units: int, *keys: RoomKey, leases: int = 2) -> Any:
+    staging = receiver(area_of(leases * LEASE))
     for key in keys:
         assert open_room(staging, key, num_units) == []
     return staging
 
 
 def ask(
-    staging: StagingReceiver,
+    staging: Any,
     key: RoomKey,
     rank: int,
     piece: int,
@@ -89,7 +93,7 @@ def lease_of(actions: list[StagedRoomAction]) -> int:
 
 
 def arrive(
-    staging: StagingReceiver,
+    staging: Any,
     key: RoomKey,
     rank: int,
     piece: int,
@@ -98,32 +102,30 @@ def arrive(
     parts: int = 1,
     blocks: int = 1,
 ) -> list[StagedRoomAction]:
-    """What follows but for `SectionArrived`, which comes last and once."""
+    """What follows but for what the room hears, which comes last and once."""
     tag = ChunkTag(1, *key.numbers, rank, piece, part, parts, lease, blocks)
     out = staging.on_arrival(tag)
     staging.check_invariants()
-    if out and isinstance(out[-1], SectionArrived):
-        assert (out[-1].key, out[-1].rank) == (key, rank)
+    if out and isinstance(out[-1], ToRoom):
+        assert (out[-1].key, out[-1].event.rank) == (key, rank)
         out.pop()
-    assert not any(isinstance(action, SectionArrived) for action in out)
+    assert not any(isinstance(action, ToRoom) for action in out)
     return out
 
 
-def all_arrive(staging: StagingReceiver, key: RoomKey, piece: int, lease: int) -> Scatter:
+def all_arrive(staging: Any, key: RoomKey, piece: int, lease: int) -> Scatter:
     assert arrive(staging, key, 0, piece, lease) == []
     (scatter,) = arrive(staging, key, 2, piece, lease)
     assert isinstance(scatter, Scatter)
     return scatter
 
 
-def asked_by_all(
-    staging: StagingReceiver, key: RoomKey, piece: int, first: int, count: int = 4
-) -> int:
+def asked_by_all(staging: Any, key: RoomKey, piece: int, first: int, count: int = 4) -> int:
     ask(staging, key, 0, piece, first, count)
     return lease_of(ask(staging, key, 2, piece, first, count))
 
 
-def told(staging: StagingReceiver, ending: RoomEnded | RoomDrained) -> list[StagedRoomAction]:
+def told(staging: Any, ending: RoomEnded | RoomDrained) -> list[StagedRoomAction]:
     """What follows from an end that is passed on at once."""
     out = staging.pass_on(ending)
     staging.check_invariants()
@@ -139,14 +141,8 @@ def failure(key: RoomKey) -> RoomEnded:
     return RoomEnded(key, KVPoll.FAILED, TransferError("broke"))
 
 
-def states(staging: StagingReceiver) -> list[LeaseState]:
+def states(staging: Any) -> list[LeaseState]:
     return [lease.state for lease in staging.leases.all()]
-
-
-@pytest.mark.parametrize("num_bytes", [0, -BLOCK_BYTES, BLOCK_BYTES // 2, BLOCK_BYTES + 1])
-def test_an_area_is_whole_blocks(num_bytes: int) -> None:
-    with pytest.raises(ConfigError):
-        StagingReceiver(area_of(num_bytes))
 
 
 # --- asks -----------------------------------------------------------------------------------------
@@ -296,7 +292,7 @@ def test_a_scatter_that_failed_breaks_the_room_once() -> None:
     for piece, lease in enumerate(leases):
         all_arrive(staging, A, piece, lease)
     error = OSError("no")
-    assert scattered(staging, leases[0], error) == [BreakRoom(A, error)]
+    assert scattered(staging, leases[0], error) == [ToRoom(A, Fail(error))]
     assert scattered(staging, leases[1], error) == []
     assert staging.leases.all() == []
 
@@ -314,12 +310,12 @@ def test_a_writer_has_arrived_when_each_part_is_notified_with_all_its_blocks() -
     assert tag(0, 1) == []
     assert tag(1, 0) == tag(1, 2) == []  # a transport that posted less, or more, than the section
     assert staging.counters == {"arrivals_that_disagree": 2}
-    assert tag(1, 1) == [SectionArrived(A, 0, 4)]
+    assert tag(1, 1) == [ToRoom(A, UnitsStaged(0, 4))]
     assert tag(1, 1) == []
     assert tag(0, 1, rank=2) == []
     scatter, arrived = tag(1, 1, rank=2)
     assert isinstance(scatter, Scatter)
-    assert arrived == SectionArrived(A, 2, 4)
+    assert arrived == ToRoom(A, UnitsStaged(2, 4))
 
 
 def test_what_a_writer_says_stands_for_no_notification() -> None:
@@ -356,7 +352,7 @@ def test_a_failed_room_holds_its_leases_until_it_is_drained() -> None:
 
 
 def test_the_end_of_a_room_lets_those_behind_it_pass() -> None:
-    staging = StagingReceiver(area_of(3 * BLOCK_BYTES))
+    staging = receiver(area_of(3 * BLOCK_BYTES))
     small, large = LeaseCut(((0, BLOCK_BYTES),), 2, 3 * BLOCK_BYTES), RoomKey(3, 0)
     for key in (A, B):
         open_room(staging, key, 8, small)
@@ -399,30 +395,30 @@ def plan(page_size: int = 4, writers_page_size: int = 4) -> StagingPlan:
     return StagingPlan.of(mine, HelloReply(DIGEST, Topology(writers_page_size, 2), ()))
 
 
-def opened(fill_len: int = 10) -> StagingReceiver:
-    staging = StagingReceiver(AREA)
+def opened(fill_len: int = 10) -> Any:
+    staging = receiver(AREA)
     assert staging.open(promise(fill_len=fill_len), 4, plan()) == []
     return staging
 
 
-def granted(staging: StagingReceiver, piece: int = 0, first: int = 0, count: int = 1) -> int:
+def granted(staging: Any, piece: int = 0, first: int = 0, count: int = 1) -> int:
     for rank in (0, 1):
         said = staging.on_ask(rank, LeaseAsk(*KEY.numbers, rank, piece, first, count, 1))
     assert all(isinstance(action, Grant) for action in said)
     return said[0].grant.lease_id  # type: ignore[union-attr]
 
 
-def landed(staging: StagingReceiver, piece: int = 0, first: int = 0) -> int:
+def landed(staging: Any, piece: int = 0, first: int = 0) -> int:
     """A lease whose scatter runs."""
     lease = granted(staging, piece, first)
     for rank in (0, 1):
         tag = ChunkTag(5, *KEY.numbers, rank, piece, lease_id=lease, num_pages=1)
         actions = staging.on_arrival(tag)
-    assert [type(action) for action in actions] == [Scatter, SectionArrived]
+    assert [type(action) for action in actions] == [Scatter, ToRoom]
     return lease
 
 
-def scattered(staging: StagingReceiver, lease: int, error: Exception | None = None) -> list[Any]:
+def scattered(staging: Any, lease: int, error: Exception | None = None) -> list[Any]:
     out = staging.on_scattered(lease, error)
     staging.check_invariants()
     return out
@@ -454,13 +450,13 @@ def test_a_copy_that_fails_after_success_was_held_back_ends_and_drains_the_room_
 
 
 def test_rooms_that_are_not_staged_pass() -> None:
-    staging = StagingReceiver(AREA)
+    staging = receiver(AREA)
     for ending in (GOOD, BAD, DRAINED, RoomOverdue(KEY)):
         assert staging.pass_on(ending) == [ending]
 
 
 def test_units_of_larger_pages_of_ours_and_of_the_writers() -> None:
-    staging = StagingReceiver(AREA)
+    staging = receiver(AREA)
     which = Promise(*KEY.numbers, 30, 8, promise(pages=(3, 9, 5)).pages, 1)
     staging.open(which, 8, plan(page_size=8))
     lease = granted(staging, 0, 0, 2)

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 from collections import defaultdict
 from itertools import count
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 
-from prefixkv.errors import AbortedError, ConfigError, HandshakeError, InternalError, PeerLostError
+from prefixkv.control.effects import Cancel, StagingSlots
+from prefixkv.errors import AbortedError, HandshakeError, InternalError, PeerLostError
 from prefixkv.memory.mesh import Mesh, sent_shares, writers_to
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea, whole_blocks
-from prefixkv.protocol.ids import PeerId, RoomKey
+from prefixkv.protocol.ids import ChunkTag, PeerId, RoomKey
 from prefixkv.protocol.messages import LeaseGrant
-from prefixkv.protocol.sender_events import JobDrained, JobEnded
+from prefixkv.protocol.sender_machine import JobDrained, JobEnded
 from prefixkv.staging.leases import LeaseCut
 from prefixkv.staging.sender import (
     READY_POLL_S,
-    CancelStaged,
     Gather,
-    PostStaged,
     SendLeaseAsk,
     StagedWriteAction,
     StagingSender,
     Streams,
 )
+from prefixkv.transport.base import WriteJob
+from tests.unit.staging.said import Saying
 
+ME = PeerId("prefill-0", 7)
 P, Q = PeerId("decode-0", 1), PeerId("decode-1", 1)
 A, B = RoomKey(1, 0), RoomKey(2, 5)
 TICKET = 9
@@ -58,7 +60,10 @@ class Desk:
 
     def __init__(self, slots: int = 4, window: int = 3) -> None:
         ids = count(1000)
-        self.sender = StagingSender(RANK, slots, BLOCK_BYTES, window, RESEND_S, lambda: next(ids))
+        sizes = StagingSlots(slots, BLOCK_BYTES, window)
+        self.sender: Any = Saying(
+            lambda say: StagingSender(ME, RANK, sizes, RESEND_S, lambda: next(ids), say)
+        )
         self.sender.add_peer(P, CUT)
         self.sender.add_peer(Q, CUT)
         self.next_unit: dict[tuple[RoomKey, PeerId], int] = {}
@@ -94,13 +99,13 @@ class Desk:
         return self.checked(self.sender.on_gathered(gather.gather_id, error))
 
     def ended(
-        self, post: PostStaged, error: Exception | None = None, drained: bool = True
+        self, post: WriteJob, error: Exception | None = None, drained: bool = True
     ) -> list[StagedWriteAction]:
-        return self.checked(self.sender.on_write_ended(post.write_id, error, drained, 0.0))
+        return self.checked(self.sender.on_write_ended(post.job_id, error, drained, 0.0))
 
-    def posted(self, piece: int, key: RoomKey = A, peer: PeerId = P) -> PostStaged:
+    def posted(self, piece: int, key: RoomKey = A, peer: PeerId = P) -> WriteJob:
         gather = only(Gather, self.grant(piece, key, peer))
-        return only(PostStaged, self.gathered(gather))
+        return only(WriteJob, self.gathered(gather))
 
     def tick(self, now_s: float) -> list[StagedWriteAction]:
         return self.checked(self.sender.tick(now_s))
@@ -173,20 +178,10 @@ def test_a_lease_that_takes_no_unit_is_refused_with_both_sizes() -> None:
 
 
 def test_a_section_larger_than_a_slot_is_refused() -> None:
-    sender = StagingSender(RANK, 1, BLOCK_BYTES, 1, RESEND_S, lambda: 0)
-    sender.add_peer(P, CUT)
+    sender = Desk().sender
     with pytest.raises(HandshakeError, match=r"slot_bytes .* ours 4096, theirs 5120"):
         sender.add_peer(Q, LeaseCut(CUT.shares, 5, CUT.area_bytes))
     assert sender.write(1, A, {}, TICKET, Q, 0, np.arange(1, dtype=np.int32), None, 0.0) != []
-
-
-@pytest.mark.parametrize(
-    ("slots", "slot_bytes", "window"),
-    [(0, BLOCK_BYTES, 1), (1, 0, 1), (1, BLOCK_BYTES - 1, 1), (1, BLOCK_BYTES, 0)],
-)
-def test_settings_out_of_range_are_refused(slots: int, slot_bytes: int, window: int) -> None:
-    with pytest.raises(ConfigError):
-        StagingSender(0, slots, slot_bytes, window, RESEND_S, lambda: 0)
 
 
 # --- from chunk to write --------------------------------------------------------------------------
@@ -201,16 +196,17 @@ def test_a_chunk_is_cut_asked_for_gathered_written_and_ends_once() -> None:
         [100, 101, 102, 103],
         4096,
     )
-    post = only(PostStaged, desk.gathered(first))
-    where = first.slot, LEASE + BLOCK_BYTES, 4096
-    assert post == PostStaged(post.write_id, A, P, 0, 50, *where, TICKET)
+    post = only(WriteJob, desk.gathered(first))
+    assert (post.peer, post.route, post.ready) == (P, "staging", None)
+    assert (post.src_pages.tolist(), post.dst_pages.tolist()) == ([first.slot], [3])  # blocks
+    assert post.tag == ChunkTag(ME.incarnation, *A.numbers, RANK, 0, lease_id=50, ticket=TICKET)
     second = only(Gather, desk.grant(1, offset=2 * LEASE))
     assert second.slot != first.slot
     assert (second.src_units.tolist(), second.num_bytes) == ([104, 105], 2048)
-    other = only(PostStaged, desk.gathered(second))
-    assert desk.sender.owns(other.write_id)
+    other = only(WriteJob, desk.gathered(second))
+    assert desk.sender.owns(other.job_id)
     assert desk.ended(other) == []
-    assert not desk.sender.owns(other.write_id)
+    assert not desk.sender.owns(other.job_id)
     assert desk.ended(post) == [JobEnded(1)]
     assert desk.ended(post) == []
     assert (len(desk.sender.jobs), len(desk.sender.free_slots)) == (0, 4)
@@ -309,8 +305,8 @@ def test_slots_are_given_in_the_order_of_grants_and_wait_for_writes() -> None:
     desk.write(2, 8, peer=Q)
     first, second = only(Gather, desk.grant(0)), only(Gather, desk.grant(0, peer=Q))
     assert desk.grant(1) + desk.grant(1, peer=Q) + desk.grant(2) == []
-    post = only(PostStaged, desk.gathered(first))
-    other = only(PostStaged, desk.gathered(second))
+    post = only(WriteJob, desk.gathered(first))
+    other = only(WriteJob, desk.gathered(second))
     gather = only(Gather, desk.ended(post))
     assert (gather.peer, gather.src_units[0], gather.slot) == (P, 104, first.slot)
     gather = only(Gather, desk.ended(other)[:1])
@@ -339,7 +335,7 @@ def test_a_gather_that_failed_fails_the_job_when_its_writes_have_ended() -> None
     post = desk.posted(0)
     gather = only(Gather, desk.grant(1))
     error = OSError("no")
-    assert desk.gathered(gather, error) == [CancelStaged(post.write_id)]
+    assert desk.gathered(gather, error) == [Cancel(post.job_id)]
     assert desk.grant(2) == []  # dropped
     assert desk.ended(post) == [JobEnded(1, error)]
     assert len(desk.sender.free_slots) == 4
@@ -354,14 +350,14 @@ def test_an_undrained_write_holds_its_slot_until_it_is_drained() -> None:
     assert desk.grant(0, key=B) == []
     error = OSError("no")
     assert desk.ended(post, error, drained=False) == [JobEnded(1, error, False)]
-    assert desk.sender.owns(post.write_id)
+    assert desk.sender.owns(post.job_id)
     assert len(desk.sender.free_slots) == 0
     desk.sender.forget(desk.rooms[A])
     desk.sender.check_invariants()
-    drained, gather = desk.checked(desk.sender.on_write_drained(post.write_id))
+    drained, gather = desk.checked(desk.sender.on_write_drained(post.job_id))
     assert drained == JobDrained(1)
     assert isinstance(gather, Gather)
-    assert desk.sender.on_write_drained(post.write_id) == []
+    assert desk.sender.on_write_drained(post.job_id) == []
 
 
 def test_a_job_is_drained_with_the_last_of_its_writes() -> None:
@@ -371,8 +367,8 @@ def test_a_job_is_drained_with_the_last_of_its_writes() -> None:
     errors = [OSError("first"), OSError("second")]
     desk.ended(posts[0], errors[0], drained=False)
     assert desk.ended(posts[1], errors[1], drained=False) == [JobEnded(1, errors[0], False)]
-    assert desk.checked(desk.sender.on_write_drained(posts[1].write_id)) == []
-    assert desk.checked(desk.sender.on_write_drained(posts[0].write_id)) == [JobDrained(1)]
+    assert desk.checked(desk.sender.on_write_drained(posts[1].job_id)) == []
+    assert desk.checked(desk.sender.on_write_drained(posts[0].job_id)) == [JobDrained(1)]
 
 
 def test_a_cancelled_job_drops_what_is_not_under_way() -> None:
@@ -382,7 +378,7 @@ def test_a_cancelled_job_drops_what_is_not_under_way() -> None:
     desk.write(2, 4)
     post, gather = desk.posted(0), only(Gather, desk.grant(1))
     assert desk.grant(2) == []
-    assert desk.checked(desk.sender.cancel(1)) == [CancelStaged(post.write_id)]
+    assert desk.checked(desk.sender.cancel(1)) == [Cancel(post.job_id)]
     assert desk.checked(desk.sender.cancel(1)) == []
     assert desk.gathered(gather) == []  # and not posted
     ended, *more = desk.ended(post)
@@ -403,7 +399,7 @@ def test_the_jobs_of_a_peer_that_is_removed_end() -> None:
     desk.write(3, 4, peer=Q)
     post = desk.posted(0)
     cancel, ended = desk.checked(desk.sender.remove_peer(P))
-    assert cancel == CancelStaged(post.write_id)
+    assert cancel == Cancel(post.job_id)
     assert isinstance(ended, JobEnded)
     assert (ended.job_id, type(ended.error)) == (2, PeerLostError)
     late = only(JobEnded, desk.write(4, 4))

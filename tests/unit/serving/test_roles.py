@@ -1,0 +1,299 @@
+"""Settings of the workers of `prefixkv serve`: each is used, or refused by name; and so is each
+variable of the environment."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import is_dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+
+from prefixkv.errors import ConfigError
+from prefixkv.proxy.config import ProxyConfig
+from prefixkv.serving.config import KINDS, FrontConfig, ServeConfig
+from prefixkv.serving.launch import ServeLaunch
+from prefixkv.serving.roles import role_settings, without_settings
+from prefixkv.settings import PREFIX, Setting, fields_of, load, settings_of
+from prefixkv.variables import _OF_SERVING, check_environ, known_variables
+from tests.support.processes import ROOT
+
+ENVIRON: dict[str, str] = {}
+
+
+def workers_of(
+    config: ServeConfig, role: str, text: str, file: Path, environ: dict[str, str] = ENVIRON
+) -> list[Any]:
+    """What the processes of a role load from the environment that `serve` gives them, if `text` is
+    in the role's file."""
+    file.write_text(text, encoding="utf-8")
+    config = replace(config, **{f"{role}_config": str(file)})
+    launch = ServeLaunch(config)
+    launch._key, launch._settings[role] = "k", role_settings(config, role, environ)
+    num = config.prefill if role == "prefill" else config.decode
+    return [load(KINDS[role], None, launch.environ(role, number)) for number in range(num)]
+
+
+# --- one setting, at one place ----------------------------------------------------------------
+
+
+def test_a_worker_has_what_its_file_says_and_else_what_serve_says(tmp_path: Path) -> None:
+    """As an operator would write it, after CASES M1."""
+    config = ServeConfig(decode=3, page_size=32, decode_pages=50, chunk_tokens=7)
+    text = (
+        "page_size = 64\nstatus_port = 9100\nname = 'd'\nthreads = 3\n"
+        "record = 'at/traffic.jsonl'\n[control]\nheartbeat_s = 2"
+    )
+    workers = workers_of(config, "decode", text, tmp_path / "d.toml")
+    for number, worker in enumerate(workers):
+        assert (worker.worker.page_size, worker.worker.num_pages) == (64, 50)
+        assert worker.worker.listen.status_port == 9100 + number
+        assert worker.worker.listen.port == 0
+        assert worker.worker.models.threads == 3
+        assert worker.node.name == f"d-{number}"
+        assert worker.node.record == f"at/traffic-{number}.jsonl"
+        assert worker.node.control.heartbeat_s == 2
+    text = "bind = 'tcp://127.0.0.1:29600'\nport = 9200\n"
+    (prefill,) = workers_of(config, "prefill", text, tmp_path / "p.toml")
+    assert (prefill.chunk_tokens, prefill.worker.page_size) == (7, 32)
+    assert (prefill.node.bind, prefill.worker.listen.port) == ("tcp://127.0.0.1:29600", 9200)
+    assert (prefill.node.name, prefill.worker.num_pages) == ("prefill-0", 1024)
+
+
+def test_addresses_count_up(tmp_path: Path) -> None:
+    text = (
+        "bind = 'tcp://[::1]:29600'\n[kv_events]\n"
+        "endpoint = 'ipc:///run/a'\nreplay_endpoint = ''\nsnapshot_endpoint = 'tcp://127.0.0.1:*'\n"
+    )
+    third = workers_of(ServeConfig(prefill=3), "prefill", text, tmp_path / "p.toml")[2].node
+    assert (third.bind, third.kv_events.endpoint) == ("tcp://[::1]:29602", "ipc:///run/a-2")
+    assert third.kv_events.replay_endpoint == ""
+    assert third.kv_events.snapshot_endpoint == "tcp://127.0.0.1:*"
+
+
+def test_host_memory_is_said_in_words_or_by_the_role(tmp_path: Path) -> None:
+    def decode(text: str = "", environ: dict[str, str] = ENVIRON, **serve: Any) -> Any:
+        config = ServeConfig(**serve)
+        found = [
+            one.node.host_memory
+            for one in workers_of(config, "decode", text, tmp_path / "d.toml", environ)
+        ]
+        assert len({*map(repr, found)}) == 1  # each worker has as much
+        return found[0] and (found[0].times, found[0].num_bytes, found[0].num_pages)
+
+    assert decode() is None
+    assert decode(host_memory="8GiB", decode=2) == (4.0, 8 << 30, 0)
+    assert decode(host_memory="1.5 GB") == (4.0, 1_500_000_000, 0)
+    own = "[host_memory]\nnum_pages = 7\npolicy = 'lru'"
+    assert decode(own) == decode(own, host_memory="3x") == (4.0, 0, 7)
+    assert decode(environ={"PREFIXKV_HOST_MEMORY_TIMES": "5"}) == (5.0, 0, 0)
+    assert decode("[host_memory]\ncopy_threads = 5", host_memory="3x") == (3.0, 0, 0)
+
+
+def test_a_variable_that_serve_has_too_is_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environ = {
+        "PREFIXKV_PORT": "0", "PREFIXKV_STATUS_PORT": "9000", "PREFIXKV_API_KEY": "front",
+        "PREFIXKV_HOST": "127.0.0.2", "PREFIXKV_LIMITS_MAX_REQUESTS_PER_CLIENT": "3",
+        "PREFIXKV_SEED": "3", "PREFIXKV_CONTROL_HEARTBEAT_S": "2",
+    }  # fmt: skip
+    config = load(ServeConfig, None, environ)
+    for name, text in {**environ, "PREFIXKV_DEBUG": "1"}.items():
+        monkeypatch.setenv(name, text)
+    launch = ServeLaunch(config)
+    for role in KINDS:
+        environment = launch.environ(role, 0)
+        (worker,) = workers_of(config, role, "", tmp_path / "r.toml", environ)
+        listen = worker.worker.listen
+        assert (listen.host, listen.port, listen.status_port) == ("127.0.0.1", 0, 0)
+        assert listen.api_key not in ("", "front")
+        assert (worker.node.control.heartbeat_s, worker.worker.models.seed) == (2, 3)
+        assert listen.limits.max_requests_per_client == 1024
+        assert (environment["PREFIXKV_DEBUG"], environment["PATH"]) == ("1", os.environ["PATH"])
+
+
+@pytest.mark.parametrize(
+    ("role", "text", "why"),
+    [
+        ("decode", "seed = 3", "r.toml: seed: serve sets it"),
+        ("decode", "parent = 1", "r.toml: parent: serve sets it"),
+        ("prefill", "api_key = 'k'", "r.toml: api_key: serve sets it"),
+        ("prefill", "[limits]\nmax_requests_per_client = 7", "a worker answers its front alone"),
+        ("decode", "[control]\nsuspect_after_s = 1",
+         "r.toml: control.suspect_after_s: 1.0 is not above heartbeat_s, 1.0"),
+        ("decode", "policy = 'lruu'", "r.toml: policy: .*the nearest is lru"),
+        ("decode", "[contrl]\nresend_s = 3", "there is no table contrl; the nearest is control"),
+        ("decode", "chunk_tokens = 3", "there is no setting chunk_tokens"),
+    ],
+)  # fmt: skip
+def test_what_workers_cannot_have_is_refused_by_name(
+    tmp_path: Path, role: str, text: str, why: str
+) -> None:
+    with pytest.raises(ConfigError, match=why):
+        workers_of(ServeConfig(), role, text, tmp_path / "r.toml")
+
+
+@pytest.mark.parametrize(
+    ("serve", "why"),
+    [
+        ({"host_memory": "8"}, r"host_memory: '8' is no size: 8GiB, or 4x"),
+        ({"host_memory": "-8GiB"}, "host_memory: '-8GiB' is no size"),
+        ({"host_memory": "0.5B"}, "host_memory: '0.5B' is none; leave it out"),
+        ({"host_memory": "2000x"}, "host_memory_times: 2000.0 is above 1000"),
+        ({"ray_cpus": 3}, "ray_cpus: is of --ray, which is not set"),
+        ({"decode_config": "none.toml"}, "none.toml is not read"),
+    ],
+)
+def test_what_serve_cannot_have_is_refused_by_name(serve: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        ServeLaunch(ServeConfig(**serve))
+
+
+@pytest.mark.parametrize("workers", ["", "127.0.0.1:8000", "http://a:1,", "http://a:1 http://b:2"])
+def test_a_front_needs_urls_of_workers(workers: str) -> None:
+    if " " in workers:
+        FrontConfig(workers=workers.replace(" ", ", "))
+    else:
+        with pytest.raises(ConfigError, match=r"workers: .* is no worker: http://HOST:PORT"):
+            FrontConfig(workers=workers)
+
+
+# --- every setting of every table -------------------------------------------------------------
+
+REFUSED = {"parent", "host", "status_host", "api_key", "limits.max_requests_per_client", "model",
+           "seed", "dtype"}  # fmt: skip
+KEYS = {f"control.curve.{name}" for name in ("public_key", "secret_key", "server_key")}
+
+
+def others_of(setting: Setting) -> Iterator[Any]:
+    """Values of a setting that are not its default, the likely ones first."""
+    default = setting.default
+    for kind in setting.field.kinds:
+        if kind.base is bool:
+            yield not default
+        elif get_origin(kind.base) is Literal:
+            yield from get_args(kind.base)
+        elif kind.base is int:
+            yield from ((default or 0) + 3, 2 * (default or 8), 7, 64 << 20)
+        elif kind.base is float:
+            yield from (default * 0.9 if default else 0.5, (default or 0.5) * 1.5)
+        elif kind.base is str:
+            yield from ("lru", "fifo", "4x", "tcp://127.0.0.1:29700", "127.0.0.2", "eth0", "k" * 40)
+
+
+def text_of(key: tuple[str, ...], value: Any) -> str:
+    """A file of this one setting."""
+    shown = str(value).lower() if isinstance(value, bool) else repr(value)
+    return ".".join(key) + f" = {shown}"
+
+
+CLASSES = (*KINDS.values(), ServeConfig, FrontConfig, ProxyConfig)
+OF_A_FILE = [
+    pytest.param(role, one, id=f"{role} {one.path}")
+    for role, kind in KINDS.items()
+    for one in settings_of(kind)
+    if not one.field.is_mapping
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("role", "setting"), OF_A_FILE)
+def test_each_key_of_a_role_s_file_reaches_its_workers_or_is_refused(
+    role: str, setting: Setting, tmp_path: Path
+) -> None:
+    # Decode's checkpoints are to compute from.
+    beside = "compute.below = 512\n" * (role == "decode" and setting.path == "checkpoints")
+    file, config = tmp_path / "r.toml", ServeConfig(**{role: 2})
+    plain, found = workers_of(config, role, beside, file), []
+    for value in others_of(setting):
+        if value != setting.default and "changed" not in found:
+            try:
+                made = workers_of(config, role, beside + text_of(setting.key, value), file)
+                found.append("changed" if made != plain else "same")
+            except ConfigError as error:
+                found.append(str(error))
+    assert found
+    assert "same" not in found
+    assert ("changed" not in found) == (setting.path in {*REFUSED, *KEYS}), found
+    for why in found:
+        assert why == "changed" or setting.field.name in why or "control.curve." in why
+
+
+def test_each_setting_is_read_somewhere() -> None:
+    """One that nothing reads would be ignored, however well it is checked."""
+    read = set()
+    for path in (ROOT / "prefixkv").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                read.add(node.attr)
+            elif isinstance(node, ast.Call):  # one that is read by its name is an argument
+                read |= {one.value for one in node.args if isinstance(one, ast.Constant)}
+
+    def names_of(kind: type) -> Iterator[str]:
+        for field in fields_of(kind):
+            yield field.name
+            if field.table is not None and is_dataclass(field.table):
+                yield from names_of(field.table)
+
+    declared = {name for kind in CLASSES for name in names_of(kind)}
+    assert len(declared) > 80
+    assert declared - read == set()
+
+
+# --- variables --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variable", "nearest"),
+    [
+        ("PREFIXKV_PAGE_SISE", "PREFIXKV_PAGE_SIZE"),
+        ("PREFIXKV_CONTROL_HARTBEAT_S", "PREFIXKV_CONTROL_HEARTBEAT_S"),
+        ("PREFIXKV_DEBUGG", "PREFIXKV_DEBUG"),
+        ("PREFIXKV_ADMISION", "PREFIXKV_ADMISSION"),
+        ("PREFIXKV_ENGINE_PYTON", "PREFIXKV_ENGINE_PYTHON"),
+        ("PREFIXKV_page_size", ""),
+        ("PREFIXKV_", ""),
+        ("PREFIXKV_XYZZY", ""),
+    ],
+)
+def test_an_unknown_variable_is_refused_with_the_nearest(variable: str, nearest: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_environ({"PATH": "x", "PREFIXKV_PORT": "1", variable: "64"})
+    hint = f"; the nearest is {nearest}" if nearest else ""
+    assert str(caught.value) == f"there is no variable {variable}{hint}"
+
+
+def test_every_variable_that_the_tree_reads_is_known() -> None:
+    """Names in code are read there, but for those of tests that are wrong on purpose."""
+    named = re.compile(rf"\b{PREFIX}[A-Z][A-Z_]+\b")
+    folders = (
+        "prefixkv", "benchmarks", "fuzz", "tests/integration", "tests/support", "tests/laws", ".ci",
+    )  # fmt: skip
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    texts = [
+        path.read_text(encoding="utf-8")
+        for path in files
+        if path.suffix == ".py" or path.name == "run"
+    ]
+    found = {name for text in texts for name in named.findall(text)}
+    assert len(found) > 15
+    check_environ(dict.fromkeys(found, "x"))
+
+
+def test_the_settings_of_all_commands_are_known_where_only_the_core_is() -> None:
+    """What is missing here belongs into `_OF_SERVING` of prefixkv/variables.py."""
+    have = {setting.variable for kind in CLASSES for setting in settings_of(kind)}
+    assert have <= known_variables()
+    check_environ(dict.fromkeys(known_variables(), "x"))
+    assert {PREFIX + name for name in _OF_SERVING} <= have, "no command has it any more"
+
+
+def test_a_child_inherits_what_is_no_setting() -> None:
+    environ = {"PATH": "x", "PREFIXKV_DEBUG": "1", "PREFIXKV_PORT": "1", "PREFIXKV_POLICY": "lru",
+               "PREFIXKV_CHUNK_TOKENS": "3"}  # fmt: skip
+    assert without_settings(environ) == {"PATH": "x", "PREFIXKV_DEBUG": "1"}
