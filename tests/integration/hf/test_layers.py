@@ -22,7 +22,6 @@ from prefixkv.config import ComputeConfig, TransportConfig
 from prefixkv.engines.hf import PagedModel, Sampling, make_model
 from prefixkv.engines.hf import attention as attention_module
 from prefixkv.engines.hf.attention import NAME
-from prefixkv.engines.hf.identity import identity_of
 from prefixkv.engines.hf.models import ExtraState, unpaged_copy
 from prefixkv.engines.hf.recurrent import NO_SLOT, StateRows
 from prefixkv.errors import ConfigError
@@ -163,27 +162,6 @@ def test_logits_of_chunks_and_steps_are_those_of_one_forward(family: str, size: 
     assert grown.off(reference) < OFF / 10
 
 
-@of_states
-def test_a_state_goes_on_from_where_it_was_copied_twice(
-    made: PagedModel, reference: Reference
-) -> None:
-    """A source is only read: two texts go on from one, and it is the same afterwards."""
-    begin = list(range(40))
-    grown = _Texts(made, [begin, [*begin, 7, 8, 9], [*begin, 200, 100, 50, 3]])
-    grown.forward({0: 40}, {0: 5})
-    before = {name: view[5].clone() for name, view in grown.views()}
-    for at in (1, 2):  # its pages too, since attention reads them
-        for layer in grown.flat.pages:
-            for both in zip(*(grown.flat.rows(grown.rows[one][:5]).flatten().tolist()
-                              for one in (0, at)), strict=True):  # fmt: skip
-                grown.flat.pages[layer][both[1]] = grown.flat.pages[layer][both[0]]
-        grown.done[at], grown.sources[at] = 40, 5
-    grown.forward({1: 3, 2: 1}, {1: 1, 2: 2})
-    grown.forward({2: 3}, {2: 0})
-    assert grown.off(reference) < OFF / 10
-    assert all(torch.equal(before[name], view[5]) for name, view in grown.views())
-
-
 @of_windows
 def test_long_chunks_are_computed_in_blocks(made: PagedModel, reference: Reference) -> None:
     """More new tokens than share a mask, at the beginning and behind it."""
@@ -211,21 +189,6 @@ def test_a_window_that_is_one_token_off_or_ignored_would_be_seen(
     grown.grow(random.Random(6), _CHOICES[path])
     assert grown.off(reference) < OFF / 10
     assert grown.off(other) > OFF
-
-
-@of_windows
-def test_too_few_window_pages_are_no_answer(made: PagedModel) -> None:
-    grown = _Texts(made, _texts(), 32)
-    for _ in range(3):
-        grown.forward({0: 24})
-    right = grown.window_pages
-    for wrong in (
-        lambda at: GroupPages(right(at).first_page + 1, right(at).ids[1:]),
-        lambda at: GroupPages(right(at).first_page, right(at).ids[:3]),
-    ):
-        grown.window_pages = wrong  # type: ignore[method-assign]
-        with pytest.raises(AssertionError):
-            grown.forward({0: 32})
 
 
 # --- engines --------------------------------------------------------------------------------------
@@ -681,15 +644,6 @@ def test_layers_are_known_by_what_they_keep(
     memory = made.make_states(3)
     assert {view.shape[0] for views in memory.views.values() for _, view in views} == {3}
     assert made.state_bytes == sum(entry.num_bytes for entry in memory.pool.layout.entries)
-
-
-@of_states
-def test_paging_changes_no_identity_and_no_copy(made: PagedModel, reference: Reference) -> None:
-    """Twice paged it is as once, and a copy without pages computes by itself."""
-    assert identity_of(made.model) == made.identity
-    again = PagedModel(unpaged_copy(made))
-    assert (again.identity, again.layers.parts) == (made.identity, made.layers.parts)
-    assert Reference(again).greedy(range(30), 5) == reference.greedy(range(30), 5)
 
 
 def test_a_model_without_states_has_no_checkpoints() -> None:

@@ -367,21 +367,3 @@ def test_what_goes_wrong_on_a_server_is_not_told_to_a_client(
     for inner in ("Traceback", "core.py", "10.1.2.3", "127.0.0.1", "http://", "sk-1"):
         assert inner not in told
     assert "(request " in told
-
-
-PROXIED = (
-    "540k messages", "5M lists of tokens", "7M tokens", "1M parameters", "5M tools",
-    "5M of what is unknown", "nested metadata",
-)  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("what", PROXIED)
-def test_a_body_of_very_many_things_passes_a_proxy_or_is_refused(proxy: Serving, what: str) -> None:
-    body = HEAVY[what]()
-    path = "/v1/chat/completions" if b'"messages"' in body[:100] else "/v1/completions"
-    memory = Memory(proxy.pid)
-    with proxy.watched():
-        status, _ = proxy.post(path, body)
-    assert status in (200, 400)
-    assert memory.grown() < 256 * MIB
