@@ -25,6 +25,7 @@ import prefixkv
 from prefixkv import DecodeNode, PrefillNode, config, spi, transfer
 from prefixkv.cache.eviction.policy import Use
 from prefixkv.cli.main import app
+from prefixkv.conformance import interface
 from prefixkv.decode import journal as decode_journal
 from prefixkv.engines.sglang import transfer_options as sglang
 from prefixkv.engines.vllm import options
@@ -43,7 +44,6 @@ from prefixkv.runtime.node import Node
 from prefixkv.serving import config as serving
 from prefixkv.serving.router import BoundedAffinityRouter
 from prefixkv.settings import Field, fields_of, sentences_of
-from prefixkv.conformance import sides
 
 ROOT = Path(__file__).parents[1]
 KEYS = re.compile(r"(?ms)^- ((?:`[^`]+`,?\s+)*`[^`]+`):\s(.*?)(?=\n- |\n\n|\Z)")
@@ -296,15 +296,15 @@ CALLS = {
         lost_peers num_rooms stats close""",
     transfer.PrefillTransfers: """add send_chunk offer withdraw abort refuse endpoint take_events
         wait fileno move_weights fence peers lost_peers num_rooms stats close""",
-    sides.EngineSides: """submit abort step expected restart decode prefill vocabulary close""",
+    interface.EngineSides: """submit abort step expected restart decode prefill vocabulary close""",
 }
 RECORDS = (
     prefixkv.Request,
     prefixkv.PrefillAsk,
     Use,
     BoundedAffinityRouter,
-    sides.ScenarioSettings,
-    sides.Prompt,
+    interface.ScenarioSettings,
+    interface.Prompt,
 )
 
 

@@ -10,8 +10,8 @@ aborts, ends and restarts on small workers, and says by law what broke.
 
     python -m prefixkv.conformance my_engine.workers:make
 
-`docs/integrate.md` has an example; `prefixkv.conformance.toy` is a whole engine that passes, and
-`prefixkv.conformance.pattern` has KV that shows where a wrong byte came from.
+`docs/integrate/conformance.md` has an example; `prefixkv.conformance.toy` is a whole engine that
+passes, and `prefixkv.conformance.pattern` has KV that shows where a wrong byte came from.
 """
 
 from prefixkv.conformance.interface import (

@@ -22,7 +22,8 @@ LAWS: Final = {
     "tokens": "a token that had no page is kept, and appended when there is one",
     "cache": "what is finished is found by the next request that may find it, and by no other",
 }
-"""Names in findings: laws of docs/architecture.md by number, and rules of docs/integrate/conformance.md."""
+"""Names in findings: laws of docs/architecture.md by number, and rules of
+docs/integrate/conformance.md."""
 
 
 class Finding(NamedTuple):
