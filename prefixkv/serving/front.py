@@ -292,7 +292,7 @@ class Front:
             most = self._most_tokens(len(tokens), asked, param)
             # All prompts have one id in the request log; workers need one for each.
             part = part_rid(rid, number) if len(prompts) > 1 else rid
-            ask = Ask(part, tokens, "", sampling, most, asked.num_samples, salt=salt)
+            ask = Ask(part, tokens, "", sampling, most, asked.num_samples, salt)
             current().describe_ask(ask, self.name, isinstance(asked, ChatRequest), asked.streams)
             asks.append(ask)
         answers = Answers(rid, self.name, int(time.time()), isinstance(asked, ChatRequest))
