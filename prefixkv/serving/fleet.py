@@ -433,7 +433,7 @@ class Fleet:
             keys = page_keys(data, self.workers[among[0]].page_size)
             # Lost ones come last, not never: with a single worker a repeat must be able to use it.
             others = [name for name in among if name not in lost]
-            namespace = namespace_of(ask.salt)
+            namespace = namespace_of(ask.namespace)
             routes.append(router.route(keys, now_s, namespace=namespace, among=others or among))
         decode, prefill = routes
         return _WorkerPair(self, decode, prefill)

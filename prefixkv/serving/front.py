@@ -292,7 +292,7 @@ class Front:
             most = self._most_tokens(len(tokens), asked, param)
             # All prompts have one id in the request log; workers need one for each.
             part = part_rid(rid, number) if len(prompts) > 1 else rid
-            ask = Ask(part, tokens, "", sampling, most, asked.num_samples, salt=salt)
+            ask = Ask(part, tokens, "", sampling, most, asked.num_samples, salt)
             current().describe_ask(ask, self.name, isinstance(asked, ChatRequest), asked.streams)
             asks.append(ask)
         answers = Answers(rid, self.name, int(time.time()), isinstance(asked, ChatRequest))
@@ -341,19 +341,11 @@ class _FrontRequest:
         self._tells_always = asked.streams_usage_always
         self._num = sum(ask.num_samples for ask in asks)
         self._extras = extras  # None: the texts are all that is shown
-        self._usages = [Usage(len(ask.tokens)) for ask in asks]
-        for usage in self._usages:  # until something of the prompt is here
-            usage.sent_tokens = usage.computed_tokens = 0
+        self._prompt_lens = [len(ask.tokens) for ask in asks]
+        self._usage = Usage(sum(self._prompt_lens))
         self._begun_s = time.monotonic()
         streams = [front.fleet.generate(ask, self._note_attempt) for ask in asks]
         self._outputs = self._measured(numbered(streams), asked.num_samples)
-
-    @property
-    def _usage(self) -> Usage:
-        total = Usage(0)
-        for usage in self._usages:
-            total.add(usage)
-        return total
 
     def _note_attempt(self, decode: str, prefill: str) -> None:
         self._line.mark("asked")
@@ -366,7 +358,6 @@ class _FrontRequest:
         bodies: list[list[dict[str, Any]]] = [[] for _ in range(self._num)]
         async with contextlib.aclosing(self._outputs):
             async for output in self._outputs:
-                _raise_error(output)
                 texts[output.sample].append(output.text)
                 logprobs = self._logprobs(output)
                 finishes[output.sample] = output.finish
@@ -384,7 +375,6 @@ class _FrontRequest:
         try:
             # The status line is sent with the first piece, so wait until the first output is known.
             first = await anext(self._outputs)
-            _raise_error(first)
         # Closing the generator aborts the request on its worker.
         except BaseException:
             await self._outputs.aclose()
@@ -401,7 +391,6 @@ class _FrontRequest:
                 if piece := self._event(first, begun):
                     yield piece
                 async for output in self._outputs:
-                    _raise_error(output)
                     if piece := self._event(output, begun):
                         yield piece
             # The status 200 has been sent, so the error travels as an event.
@@ -425,39 +414,34 @@ class _FrontRequest:
     async def _measured(
         self, stream: AsyncGenerator[tuple[int, TokenEvent], None], num_samples: int
     ) -> AsyncGenerator[TokenEvent, None]:
-        """Number samples over all prompts, and count tokens, hits and outcome."""
-        metrics, outcome, begun = self._metrics, "aborted", False
-        trace, ttft_s, finishes = current(), None, []
+        """Number samples over all prompts, and count tokens, hits and outcome. Raises ApiError for
+        an answer that its worker has ended."""
+        metrics, usage, outcome = self._metrics, self._usage, "aborted"
+        trace, ttft_s, finishes = current(), None, list[str]()
         try:
             async with contextlib.aclosing(stream):
                 async for number, output in stream:
-                    usage = self._usages[number]
                     if output.token is not None:
-                        if not begun:
+                        if ttft_s is None:
                             ttft_s = time.monotonic() - self._begun_s
                             metrics.ttft.observe(ttft_s)
                             self._line.mark("first_token")
-                        begun = True
                         usage.completion_tokens += 1
                         # All samples share one prompt, so its parts count once.
-                        if output.sample == 0:
-                            self._usages[number] = Usage(
-                                usage.prompt_tokens, usage.completion_tokens, output.hit_tokens,
-                                output.shared_tokens, output.prefill_hit_tokens,
-                                output.host_tokens, output.decode_computed_tokens,
-                            )  # fmt: skip
+                        if output.sample == output.position == 0:
+                            usage.add_prompt(self._prompt_lens[number], output)
                     if output.finish is not None:
                         finishes.append(output.finish)
-                    if output.finish == "error":
-                        outcome = "failed"
+                    if output.finish in ("error", "abort"):
                         trace.fail(output.error)
+                        raise answer_ended(output.error)
                     if number:
                         sample = number * num_samples + output.sample
                         output = msgspec.structs.replace(output, sample=sample)
                     yield output
             # Reached only at the end of the stream: a client that leaves raises at `yield`, and the
             # outcome stays "aborted".
-            outcome = "finished" if outcome == "aborted" else outcome
+            outcome = "finished"
         except (ApiError, PrefixKVError) as error:
             outcome = "failed"
             # A refusal is the client's mistake; its status says so.
@@ -466,7 +450,6 @@ class _FrontRequest:
             raise
         finally:
             metrics.requests.labels(outcome).inc()
-            usage = self._usage
             metrics.count(usage)
             self._line.fields["outcome"] = outcome
             self._line.add(
@@ -481,11 +464,6 @@ class _FrontRequest:
 
 def _target(address: str, worker: str, role: str) -> dict[str, Any]:
     return {"targets": [address], "labels": {"worker": worker, "role": role}}
-
-
-def _raise_error(output: TokenEvent) -> None:
-    if output.finish in ("error", "abort"):
-        raise answer_ended(output.error)
 
 
 class _FrontMetrics:

@@ -176,10 +176,10 @@ async def until(true: Callable[[], object]) -> None:
 
 @played([well], 1)
 async def test_a_request_says_where_its_prefill_is(stage: Stage) -> None:
-    assert await stage.said(salt="s") == [TOKEN, END]
+    assert await stage.said(namespace="s") == [TOKEN, END]
     (asked,), (prefill,) = stage.decode[0].asked, stage.prefill
     assert asked == Ask(
-        "r#0", PROMPT, "tcp://p0", prefill_url=prefill.server.url, max_new_tokens=2, salt="s"
+        "r#0", PROMPT, "tcp://p0", prefill_url=prefill.server.url, max_new_tokens=2, namespace="s"
     )
     assert stage.fleet.retried == 0
 
