@@ -72,9 +72,9 @@ class _HeldPages:
         if isinstance(event, Cleared):
             self.forget()
             self.in_sync = True
-        elif self.in_sync and isinstance(event, Stored):
+        elif isinstance(event, Stored) and self.in_sync:
             self._store(event, room)
-        elif self.in_sync:
+        elif isinstance(event, Removed) and self.in_sync:
             self._remove(event)
 
     def _store(self, event: Stored, room: int) -> None:
