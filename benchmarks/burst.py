@@ -73,9 +73,9 @@ class Prefill:
     def __init__(self, pipe: Connection, sizes: Sizes, follow_s: float) -> None:
         from prefixkv import PrefillNode
         from prefixkv.config import PrefillConfig
+        from prefixkv.conformance.hashing import PrefixHasher
+        from prefixkv.conformance.pattern import KVPattern
         from prefixkv.memory.kv_pool import KVPool
-        from prefixkv.testing.hashing import PrefixHasher
-        from prefixkv.testing.pattern import KVPattern
 
         self.pipe = pipe
         self.chunk_tokens, self.midway = sizes.chunk_tokens, sizes.system_tokens // 4
@@ -151,9 +151,9 @@ class Decode:
     def __init__(self, pipe: Connection, sizes: Sizes) -> None:
         from prefixkv import DecodeNode
         from prefixkv.config import DecodeConfig
+        from prefixkv.conformance.hashing import PrefixHasher
+        from prefixkv.conformance.pattern import KVPattern
         from prefixkv.memory.kv_pool import KVPool
-        from prefixkv.testing.hashing import PrefixHasher
-        from prefixkv.testing.pattern import KVPattern
 
         self.pipe, self.sizes = pipe, sizes
         pool = KVPool.create(DECODE_PAGES, **SHAPE)

@@ -37,12 +37,12 @@ from benchmarks.chaos_pages import SOURCE_CANARY, TARGET_CANARY, WatchedAllocato
 from benchmarks.pair import die_with
 from prefixkv import DecodeNode, PrefillNode
 from prefixkv.config import DecodeConfig, PrefillConfig
+from prefixkv.conformance.hashing import Hashes, PrefixHasher, extend, sample
+from prefixkv.conformance.pattern import KVPattern
 from prefixkv.errors import OutOfPagesError, RequestError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.paging import pages_for
 from prefixkv.request import Request
-from prefixkv.testing.hashing import Hashes, PrefixHasher, extend, sample
-from prefixkv.testing.pattern import KVPattern
 from prefixkv.transport.nixl.loop import NixlLoop
 from prefixkv.transport.shm.loop import ShmLoop
 

@@ -46,7 +46,7 @@ from prefixkv.engines.hf.attention import FlatPool, Plan
 from prefixkv.errors import ConfigError
 from prefixkv.memory.host_pool import HostPool
 from prefixkv.memory.kv_pool import KVPool
-from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
+from prefixkv.protocol.events import HostCopy, HostCopyDone
 from prefixkv.runtime.host_copies import HostCopies
 
 PAGE_SIZE, LAYERS, HEADS, HEAD_DIM, QUERY_HEADS = 16, 32, 8, 128, 32

@@ -27,9 +27,9 @@ import typer
 from benchmarks import host_copies
 from benchmarks.own_compute import Served, agents, one_core_each, ratios, served
 from benchmarks.report import JsonFile, Row, check_json, tell, write
-from prefixkv.cli.chats.command import small_vocabulary
-from prefixkv.cli.chats.workers import PREFILL, ChatAnswer, ModelWorkers
-from prefixkv.cli.chats.workload import Workload
+from prefixkv.cli.demo.play import small_vocabulary
+from prefixkv.cli.demo.workers import PREFILL, ChatAnswer, ModelWorkers
+from prefixkv.cli.demo.workload import Workload
 
 SESSIONS, ACTIVE = 20, 2
 NEAR, NEAR_SHARE = 3, 0.6

@@ -30,7 +30,7 @@ from prefixkv.config import HostConfig
 from prefixkv.memory.host_pool import HostPool
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.page_copy import CpuPageCopy, page_runs
-from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
+from prefixkv.protocol.events import HostCopy, HostCopyDone
 from prefixkv.runtime.host_copies import HostCopies
 
 POOL_BYTES, ROUND_BYTES, PIECE_BYTES, PAGE_SIZE = 512 << 20, 64 << 20, 4 << 20, 16

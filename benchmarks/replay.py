@@ -25,18 +25,18 @@ import benchmarks.policies.gated
 import benchmarks.policies.gittins  # noqa: F401
 from benchmarks.report import JsonFile, Row, check_json, write
 from benchmarks.workloads import SEED, WORKLOADS, generate
+from benchmarks.workloads import mix as mix_traces
 from prefixkv.cli.replay import (
     OPTIMUM,
     ReplayResult,
     Trace,
+    client_hints,
     draw,
     make_trace,
     read_trace,
     replay_optimum,
     replay_policy,
 )
-from prefixkv.cli.replay.hints import client_hints
-from prefixkv.cli.replay.trace import mix as mix_traces
 from prefixkv.errors import ConfigError
 from prefixkv.spi import DEFAULT_POLICY, policy_names
 
@@ -183,9 +183,7 @@ def _policy(run: Run) -> Row:
     result = (
         replay_optimum(trace, run.capacity, WARM, running=RUNNING)
         if run.policy == OPTIMUM
-        else replay_policy(
-            trace, run.policy, run.capacity, WARM, run.queue, None, hints, running=RUNNING
-        )
+        else replay_policy(trace, run.policy, run.capacity, WARM, run.queue, hints, running=RUNNING)
     )
     return _row(run._asdict(), result)
 

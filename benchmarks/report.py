@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from prefixkv.cli.figures import machine
+from prefixkv.cli.demo.report import machine
 from prefixkv.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -44,7 +44,7 @@ from prefixkv.kv_events.publisher import KVEventPublisher
 from prefixkv.pages.manager import PageManager
 from prefixkv.paging import whole_pages
 from prefixkv.prefill.scheduler import PrefillScheduler
-from prefixkv.protocol.host_copy import HostCopyDone
+from prefixkv.protocol.events import HostCopyDone
 from prefixkv.protocol.ids import KVPoll, PeerId
 from prefixkv.request import Request
 from prefixkv.spi import DEFAULT_POLICY

@@ -14,12 +14,17 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count
 from math import exp, log
 from random import Random
 from typing import Any
+
+import numpy as np
+
+from prefixkv.cli.replay import Trace
+from prefixkv.spi import RadixKey
 
 BLOCK_TOKENS = 512
 SEED = 11
@@ -233,6 +238,22 @@ WORKLOADS: dict[str, Callable[[int], list[Entry]]] = {
 def generate(name: str, seed: int = SEED) -> list[Entry]:
     """The workload of this name. Raises KeyError for another."""
     return WORKLOADS[name](seed)
+
+
+def mix(traces: Sequence[Trace]) -> Trace:
+    """Merge traces with blocks of one size by time, each in a namespace of its own."""
+
+    # The number of the trace goes into the namespace, beside the one that the trace has itself.
+    def apart(key: RadixKey, number: int) -> RadixKey:
+        return RadixKey(np.frombuffer(key.data, "<i4"), (number, key.namespace))
+
+    requests = [
+        replace(request, key=apart(request.key, number), whole_key=apart(request.whole_key, number))
+        for number, trace in enumerate(traces)
+        for request in trace.requests
+    ]
+    names = "+".join(trace.name for trace in traces)
+    return replace(traces[0], name=names, requests=requests).in_order()
 
 
 if __name__ == "__main__":

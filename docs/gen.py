@@ -1,4 +1,4 @@
-"""Write docs/reference from the code: settings, metrics, stats, messages, commands, names, laws.
+"""Write docs/reference from the code: one page for each function in the last lines of this file.
 
     PYTHONPATH=$PWD python docs/gen.py
 
@@ -23,7 +23,9 @@ from prometheus_client.core import CounterMetricFamily
 
 import prefixkv
 from prefixkv import DecodeNode, PrefillNode, config, spi, transfer
+from prefixkv.cache.eviction.policy import Use
 from prefixkv.cli.main import app
+from prefixkv.conformance import interface
 from prefixkv.decode import journal as decode_journal
 from prefixkv.engines.sglang import transfer_options as sglang
 from prefixkv.engines.vllm import options
@@ -40,10 +42,12 @@ from prefixkv.proxy import config as proxy
 from prefixkv.runtime import metrics as m
 from prefixkv.runtime.node import Node
 from prefixkv.serving import config as serving
+from prefixkv.serving.router import BoundedAffinityRouter
 from prefixkv.settings import Field, fields_of, sentences_of
 
 ROOT = Path(__file__).parents[1]
 KEYS = re.compile(r"(?ms)^- ((?:`[^`]+`,?\s+)*`[^`]+`):\s(.*?)(?=\n- |\n\n|\Z)")
+ARGS = re.compile(r"(?ms)^    (\w+(?:, \w+)*): (.*?)\n(?=    \w+(?:, \w+)*: |\n|\Z|\S)")
 LAWS = re.compile(r"(?ms)^(?:- \*\*(\w+)\.\*\*|(\d+)\.) (.*?)(?=\n(?:- |\d+\.)|\n\n|\Z)")
 
 
@@ -276,6 +280,81 @@ def names() -> str:
     return "\n".join(parts)
 
 
+CALLS = {
+    prefixkv.DecodeNode: """add pop_preallocated pop_transferred pop_failed pop_needs_prefill
+        append_many reserve_many finish retract abort fail refuse retarget give_up_prefill
+        pop_local computed chunk_tokens save_state save_states flush take_cache_events fence peers
+        lost_peers on_ended take_log apply_rank_events awaited_ranks fence_rank wait fileno drain
+        audit close""",
+    prefixkv.PrefillNode: """add pop_bootstrapped send_chunk pop_sent pop_failed abort fail refuse
+        save_state flush endpoint fence peers lost_peers take_log apply_rank_events fence_rank
+        wait fileno drain audit close""",
+    prefixkv.DecodeRequest: "tokens pages row window_pages",
+    prefixkv.PrefillRequest: "tokens pages row window_pages",
+    prefixkv.KVPool: "create from_tensors with_groups k v latent group read_pages write_pages",
+    transfer.DecodeTransfers: """open abort refuse take_events wait fileno move_weights fence peers
+        lost_peers num_rooms stats close""",
+    transfer.PrefillTransfers: """add send_chunk offer withdraw abort refuse endpoint take_events
+        wait fileno move_weights fence peers lost_peers num_rooms stats close""",
+    interface.EngineSides: """submit abort step expected restart decode prefill vocabulary close""",
+}
+RECORDS = (
+    prefixkv.Request,
+    prefixkv.PrefillAsk,
+    Use,
+    BoundedAffinityRouter,
+    interface.ScenarioSettings,
+    interface.Prompt,
+)
+
+
+def calls() -> str:
+    """Methods with the first paragraph of their docstring, and the fields of records."""
+    parts = ["The docstrings in the code say more: what each call raises, and what it costs.\n"]
+    for kind, listed in CALLS.items():
+        rows = []
+        for name in listed.split():
+            member = inspect.getattr_static(kind, name, None)
+            function = getattr(kind, name, None)
+            shown = name + (signature(function) if callable(function) else "")
+            doc = inspect.getdoc(member.__func__ if isinstance(member, classmethod) else member)
+            rows.append([f"`{shown}`", one_line((doc or "").partition("\n\n")[0])])
+        parts.append(f"## {kind.__name__}\n\n{first_paragraphs(kind)}\n")
+        parts.append(table(["call", "what it does"], rows))
+    for kind in RECORDS:
+        made = inspect.signature(kind).parameters
+        rows = [
+            [
+                codes(names.split(", ")),
+                default_shown(made[names.split(", ")[0]].default),
+                one_line(text),
+            ]
+            for names, text in ARGS.findall(about(kind) + "\n")
+        ]
+        parts.append(f"## {kind.__name__}\n\n{first_paragraphs(kind)}\n")
+        parts += [table(["field", "default", "what it is"], rows)] if rows else []
+    return "\n".join(parts)
+
+
+def first_paragraphs(kind: type) -> str:
+    """A class's docstring up to its arguments."""
+    return re.split(r"\n\n?(?:Args|Attributes|Raises|Returns)\b", about(kind))[0].rstrip()
+
+
+def signature(function: Any) -> str:
+    """The arguments without their types."""
+    found = inspect.signature(function)
+    arguments = [arg for name, arg in found.parameters.items() if name != "self"]
+    bare = [arg.replace(annotation=arg.empty) for arg in arguments]
+    return str(found.replace(parameters=bare, return_annotation=found.empty))
+
+
+def default_shown(value: Any) -> str:
+    if value is inspect.Parameter.empty or dataclasses.is_dataclass(value):
+        return ""
+    return f"`{value!r}`".replace("'", '"')
+
+
 def read_laws() -> dict[str, str]:
     """The laws of docs/architecture.md, by "1", "T1", "order": as mutants name them."""
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
@@ -306,7 +385,7 @@ def laws() -> str:
 
 
 if __name__ == "__main__":
-    for write in (settings, metrics, stats, messages, commands, names, laws):
+    for write in (settings, metrics, stats, messages, commands, calls, names, laws):
         page = ROOT / "docs" / "reference" / f"{write.__name__}.md"
         title = f"# {write.__name__.capitalize()}\n\n"
         page.write_text(f"<!-- Written by docs/gen.py. -->\n\n{title}{write()}", encoding="utf-8")

@@ -77,8 +77,8 @@ if TYPE_CHECKING:
     from prefixkv.paging import pages_for as pages_for
     from prefixkv.paging import slot_mapping as slot_mapping
     from prefixkv.policies import DEFAULT_POLICY as DEFAULT_POLICY
-    from prefixkv.protocol.host_copy import HostCopy as HostCopy
-    from prefixkv.protocol.host_copy import HostCopyDone as HostCopyDone
+    from prefixkv.protocol.events import HostCopy as HostCopy
+    from prefixkv.protocol.events import HostCopyDone as HostCopyDone
     from prefixkv.protocol.ids import PeerId as PeerId
     from prefixkv.protocol.messages import PROTOCOL_VERSION as PROTOCOL_VERSION
     from prefixkv.protocol.messages import ProcessLife as ProcessLife
@@ -113,7 +113,7 @@ _HOMES = homes_of(
         "decode.sources": "Lack Sources",
         "decode.host_tier": "HostTier",
         "runtime.host_copies": "HostMemory",
-        "protocol.host_copy": "HostCopy HostCopyDone",
+        "protocol.events": "HostCopy HostCopyDone",
         # Several ranks.
         "assembly": "DecodeGroup DecodeRank PrefillGroup PrefillRank",
         "ranks.row_log": "RankLog",

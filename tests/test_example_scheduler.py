@@ -1,5 +1,4 @@
-"""The two schedulers of docs/start.md, run for real: the lines between the markers are the ones it
-shows."""
+"""The two schedulers of docs/integrate.md, run for real: it shows the lines between the markers."""
 
 from __future__ import annotations
 
@@ -17,12 +16,12 @@ import pytest
 
 from prefixkv import DecodeNode, PrefillNode
 from prefixkv.config import DecodeConfig, PrefillConfig
+from prefixkv.conformance.hashing import PrefixHasher
+from prefixkv.conformance.pattern import KVPattern
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.errors import AbortedError, OutOfPagesError
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.request import Request
-from prefixkv.testing.hashing import PrefixHasher
-from prefixkv.testing.pattern import KVPattern
 from tests.support.node_pair import SALT, first_token, make_pool, node_at_rest, tokens_of
 from tests.support.patience import PATIENCE_S
 
@@ -297,7 +296,7 @@ def test_the_loop_goes_on_when_running_requests_are_aborted() -> None:
 
 
 def shown(loop: Callable[..., None]) -> str:
-    """The lines of a loop that docs/start.md shows."""
+    """The lines of a loop that docs/integrate.md shows."""
     source = inspect.getsource(loop)
     return textwrap.dedent(source.partition("begin\n")[2].partition("    # example: end")[0])
 
@@ -311,6 +310,6 @@ def test_the_examples_are_short(loop: Callable[..., None]) -> None:
 
 
 @pytest.mark.parametrize("loop", [serve, serve_prefill])
-def test_the_first_steps_show_these_lines(loop: Callable[..., None]) -> None:
-    start = pathlib.Path(__file__).parents[1] / "docs" / "start.md"
-    assert f"<!-- example -->\n```python\n{shown(loop)}```" in start.read_text(encoding="utf-8")
+def test_the_page_shows_these_lines(loop: Callable[..., None]) -> None:
+    page = pathlib.Path(__file__).parents[1] / "docs" / "integrate.md"
+    assert f"<!-- example -->\n```python\n{shown(loop)}```" in page.read_text(encoding="utf-8")

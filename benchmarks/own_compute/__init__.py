@@ -33,10 +33,10 @@ import numpy as np
 import typer
 
 from benchmarks.report import JsonFile, Row, check_json, write
-from prefixkv.cli.chats.command import SIZES, small_vocabulary
-from prefixkv.cli.chats.play import Played, play
-from prefixkv.cli.chats.workers import ModelWorkers
-from prefixkv.cli.chats.workload import Run, Turn, Workload
+from prefixkv.cli.demo.command import SIZES
+from prefixkv.cli.demo.play import Played, play, small_vocabulary
+from prefixkv.cli.demo.workers import ModelWorkers
+from prefixkv.cli.demo.workload import Run, Turn, Workload
 from prefixkv.engines.hf.reference import Reference
 from prefixkv.engines.hf.small import small_model, small_tokenizer
 from prefixkv.errors import ConfigError

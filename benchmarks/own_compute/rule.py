@@ -30,8 +30,9 @@ import numpy as np
 
 from benchmarks.own_compute.queues import Queues, RequestTokens, Served, Speeds, prefill_workers
 from benchmarks.report import tell, write
+from benchmarks.workloads import mix
 from prefixkv.cli.replay import Trace, read_trace, replay_policy
-from prefixkv.cli.replay.trace import footprint, mix
+from prefixkv.cli.replay.trace import footprint
 from prefixkv.config import ComputeConfig
 from prefixkv.decode.sources import Sources
 from prefixkv.errors import ConfigError

@@ -13,10 +13,10 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.report import Row
-from prefixkv.cli.chats.command import CHATS, SETTINGS, SIZES, small_vocabulary
-from prefixkv.cli.chats.play import play
-from prefixkv.cli.chats.workers import ModelWorkers
-from prefixkv.cli.chats.workload import chat
+from prefixkv.cli.demo.command import CHATS, SETTINGS, SIZES
+from prefixkv.cli.demo.play import play, small_vocabulary
+from prefixkv.cli.demo.workers import ModelWorkers
+from prefixkv.cli.demo.workload import chat
 from prefixkv.engines.hf.reference import Reference
 from prefixkv.engines.hf.small import small_model, small_tokenizer
 

@@ -20,13 +20,13 @@ import numpy as np
 
 from benchmarks.turns.report import Measured
 from benchmarks.turns.workload import Call, Clients
-from prefixkv.cli.chats.workload import Tokens
+from prefixkv.cli.demo.workload import Tokens
+from prefixkv.conformance.hashing import Hashes, PrefixHasher, extend, sample
+from prefixkv.conformance.pattern import KVPattern
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.errors import OutOfPagesError
 from prefixkv.paging import pages_for
 from prefixkv.request import Request
-from prefixkv.testing.hashing import Hashes, PrefixHasher, extend, sample
-from prefixkv.testing.pattern import KVPattern
 
 if TYPE_CHECKING:
     from prefixkv import PrefillRequest

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from prefixkv.cli.chats.workload import Workload, chat
+from prefixkv.cli.demo.workload import Workload, chat
 from prefixkv.cli.policies import policy_of
 from prefixkv.config import TransportConfig
 from prefixkv.errors import ConfigError, check_range

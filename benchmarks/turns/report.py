@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from prefixkv.cli.figures import quantiles, ratio
+import numpy as np
 
 PAGE_STATES: Final = ("free", "owned", "cached", "held", "quarantined")
 PAGES_LEFT: Final = ("owned", "held", "quarantined")  # which a node at rest has none of
@@ -78,6 +78,15 @@ class Measured:
             "pages_verified": self.pages_verified,
             "pages_mismatched": self.pages_mismatched,
         }
+
+
+def ratio(numerator: float, divisor: float) -> float | None:
+    return numerator / divisor if divisor else None
+
+
+def quantiles(values: list[float], *percents: int) -> dict[str, float | None]:
+    found = np.percentile(values, percents) if values else [None] * len(percents)
+    return {f"p{percent}": value for percent, value in zip(percents, found, strict=True)}
 
 
 def _rounded(value: float | None) -> float | None:

@@ -24,7 +24,7 @@ from benchmarks.pair import WorkerError, die_with
 from benchmarks.turns.options import RESERVE_TOKENS, PassPlan, StandInOptions
 from benchmarks.turns.report import PAGE_STATES, PAGES_LEFT, Measured
 from benchmarks.turns.workload import Clients, arrival_times
-from prefixkv.cli.chats.workload import Workload
+from prefixkv.cli.demo.workload import Workload
 from prefixkv.cli.policies import policy_of
 
 if TYPE_CHECKING:

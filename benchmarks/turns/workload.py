@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prefixkv.cli.chats.workload import Seconds, Tokens, Workload
+from prefixkv.cli.demo.workload import Seconds, Tokens, Workload
 
 
 def arrival_times(workload: Workload, seed: int, rate: float | None) -> list[Seconds]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from enum import StrEnum
 from inspect import cleandoc, getdoc
 from pathlib import Path
 from typing import Annotated, Final
@@ -13,6 +12,8 @@ from typing import Annotated, Final
 import typer
 
 from prefixkv import PrefixKVError, __version__
+from prefixkv.cli.keys import keys
+from prefixkv.cli.outputs import check_plot
 from prefixkv.cli.replay.command import replay
 from prefixkv.cli.serve import add_commands, check_packages
 from prefixkv.errors import CallerError, CapacityError, check_range
@@ -33,12 +34,6 @@ _ASKS: Final = frozenset({"--help", "--help-all", "--version"})
 """Options that ask for a text alone, and get it whatever the environment has."""
 
 
-class CacheSetting(StrEnum):
-    on = "on"
-    off = "off"
-    both = "both"
-
-
 def _show_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"prefixkv {__version__} (wire protocol {PROTOCOL_VERSION})")
@@ -57,47 +52,42 @@ def begin(
 
 
 app.command()(replay)
+app.command()(keys)
 
 
 @app.command()
 def demo(
     seed: Annotated[int, typer.Option(help="Seed of the weights and of the chats.")] = 1,
-    cache: Annotated[
-        CacheSetting, typer.Option(help="Decode's prefix cache; prefill's own is always on.")
-    ] = CacheSetting.both,
     link: Annotated[
         list[str] | None,
         typer.Option(
             metavar="RATE",
-            help="Chat over a link of this rate as well: 1Gbit (the default), 500Mbit; repeat it. "
-            "none: only as fast as this machine is.",
+            help="Chat over a link of this rate as well: 1Gbit and 10Gbit (the default), 500Mbit; "
+            "repeat it. none: only as fast as this machine is.",
         ),
     ] = None,
     json: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write all figures to FILE.")
     ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw hit and sent tokens by turn; needs matplotlib."),
+    ] = None,
 ) -> int:
     """Chat with a small model over two processes and NIXL, decode's prefix cache on and off.
 
-    The model has random weights. Every answer is compared with that of transformers, and one
-    conversation is shown turn by turn. A link is modelled by limiting prefill's transport to its
-    rate.
+    The model has random weights. Every answer is compared with that of transformers, and the turns
+    are shown as they come. A link is modelled by limiting prefill's transport to its rate.
     """
     check_range("--seed", seed, 0, 2**63 - 1)
+    check_plot(plot)
     check_packages()
-    from rich.console import Console
-
-    from prefixkv.cli.chats.command import LINKS, run
-    from prefixkv.cli.chats.rates import link_of
+    from prefixkv.cli.demo.command import LINKS, run
+    from prefixkv.cli.demo.report import link_of
 
     rates = link or LINKS
     links = [] if "none" in rates else [link_of(rate) for rate in rates]
-    caches = {
-        CacheSetting.on: (True,),
-        CacheSetting.off: (False,),
-        CacheSetting.both: (True, False),
-    }[cache]
-    return run(seed, caches, links, Console(), json)
+    return run(seed, links, json, plot)
 
 
 add_commands(app)

@@ -39,3 +39,12 @@ def writing(flag: str, path: Path) -> Iterator[None]:
 def write_text(flag: str, path: Path, text: str) -> None:
     with writing(flag, path):
         path.write_text(text, encoding="utf-8")
+
+
+def check_plot(path: Path | None) -> None:
+    """Raise ConfigError if a plot is requested and matplotlib is missing."""
+    if path is not None:
+        try:
+            import matplotlib  # noqa: F401, ICN001
+        except ImportError as error:
+            raise ConfigError("--plot needs matplotlib: pip install 'prefixkv[plot]'") from error

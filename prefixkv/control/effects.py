@@ -11,18 +11,9 @@ import msgspec
 from prefixkv.config import Way
 from prefixkv.protocol.commands import DecodeCommand, PrefillCommand
 from prefixkv.protocol.events import DecodeEvent, PrefillEvent, SourceFree, WorkerEvent
-from prefixkv.protocol.ids import PeerId, RoomKey
-from prefixkv.protocol.messages import ProcessLife
-from prefixkv.transport.base import (
-    Arrived,
-    PeerMemory,
-    PeerUnreachable,
-    Settled,
-    WriteDone,
-    WriteDrained,
-    WriteFailed,
-    WriteJob,
-)
+from prefixkv.protocol.ids import PeerId
+from prefixkv.protocol.messages import Drained, ProcessLife
+from prefixkv.transport.base import PeerMemory, TransportEvent, WriteJob
 
 To = TypeVar("To", str, bytes)
 
@@ -124,14 +115,6 @@ class Expect(msgspec.Struct, frozen=True):
     num_rooms: int
 
 
-class RankDrained(msgspec.Struct, frozen=True):
-    """Token of a `Settle`: this rank has said Drained for one use of a room."""
-
-    key: RoomKey
-    rank: int
-    ticket: int
-
-
 class Left(msgspec.Struct, frozen=True):
     """Token of a `Settle`: the process that answered at this address has left."""
 
@@ -141,9 +124,10 @@ class Left(msgspec.Struct, frozen=True):
 
 class Settle(msgspec.Struct, frozen=True):
     """Read for `for_s` what kernels may still hold of a writer that is gone, then answer Settled.
-    Over TCP what it sent before it ended lands as our transport reads."""
+    Over TCP what it sent before it ended lands as our transport reads. `token`: a process, one that
+    has left, or the word that one rank is done with one use of a room."""
 
-    token: PeerId | Left | RankDrained
+    token: PeerId | Left | Drained
     for_s: float
 
 
@@ -189,23 +173,11 @@ class Renew(msgspec.Struct, frozen=True):
 
 # --- both, by side --------------------------------------------------------------------------------
 
-DecodeInput = (
-    DecodeCommand  # OpenRoom, MeetPrefill, RefuseRoom, AbortRoom, Fence: the scheduler's
-    | FrameReceived[str]  # a prefill rank's
-    | FrameFailed[str]  # one of them has raised
-    | Arrived  # the transport's: a part of a write has landed
-    | Settled
-    | PeerUnreachable
-    | WriteDone  # decode writes nothing, so these three raise InternalError
-    | WriteFailed
-    | WriteDrained
-    | CopyDone  # the copy threads': a Scatter has ended
-    | ConnectFailed
-    | Unreached
-    | Reached
-    | Tick
-    | AgentDestroyed
-)
+Common = TransportEvent | CopyDone | ConnectFailed | Reached | Unreached | Tick | AgentDestroyed
+"""Inputs of either side, besides the scheduler's commands and frames."""
+DecodeInput = DecodeCommand | FrameReceived[str] | FrameFailed[str] | Common
+PrefillInput = PrefillCommand | FrameReceived[bytes] | FrameFailed[bytes] | Common
+
 DecodeEffect = (
     SendFrame[str]
     | Connect
@@ -218,23 +190,6 @@ DecodeEffect = (
     | Raised
 )
 
-PrefillInput = (
-    PrefillCommand  # AddRoom, OfferRoom, SendChunk, AbortRoom, Fence: the scheduler's
-    | FrameReceived[bytes]  # a decode rank's
-    | FrameFailed[bytes]  # one of them has raised
-    | WriteDone  # the transport's
-    | WriteFailed
-    | WriteDrained
-    | Arrived
-    | Settled
-    | PeerUnreachable
-    | CopyDone  # the copy threads': a Gather has ended
-    | ConnectFailed
-    | Reached
-    | Unreached
-    | Tick
-    | AgentDestroyed
-)
 PrefillEffect = (
     SendFrame[bytes]
     | AddPeer  # for the transport, and where slices are staged for the copy threads
@@ -262,13 +217,6 @@ class Freed(NamedTuple):
 
     streams: dict[PeerId, Any]
     source: SourceFree
-
-
-class PeerAccepted(NamedTuple):
-    """A peer that can be written to; `cut` says how slices for it are staged, None: not at all."""
-
-    added: AddPeer
-    cut: Any  # a LeaseCut
 
 
 class StagingTick(NamedTuple):

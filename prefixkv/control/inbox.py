@@ -9,7 +9,7 @@ what it wants done waits for its turn. So nothing calls back into what is still 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -34,8 +34,7 @@ class ControlInbox(Generic[Input, E]):
     the parts share."""
 
     INPUTS: ClassVar[Takes] = {}  # by type: the method that takes an input
-    INSIDE: ClassVar[Takes] = {}  # the same for what is said inside
-    EFFECTS: ClassVar[Set[type]] = frozenset()  # what goes out as it is
+    INSIDE: ClassVar[Takes] = {}  # the same for what is said inside; all else goes out as it is
     staging: Any  # where slices are staged, else None
 
     def __init__(
@@ -49,6 +48,8 @@ class ControlInbox(Generic[Input, E]):
         self.counters: Counter[str] = Counter()
         self._seq = count(1)  # of this process's frames: one sequence, which grows for each peer
         self._todo: deque[Any] = deque()
+        self.say = self._todo.append
+        self.say_all = self._todo.extend
         self._out: list[Any] = []
 
     def on(self, what: Input, now_s: float) -> list[E]:
@@ -60,11 +61,11 @@ class ControlInbox(Generic[Input, E]):
         self._out = []
         self.say(what)
         while (item := self._next()) is not None:
-            if type(item) in self.EFFECTS:
+            takes = self.INSIDE.get(type(item)) or self.INPUTS.get(type(item))
+            if takes is None:
                 self._out.append(item)
                 continue
             try:
-                takes = self.INPUTS.get(type(item)) or self.INSIDE[type(item)]
                 takes(self, item, now_s)
             except Exception as error:
                 frame = what if isinstance(what, FrameReceived) else None
@@ -91,9 +92,6 @@ class ControlInbox(Generic[Input, E]):
     def _next(self) -> Any:
         """Return the item whose turn it is, None if all is done."""
         return self._todo.popleft() if self._todo else None
-
-    def say(self, item: Any) -> None:
-        self._todo.append(item)
 
     def send(self, to: str | bytes, body: AnyBody) -> None:
         """Say a frame, stamped with the next number."""

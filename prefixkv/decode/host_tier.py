@@ -37,7 +37,7 @@ from prefixkv.errors import UserErrors, check_laws
 from prefixkv.pages.allocator import PageAllocator
 from prefixkv.pages.requests import still_pending
 from prefixkv.paging import Pages
-from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
+from prefixkv.protocol.events import HostCopy, HostCopyDone
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.request import DeviceEvent
 

@@ -44,7 +44,8 @@ class RefuseRoom(_Command, frozen=True, tag="refuse"):
 
 
 class AbortRoom(_Command, frozen=True, tag="abort"):
-    """End the room from this side. Unknown or ended: no-op."""
+    """End the room from this side; or the offer, where the key names no decode worker. Unknown or
+    ended, or an offer that is opened: no-op."""
 
     key: RoomKey
     reason: str
@@ -86,13 +87,6 @@ class OfferRoom(_Command, frozen=True, tag="offer"):
     timeout_s: float
 
 
-class WithdrawRoom(_Command, frozen=True, tag="withdraw"):
-    """Withdraw an offer: no decode worker may open it any more. Opened already, or ended: no-op."""
-
-    key: RoomKey
-    reason: str
-
-
 class DeclineRoom(_Command, frozen=True, tag="decline"):
     """Tell decode why this request is not taken. No event follows, and a room that was added is not
     touched. `digest` is the prompt's; b"" stands for any prompt."""
@@ -130,6 +124,4 @@ class SendChunk(_Command, frozen=True, eq=False, tag="chunk"):
 
 
 DecodeCommand = OpenRoom | MeetPrefill | RefuseRoom | AbortRoom | MoveWeights | Fence
-PrefillCommand = (
-    AddRoom | OfferRoom | WithdrawRoom | DeclineRoom | SendChunk | AbortRoom | MoveWeights | Fence
-)
+PrefillCommand = AddRoom | OfferRoom | DeclineRoom | SendChunk | AbortRoom | MoveWeights | Fence

@@ -1,9 +1,12 @@
-"""Names of transfers and their peers, and the states that a transfer goes through."""
+"""Names of transfers, their peers and their parts, and the states that a transfer goes through."""
 
 from __future__ import annotations
 
 import enum
+import struct
 from typing import NamedTuple
+
+from prefixkv.errors import ProtocolError
 
 
 class PeerId(NamedTuple):
@@ -52,3 +55,53 @@ class KVPoll(enum.IntEnum):
     @property
     def ended(self) -> bool:
         return self >= KVPoll.SUCCESS
+
+
+_MAGIC = b"pkv3"
+_FORMAT = struct.Struct("<4sQQIHIHHiIQ")
+TAG_BYTES = _FORMAT.size
+
+
+class ChunkTag(NamedTuple):
+    """One part of one chunk, as a NIXL notification names it.
+
+    Notifications of different writes arrive in any order, so nothing may be inferred from a count
+    or from the last one: a machine that waits for a chunk waits for each of its parts by name. Nor
+    do they come in order with frames: a room's last one may come after its Drained, when the room's
+    number is in use again, so a tag carries the ticket of its promise. The width is fixed, so an
+    agent's name (which may hold any separator) never has to be parsed.
+
+    `lease_id`: -1 where it lands in pages. `num_pages`: how many pages (staged: blocks; of extra
+    state: slots) are posted for the whole chunk. `ticket`: of the promise that it is written for.
+    """
+
+    incarnation: int
+    room: int
+    generation: int
+    rank: int
+    chunk: int
+    part: int = 0
+    num_parts: int = 1
+    lease_id: int = -1
+    num_pages: int = 0
+    ticket: int = 0
+
+    def pack(self) -> bytes:
+        """Return the bytes that a notification carries.
+
+        >>> len(ChunkTag(incarnation=1, room=7, generation=0, rank=0, chunk=2).pack()) == TAG_BYTES
+        True
+        """
+        return _FORMAT.pack(_MAGIC, *self)
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> ChunkTag:
+        """Return the tag in `raw`. Raises ProtocolError for bytes that are no tag of ours."""
+        if len(raw) != TAG_BYTES or raw[:4] != _MAGIC:
+            raise ProtocolError(f"{len(raw)} bytes are no chunk tag")
+        tag = cls(*_FORMAT.unpack(raw)[1:])
+        # A part beyond the last would set a bit that no complete chunk has, so the chunk could
+        # never complete.
+        if tag.part >= tag.num_parts:
+            raise ProtocolError(f"part {tag.part} of {tag.num_parts}")
+        return tag

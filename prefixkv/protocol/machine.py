@@ -1,8 +1,8 @@
 """Parts that the room machines share: two events, and a table of steps.
 
 A row of the table names every event that may come in its state: with the method that takes it and
-the states that may follow, or IGNORED with the reason. Another event, or another next state, is a
-fault of this process, never of a peer: `run` raises InternalError.
+the states that may follow, or among those that are `ignored`, with the reason. Another event, or
+another next state, is a fault of this process, never of a peer: `run` raises InternalError.
 
 `docs/gen.py` draws the tables.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Set
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -42,7 +42,10 @@ class Step(NamedTuple):
     next_states: Set[KVPoll]
 
 
-IGNORED: Final = Step(None, frozenset())
+def ignored(*events: type) -> dict[type, Step]:
+    """Return entries for events that mean nothing; a comment beside them says why."""
+    return dict.fromkeys(events, Step(None, frozenset()))
+
 
 Row = Mapping[type, Step]
 Table = Mapping[KVPoll, Row]

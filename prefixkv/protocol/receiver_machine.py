@@ -24,23 +24,26 @@ from prefixkv.errors import (
 )
 from prefixkv.protocol.events import DecodeEvent, RoomDrained, RoomEnded, RoomOverdue
 from prefixkv.protocol.ids import KVPoll
-from prefixkv.protocol.machine import IGNORED, Fail, RoomTick, Step, Table, run
-from prefixkv.protocol.messages import Abort, AnyBody, FailureCode, Outcome, OutcomeAck, Promise
+from prefixkv.protocol.machine import Fail, RoomTick, Step, Table, ignored, run
+from prefixkv.protocol.messages import (
+    Abort,
+    AnyBody,
+    Drained,
+    FailureCode,
+    Outcome,
+    OutcomeAck,
+    Promise,
+    PromiseAck,
+)
 from prefixkv.protocol.timers import Backoff, Wait
 
-# --- events ---------------------------------------------------------------------------------------
+# --- events, besides the frames PromiseAck, Outcome and Drained -----------------------------------
 
 
 class PeerReady(msgspec.Struct, frozen=True):
     """The prefill worker is known; the pages are promised to these ranks of it."""
 
     ranks: tuple[int, ...]
-
-
-class PromiseAcked(msgspec.Struct, frozen=True):
-    """This rank has the promise."""
-
-    rank: int
 
 
 class ChunkLanded(msgspec.Struct, frozen=True):
@@ -60,18 +63,6 @@ class UnitsStaged(msgspec.Struct, frozen=True):
     num_units: int
 
 
-class OutcomeSaid(msgspec.Struct, frozen=True):
-    """A rank has reported how its side of the room ended."""
-
-    outcome: Outcome
-
-
-class DrainedSaid(msgspec.Struct, frozen=True):
-    """This rank has reported that no write of it can land any more."""
-
-    rank: int
-
-
 class FencedOff(msgspec.Struct, frozen=True):
     """This rank can write no more, by proof from outside."""
 
@@ -79,9 +70,7 @@ class FencedOff(msgspec.Struct, frozen=True):
 
 
 Landed = ChunkLanded | UnitsStaged
-ReceiverEvent = (
-    PeerReady | PromiseAcked | Landed | OutcomeSaid | DrainedSaid | Fail | FencedOff | RoomTick
-)
+ReceiverEvent = PeerReady | PromiseAck | Landed | Outcome | Drained | Fail | FencedOff | RoomTick
 
 # --- actions --------------------------------------------------------------------------------------
 
@@ -97,33 +86,28 @@ ReceiverAction = SendToRank | DecodeEvent
 
 
 _LANDED = frozenset({KVPoll.TRANSFERRING, KVPoll.SUCCESS, KVPoll.FAILED})
-_MAX_OPEN_CHUNKS = 1024  # bound per rank; a writer has fewer posts under way
 
 
 class _Landings:
-    """Sum of the notifications of one prefill rank, as whole chunks. A peer may repeat or invent
-    notifications: what is kept is bounded by the units that it was promised."""
+    """Sum of the notifications of one prefill rank, as whole chunks. A peer may repeat them."""
 
-    __slots__ = ("_done", "_max_chunks", "_open", "num_chunks", "num_units")
+    __slots__ = ("_done", "_open", "num_chunks", "num_units")
 
-    def __init__(self, max_chunks: int) -> None:
+    def __init__(self) -> None:
         self.num_units = 0  # sum over whole chunks
         self.num_chunks = 0
         # Chunks move from `_open` to `_done`, which stays: a repeated notification must not count
         # twice.
-        self._max_chunks = max_chunks
         self._done: set[int] = set()
         self._open: dict[int, tuple[int, int, int]] = {}  # by chunk: parts, units, bits of parts
 
     def take(self, event: ChunkLanded) -> None:
-        """Repeated, contradictory or beyond the bound: no-op."""
+        """Repeated or contradictory: no-op."""
         of_chunk = event.num_parts, event.num_units
         parts, units, landed = self._open.get(event.chunk, (*of_chunk, 0))
-        is_known = event.chunk in self._open
-        full = len(self._done) >= self._max_chunks or len(self._open) >= _MAX_OPEN_CHUNKS
         # A part that disagrees with those before about its chunk is dropped; the chunk then stays
         # open, and the room fails by its deadline instead of succeeding on invented numbers.
-        if event.chunk in self._done or (parts, units) != of_chunk or (full and not is_known):
+        if event.chunk in self._done or (parts, units) != of_chunk:
             return
         landed |= 1 << event.part
         if landed != (1 << parts) - 1:
@@ -245,10 +229,7 @@ class ReceiverMachine:
         self._unacked = set(event.ranks)
         # Before the first promise leaves: from then on each rank may write at any time.
         self._undrained = set(event.ranks)
-        # A unit page has a token at least, a chunk of a group a page.
-        promise = self.promise
-        most = promise.fill_len - promise.prefix_len + sum(map(len, promise.groups)) // 4
-        self._landings = {rank: _Landings(most) for rank in event.ranks}
+        self._landings = {rank: _Landings() for rank in event.ranks}
         self._wait.start(now_s, self._timing.waiting_timeout_s)
         return self._send_promise(now_s)
 
@@ -256,7 +237,7 @@ class ReceiverMachine:
         self._resend.start(now_s)
         return [SendToRank(rank, self.promise) for rank in sorted(self._unacked)]
 
-    def _on_promise_acked(self, event: PromiseAcked, now_s: float) -> list[ReceiverAction]:
+    def _on_promise_acked(self, event: PromiseAck, now_s: float) -> list[ReceiverAction]:
         self._unacked.discard(event.rank)
         return []
 
@@ -275,8 +256,7 @@ class ReceiverMachine:
         self._wait.start(now_s, self._timing.transfer_timeout_s)
         return self._maybe_success(now_s)
 
-    def _on_outcome(self, event: OutcomeSaid, now_s: float) -> list[ReceiverAction]:
-        outcome = event.outcome
+    def _on_outcome(self, outcome: Outcome, now_s: float) -> list[ReceiverAction]:
         if outcome.rank not in self.ranks:
             return []
         ack = self._ack(outcome)
@@ -410,13 +390,13 @@ class ReceiverMachine:
         self._untold.clear()
         return []
 
-    def _on_late_outcome(self, event: OutcomeSaid, now_s: float) -> list[ReceiverAction]:
+    def _on_late_outcome(self, outcome: Outcome, now_s: float) -> list[ReceiverAction]:
         """Acknowledge it; it may carry the proof."""
-        if event.outcome.drained:
-            self._undrained.discard(event.outcome.rank)
-        return [self._ack(event.outcome)]
+        if outcome.drained:
+            self._undrained.discard(outcome.rank)
+        return [self._ack(outcome)]
 
-    def _on_late_proof(self, event: DrainedSaid | FencedOff, now_s: float) -> list[ReceiverAction]:
+    def _on_late_proof(self, event: Drained | FencedOff, now_s: float) -> list[ReceiverAction]:
         self._undrained.discard(event.rank)
         if event.rank in self._untold:
             self._untold.discard(event.rank)
@@ -447,62 +427,48 @@ class ReceiverMachine:
         KVPoll.BOOTSTRAPPING: {
             PeerReady: Step(_on_peer_ready, {KVPoll.WAITING_FOR_INPUT}),
             # No rank knows the room: these are frames about an earlier use of its number.
-            PromiseAcked: IGNORED,
-            ChunkLanded: IGNORED,
-            UnitsStaged: IGNORED,
-            OutcomeSaid: IGNORED,
-            DrainedSaid: IGNORED,
-            FencedOff: IGNORED,
+            **ignored(PromiseAck, ChunkLanded, UnitsStaged, Outcome, Drained, FencedOff),
             Fail: Step(_fail, {KVPoll.FAILED}),
             RoomTick: Step(_tick_open, {KVPoll.BOOTSTRAPPING, KVPoll.FAILED}),
         },
         KVPoll.WAITING_FOR_INPUT: {
-            PromiseAcked: Step(_on_promise_acked, {KVPoll.WAITING_FOR_INPUT}),
+            PromiseAck: Step(_on_promise_acked, {KVPoll.WAITING_FOR_INPUT}),
             # The last notification may come after the last outcome.
             ChunkLanded: Step(_on_landed, _LANDED | {KVPoll.WAITING_FOR_INPUT}),
             UnitsStaged: Step(_on_landed, _LANDED | {KVPoll.WAITING_FOR_INPUT}),
-            OutcomeSaid: Step(
-                _on_outcome, {KVPoll.WAITING_FOR_INPUT, KVPoll.SUCCESS, KVPoll.FAILED}
-            ),
+            Outcome: Step(_on_outcome, {KVPoll.WAITING_FOR_INPUT, KVPoll.SUCCESS, KVPoll.FAILED}),
             # None was asked for, so it answers an abort of an earlier use of the number, and proves
             # nothing of the writes of this one.
-            DrainedSaid: IGNORED,
+            **ignored(Drained),
             FencedOff: Step(_on_fenced, {KVPoll.WAITING_FOR_INPUT, KVPoll.FAILED}),
             Fail: Step(_fail, {KVPoll.FAILED}),
             RoomTick: Step(_tick_open, {KVPoll.WAITING_FOR_INPUT, KVPoll.FAILED}),
         },
         KVPoll.TRANSFERRING: {
-            PromiseAcked: Step(_on_promise_acked, {KVPoll.TRANSFERRING}),
+            PromiseAck: Step(_on_promise_acked, {KVPoll.TRANSFERRING}),
             ChunkLanded: Step(_on_landed, _LANDED),
             UnitsStaged: Step(_on_landed, _LANDED),
-            OutcomeSaid: Step(_on_outcome, {KVPoll.TRANSFERRING, KVPoll.SUCCESS, KVPoll.FAILED}),
-            DrainedSaid: IGNORED,  # as above
+            Outcome: Step(_on_outcome, {KVPoll.TRANSFERRING, KVPoll.SUCCESS, KVPoll.FAILED}),
+            **ignored(Drained),  # as above
             FencedOff: Step(_on_fenced, {KVPoll.TRANSFERRING, KVPoll.FAILED}),
             Fail: Step(_fail, {KVPoll.FAILED}),
             RoomTick: Step(_tick_open, {KVPoll.TRANSFERRING, KVPoll.FAILED}),
         },
         KVPoll.SUCCESS: {
-            OutcomeSaid: Step(_on_late_outcome, {KVPoll.SUCCESS}),  # our answer was lost
+            Outcome: Step(_on_late_outcome, {KVPoll.SUCCESS}),  # our answer was lost
             # Frames and notifications that outcomes have overtaken.
-            PromiseAcked: IGNORED,
-            ChunkLanded: IGNORED,
-            UnitsStaged: IGNORED,
-            DrainedSaid: IGNORED,
+            **ignored(PromiseAck, ChunkLanded, UnitsStaged, Drained),
             # An abort, a fence and a wake-up that were on their way as the room ended.
-            Fail: IGNORED,
-            FencedOff: IGNORED,
-            RoomTick: IGNORED,
+            **ignored(Fail, FencedOff, RoomTick),
         },
         KVPoll.FAILED: {
-            OutcomeSaid: Step(_on_late_outcome, {KVPoll.FAILED}),
-            DrainedSaid: Step(_on_late_proof, {KVPoll.FAILED}),
+            Outcome: Step(_on_late_outcome, {KVPoll.FAILED}),
+            Drained: Step(_on_late_proof, {KVPoll.FAILED}),
             FencedOff: Step(_on_late_proof, {KVPoll.FAILED}),
             RoomTick: Step(_tick_draining, {KVPoll.FAILED}),
             PeerReady: Step(_on_late_ready, {KVPoll.FAILED}),
             # Sent before the peer heard of our abort: neither proves anything.
-            PromiseAcked: IGNORED,
-            ChunkLanded: IGNORED,
-            UnitsStaged: IGNORED,
+            **ignored(PromiseAck, ChunkLanded, UnitsStaged),
             Fail: Step(_on_late_fail, {KVPoll.FAILED}),
         },
     }

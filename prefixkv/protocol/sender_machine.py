@@ -11,12 +11,16 @@ While readers are heard, a promise or chunk has no deadline; a write in flight h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import msgspec
+import numpy as np
+
 from prefixkv.config import ControlConfig
 from prefixkv.errors import (
+    AbortedError,
     PeerLostError,
     PromptMismatchError,
     RequestError,
@@ -26,26 +30,156 @@ from prefixkv.errors import (
 )
 from prefixkv.paging import Pages, pages_for, unit_pages
 from prefixkv.protocol.commands import SendChunk
-from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
+from prefixkv.protocol.events import Bootstrapped, PrefillEvent, RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
-from prefixkv.protocol.machine import IGNORED, Fail, RoomTick, Step, Table, fault, run
-from prefixkv.protocol.messages import Drained, FailureCode, Outcome, PromiseAck, failure
-from prefixkv.protocol.sender_events import (
-    AbortSaid,
-    Added,
-    CancelWrite,
-    JobDrained,
-    JobEnded,
-    LifeBegan,
-    OutcomeAcked,
-    PostWrite,
-    Promised,
-    SenderAction,
-    SenderEvent,
-    SendToReader,
+from prefixkv.protocol.machine import Fail, RoomTick, Step, Table, fault, ignored, run
+from prefixkv.protocol.messages import (
+    Abort,
+    AnyBody,
+    Drained,
+    FailureCode,
+    Outcome,
+    Promise,
+    PromiseAck,
+    failure,
 )
 from prefixkv.protocol.timers import Backoff, Wait
 from prefixkv.request import DeviceEvent
+
+# --- events ---------------------------------------------------------------------------------------
+
+
+class Added(msgspec.Struct, frozen=True):
+    """The engine has the request, and hands over KV of `num_tokens` tokens, of this digest."""
+
+    num_tokens: int
+    digest: bytes
+    weights_version: str = ""
+
+
+class Promised(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """The promise `word` of rank `reader` of decode, which wants KV in `pages` of its pool:
+    `num_units` unit pages of `unit_tokens`, `fold` of them per page.
+
+    The control object has checked it. `readers` are all ranks that will promise. `writes` is False
+    for a reader that gets none of our KV and only has to know how the room ends. `groups` are the
+    pages promised in each group: `num_windows` of windows, then extra state's, if any;
+    `takes_state` is False where none of ours goes there.
+    """
+
+    peer: PeerId
+    word: Promise
+    pages: Pages
+    num_units: int
+    reader: int = 0
+    readers: tuple[int, ...] = (0,)
+    writes: bool = True
+    unit_tokens: int = 0  # 0: a page of ours
+    fold: int = 1
+    takes_state: bool = False
+    groups: tuple[Pages, ...] = ()
+    num_windows: int = 0
+
+    def repeats(self, other: Promised) -> bool:
+        same = self.peer == other.peer and self.word.digest == other.word.digest
+        return same and _equal((self.pages, *self.groups), (other.pages, *other.groups))
+
+    def agrees_with(self, other: Promised) -> bool:
+        """Return True if two readers agree, each in its own pool's units."""
+        mine, others = (
+            (one.ticket, one.fill_len, one.prefix_len, one.weights_version)
+            for one in (self.word, other.word)
+        )
+        same = mine == others and self.num_units == other.num_units
+        same &= list(map(len, self.groups)) == list(map(len, other.groups))
+        return same and _equal(self.groups[self.num_windows :], other.groups[other.num_windows :])
+
+
+def _equal(mine: Sequence[Pages], others: Sequence[Pages]) -> bool:
+    return len(mine) == len(others) and all(map(np.array_equal, mine, others))
+
+
+class JobEnded(msgspec.Struct, frozen=True):
+    """A job ended: DONE without `error`; else `drained` is False where some may still land."""
+
+    job_id: int
+    error: Exception | None = None
+    drained: bool = True
+
+
+class JobDrained(msgspec.Struct, frozen=True):
+    """A job that had ended in an error can land no more: its agent was destroyed."""
+
+    job_id: int
+
+
+class AbortSaid(msgspec.Struct, frozen=True):
+    """This reader wants no more of this room and waits for our Drained."""
+
+    peer: PeerId
+    abort: Abort
+    reader: int = 0
+    readers: tuple[int, ...] = (0,)
+
+
+def abort_error(abort: Abort) -> TransferError:
+    if abort.versions is None:
+        return AbortedError(f"decode: {abort.reason[:1000]}")
+    return WeightsVersionError(*abort.versions, "decode")
+
+
+class OutcomeAcked(msgspec.Struct, frozen=True):
+    """This reader knows the outcome."""
+
+    reader: int = 0
+
+
+class LifeBegan(msgspec.Struct, frozen=True):
+    """Decode was started after the request came: it has until `until_s` to promise."""
+
+    peer: PeerId
+    until_s: float
+
+
+PeerSaid = Promised | AbortSaid | OutcomeAcked
+SenderEvent = PeerSaid | Added | SendChunk | JobEnded | JobDrained | Fail | LifeBegan | RoomTick
+
+# --- actions --------------------------------------------------------------------------------------
+
+
+class SendToReader(msgspec.Struct, frozen=True):
+    """Send `body` to this reader of the room."""
+
+    peer: PeerId
+    body: AnyBody
+
+
+class PostWrite(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """Queue a write with the transport: unit pages, from `first_unit` behind the prefix on; with
+    a `group`, pages of the one of this number."""
+
+    job_id: int
+    key: RoomKey
+    peer: PeerId
+    chunk: int
+    src_pages: Pages
+    dst_pages: Pages
+    ready: DeviceEvent | None
+    first_unit: int
+    ticket: int
+    group: int = -1
+
+
+class CancelWrite(msgspec.Struct, frozen=True):
+    """Post no further part of the job."""
+
+    job_id: int
+
+
+SenderAction = SendToReader | PostWrite | CancelWrite | PrefillEvent
+
+
+# --- the machine ----------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +197,7 @@ class _RoomReader:
 
     @property
     def num_pages(self) -> int:
-        return self.promise.all_pages if self.promise is not None else 0
+        return self.promise.word.num_pages if self.promise is not None else 0
 
 
 class SenderMachine:
@@ -140,7 +274,7 @@ class SenderMachine:
     @property
     def prompt(self) -> bytes:
         """Digest of the request's prompt, else of the one that was promised; b"": not known."""
-        return self.digest or (self._promise.digest if self._promise is not None else b"")
+        return self.digest or (self._promise.word.digest if self._promise is not None else b"")
 
     def promises(self) -> list[Promised]:
         return [reader.promise for reader in self.readers.values() if reader.promise]
@@ -211,7 +345,7 @@ class SenderMachine:
         self._promise = self._promise or event
         # A decode worker that promises knows the request: the doubt about its restart is over.
         self._newborn = None
-        self.ticket = event.ticket
+        self.ticket = event.word.ticket
         # The engine's request is still to come. A parked promise costs memory, and may be for no
         # request at all, so it has a limit of its own.
         if not self.added:
@@ -261,7 +395,7 @@ class SenderMachine:
         self.poll = KVPoll.WAITING_FOR_INPUT
         self._wait.start(now_s, self._timing.waiting_timeout_s)
         peer = self.readers[min(self.readers)].peer
-        actions: list[SenderAction] = [Bootstrapped(self.key, peer, promise.prefix_len)]
+        actions: list[SenderAction] = [Bootstrapped(self.key, peer, promise.word.prefix_len)]
         # Behind Bootstrapped, and in the order in which they were handed over: units are sent in
         # order.
         early, self._early_chunks = self._early_chunks, []
@@ -271,14 +405,14 @@ class SenderMachine:
         return actions
 
     def _mismatch(self, first: Promised) -> PromptMismatchError | WeightsVersionError | None:
-        if first.weights_version != self.weights_version:
-            return WeightsVersionError(first.weights_version, self.weights_version)
-        if (fill_len := first.fill_len) != self._num_tokens:
+        if (theirs := first.word.weights_version) != self.weights_version:
+            return WeightsVersionError(theirs, self.weights_version)
+        if (fill_len := first.word.fill_len) != self._num_tokens:
             return PromptMismatchError(
                 f"decode waits for {fill_len} tokens, the request here has {self._num_tokens}"
             )
         # The lengths agree; now the content.
-        if all(promise.digest == self.digest for promise in self.promises()):
+        if all(promise.word.digest == self.digest for promise in self.promises()):
             return None
         return PromptMismatchError(
             f"decode waits for other tokens, or another namespace, than the request here has: "
@@ -307,7 +441,11 @@ class SenderMachine:
         if len(event.src_pages):
             # The first page may hold units that decode has, the last some beyond the end. A whole
             # page that decode has is left out, if it is to be clipped; none is sent twice.
-            first, end, fold = promise.span(event, self._page_size)
+            unit_tokens = promise.unit_tokens or self._page_size
+            fold = self._page_size // unit_tokens  # of our page
+            # Counted behind the promised prefix, so `first` is negative where decode has some.
+            first = event.first_page * fold - promise.word.prefix_len // unit_tokens
+            end = first + len(event.src_pages) * fold
             start, stop = max(first, 0), min(end, num_units)
             has_all = start - first >= fold and not event.clip
             if has_all or end - stop >= fold or start != self._units_written:
@@ -360,13 +498,14 @@ class SenderMachine:
         for reader in self.readers.values():
             promise = reader.promise
             assert promise is not None
-            if not promise.takes(group):
+            is_state = promise.num_windows <= group
+            if not (promise.takes_state if is_state else promise.writes):
                 continue
             stop = first_unit + len(src)
             if group >= 0:
                 dst = promise.groups[group][first_unit:stop]
             else:
-                dst = promise.units(first_unit, stop)
+                dst = unit_pages(promise.pages, promise.fold, first_unit, stop)
             job_id = self._next_job_id()
             # Counted before the action is carried out: from here on the room is neither drained nor
             # its source free, until JobEnded.
@@ -426,9 +565,9 @@ class SenderMachine:
     def _on_abort(self, event: AbortSaid, now_s: float) -> list[SenderAction]:
         # Decode ended the room itself, so this reader waits for no outcome, only for our Drained.
         # The other readers get the outcome.
-        self.ticket = event.ticket
+        self.ticket = event.abort.ticket
         self._reader_of(event)
-        actions = self._fail(Fail(event.error, gone=event.reader), now_s)
+        actions = self._fail(Fail(abort_error(event.abort), gone=event.reader), now_s)
         return actions + self._on_late_abort(event, now_s)
 
     def _on_life_began(self, event: LifeBegan, now_s: float) -> list[SenderAction]:
@@ -512,7 +651,7 @@ class SenderMachine:
         if self.poll is KVPoll.SUCCESS:
             return []
         self._reader_of(event).promise = event
-        self._promise, self.ticket = self._promise or event, event.ticket
+        self._promise, self.ticket = self._promise or event, event.word.ticket
         return self._send_outcomes(now_s)
 
     def _on_outcome_acked(self, event: OutcomeAcked, now_s: float) -> list[SenderAction]:
@@ -562,7 +701,7 @@ class SenderMachine:
             SendChunk: Step(_on_early_chunk, {KVPoll.BOOTSTRAPPING}),
             AbortSaid: Step(_on_abort, {KVPoll.FAILED}),
             Fail: Step(_fail, {KVPoll.FAILED}),
-            OutcomeAcked: IGNORED,  # no outcome was said
+            **ignored(OutcomeAcked),  # no outcome was said
             LifeBegan: Step(_on_life_began, {KVPoll.BOOTSTRAPPING}),
             RoomTick: Step(_tick_open, {KVPoll.BOOTSTRAPPING, KVPoll.FAILED}),
         },
@@ -571,40 +710,36 @@ class SenderMachine:
             SendChunk: Step(_on_chunk, {KVPoll.TRANSFERRING, KVPoll.SUCCESS, KVPoll.FAILED}),
             AbortSaid: Step(_on_abort, {KVPoll.FAILED}),
             Fail: Step(_fail, {KVPoll.FAILED}),
-            OutcomeAcked: IGNORED,  # no outcome was said
-            LifeBegan: IGNORED,  # it has promised
+            **ignored(OutcomeAcked, LifeBegan),  # no outcome was said; the life has promised
             RoomTick: Step(_tick_open, {KVPoll.WAITING_FOR_INPUT, KVPoll.FAILED}),
         },
         KVPoll.TRANSFERRING: {
             Promised: Step(_on_promise_repeated, {KVPoll.TRANSFERRING}),
             SendChunk: Step(_on_chunk, {KVPoll.TRANSFERRING, KVPoll.SUCCESS, KVPoll.FAILED}),
             JobEnded: Step(_on_job_ended, {KVPoll.TRANSFERRING, KVPoll.SUCCESS, KVPoll.FAILED}),
-            JobDrained: IGNORED,  # an undrained job has failed the room
+            **ignored(JobDrained),  # an undrained job has failed the room
             AbortSaid: Step(_on_abort, {KVPoll.FAILED}),
             Fail: Step(_fail, {KVPoll.FAILED}),
-            OutcomeAcked: IGNORED,  # no outcome was said
-            LifeBegan: IGNORED,
+            **ignored(OutcomeAcked, LifeBegan),
             RoomTick: Step(_tick_open, {KVPoll.TRANSFERRING, KVPoll.FAILED}),
         },
         KVPoll.SUCCESS: {
             Promised: Step(_on_late_promise, {KVPoll.SUCCESS}),
-            SendChunk: IGNORED,  # after the last one, too late to fail the room
+            **ignored(SendChunk, LifeBegan),  # after the last chunk: too late to fail the room
             AbortSaid: Step(_on_late_abort, {KVPoll.SUCCESS}),
             Fail: Step(_on_late_fail, {KVPoll.SUCCESS}),
             OutcomeAcked: Step(_on_outcome_acked, {KVPoll.SUCCESS}),
-            LifeBegan: IGNORED,
             RoomTick: Step(_tick_unanswered, {KVPoll.SUCCESS}),
         },
         KVPoll.FAILED: {
-            Added: IGNORED,  # it failed while it was parked
+            # It failed while it was parked; or the engine has not heard of the end yet.
+            **ignored(Added, SendChunk, LifeBegan),
             Promised: Step(_on_late_promise, {KVPoll.FAILED}),
-            SendChunk: IGNORED,  # the engine has not heard of the end yet
             JobEnded: Step(_on_job_ended, {KVPoll.FAILED}),
             JobDrained: Step(_on_job_drained, {KVPoll.FAILED}),
             AbortSaid: Step(_on_late_abort, {KVPoll.FAILED}),
             Fail: Step(_on_late_fail, {KVPoll.FAILED}),
             OutcomeAcked: Step(_on_outcome_acked, {KVPoll.FAILED}),
-            LifeBegan: IGNORED,
             RoomTick: Step(_tick_unanswered, {KVPoll.FAILED}),
         },
     }

@@ -81,11 +81,8 @@ class Timers(Generic[K]):
         """O(log waits) per call, amortized."""
         if len(self._heap) <= 2 * len(self._wake_s) + _FEW:
             return
-        first: dict[K, tuple[float, int, K]] = {}
-        for entry in sorted(self._heap):
-            if self._wake_s.get(entry[2]) == entry[0]:
-                first.setdefault(entry[2], entry)
-        self._heap = list(first.values())  # sorted, so a heap
+        waits = enumerate(self._wake_s.items())
+        self._heap = sorted((when_s, number, key) for number, (key, when_s) in waits)
 
     def __len__(self) -> int:
         return len(self._wake_s)

@@ -22,6 +22,7 @@ from prefixkv.protocol.commands import AbortRoom, MeetPrefill
 from prefixkv.protocol.events import (
     Bootstrapped,
     DecodeEvent,
+    HostCopyDone,
     PrefillEvent,
     RoomDrained,
     RoomEnded,
@@ -31,7 +32,6 @@ from prefixkv.protocol.events import (
     decode_error,
     encode_error,
 )
-from prefixkv.protocol.host_copy import HostCopyDone
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.ranks.row_log import RankLog, check_next, decoded
 from prefixkv.settings import check_whole

@@ -37,7 +37,7 @@ from prefixkv.protocol.commands import (
     RefuseRoom,
     SendChunk,
 )
-from prefixkv.protocol.host_copy import HostCopy
+from prefixkv.protocol.events import HostCopy
 from prefixkv.protocol.messages import Count, Slot
 from prefixkv.request import DeviceEvent
 

@@ -25,6 +25,7 @@ from prefixkv.control.effects import (
     AddPeer,
     AgentDestroyed,
     Cancel,
+    Common,
     Connect,
     ConnectFailed,
     CopyDone,
@@ -35,23 +36,20 @@ from prefixkv.control.effects import (
     FrameReceived,
     PrefillEffect,
     Raised,
-    Reached,
     RemovePeer,
     Renew,
     SendFrame,
     Settle,
     Tick,
-    Unreached,
 )
 from prefixkv.control.inbox import ControlInbox
 from prefixkv.errors import ClosedError, ConfigError
-from prefixkv.protocol.events import RoomEvent
-from prefixkv.protocol.host_copy import HostCopyDone
+from prefixkv.protocol.events import HostCopyDone, RoomEvent
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.messages import ProcessLife
 from prefixkv.runtime.channel import DealerChannel, RouterChannel
 from prefixkv.runtime.logs import PeerLog
-from prefixkv.transport.base import Settled, Sink, TransportEvent, WriteJob
+from prefixkv.transport.base import Settled, Sink, WriteJob
 from prefixkv.transport.transports import Transports
 from prefixkv.wakeups import Inbox
 
@@ -59,9 +57,6 @@ _log = logging.getLogger("prefixkv.control")
 
 _FAREWELL_S = 0.5  # seconds in which the last frames of a node that closes may leave
 _RETRY_PAUSE_S = 0.01  # pause after a step that failed as a whole, lest it fail in a busy loop
-
-Common = TransportEvent | CopyDone | ConnectFailed | FrameReceived[Any] | Reached | Unreached
-"""Inputs of either side's control object, besides commands and the time."""
 
 Effect = DecodeEffect | PrefillEffect
 
@@ -250,7 +245,7 @@ class ControlThread(Generic[Command]):
         except Exception:  # a handler's, which is the user's: only counted
             self.num_log_errors += 1
 
-    def _take(self, what: Command | Common, now_s: float) -> None:
+    def _take(self, what: Command | FrameReceived[Any] | Common, now_s: float) -> None:
         if isinstance(what, Settled) and not self.transports.settled(what.token):
             return
         try:

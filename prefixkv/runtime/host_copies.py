@@ -16,7 +16,7 @@ from prefixkv.memory.host_pool import HostPool
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.page_copy import page_copy
-from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
+from prefixkv.protocol.events import HostCopy, HostCopyDone
 from prefixkv.request import DeviceEvent
 from prefixkv.runtime.copies import CopyOrder, CopyThreads
 

@@ -20,8 +20,7 @@ from prefixkv.memory.state_pool import StatePool
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.requests import Command, PagedScheduler, Req
 from prefixkv.protocol.commands import Fence
-from prefixkv.protocol.events import RoomEvent
-from prefixkv.protocol.host_copy import HostCopy
+from prefixkv.protocol.events import HostCopy, RoomEvent
 from prefixkv.protocol.ids import PeerId
 from prefixkv.request import Request
 from prefixkv.runtime.logs import RequestLog

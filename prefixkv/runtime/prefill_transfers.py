@@ -25,7 +25,6 @@ from prefixkv.protocol.commands import (
     OfferRoom,
     PrefillCommand,
     SendChunk,
-    WithdrawRoom,
 )
 from prefixkv.protocol.events import (
     PrefillEvent,
@@ -326,7 +325,7 @@ class PrefillTransfers(Transfers[PrefillCommand, PrefillEvent]):
         Not offered, ended, or opened meanwhile: no-op, and Bootstrapped or the other events say so.
         """
         check_reason(reason)
-        self.submit(WithdrawRoom(room_key(room, generation), reason))
+        self.submit(AbortRoom(room_key(room, generation), reason))
 
     def _follow_event(self, event: PrefillEvent) -> None:
         # An offer has no decode worker in its key; the first event of its room brings the name.

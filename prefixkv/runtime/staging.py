@@ -8,7 +8,7 @@ from typing import Protocol
 
 from prefixkv.config import TransportConfig
 from prefixkv.control.decode.control import DecodeControl
-from prefixkv.control.effects import STAGING, AddPeer, Cancel, CopyDone, Staging
+from prefixkv.control.effects import STAGING, AddPeer, CopyDone, Staging
 from prefixkv.control.prefill.control import PrefillControl
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.kv_pool import StagingBuffer
@@ -19,7 +19,6 @@ from prefixkv.runtime.copies import CopyOrder, CopyThreads
 from prefixkv.staging.leases import LeaseCut
 from prefixkv.staging.receiver import Grant, Scatter, StagingPlan, StagingReceiver, ToRoom
 from prefixkv.staging.sender import Gather, SendLeaseAsk, StagingSender
-from prefixkv.transport.base import WriteJob
 
 CopySink = Callable[[CopyDone], None]
 
@@ -159,6 +158,4 @@ def install() -> None:
         Staging(StagingSender, StagingReceiver, LeaseCut.into, StagingPlan.of, make_copies)
     ]
     PrefillControl.INSIDE |= {SendLeaseAsk: _ask}
-    PrefillControl.EFFECTS |= {Gather, WriteJob, Cancel}
     DecodeControl.INSIDE |= {Grant: _grant, ToRoom: _tell}
-    DecodeControl.EFFECTS |= {Scatter}

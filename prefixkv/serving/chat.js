@@ -53,7 +53,8 @@ async function* events(body) {
 async function* answerTo(messages, signal) {
   if (!model) await findModel();
   const asked = {
-    model, messages, stream: true, stream_options: {include_usage: true},
+    model, messages, stream: true,
+    stream_options: {include_usage: true, continuous_usage_stats: true},
   };
   if ($("temperature").value) asked.temperature = Number($("temperature").value);
   if ($("most").value) asked.max_completion_tokens = Number($("most").value);
@@ -87,7 +88,7 @@ async function ask(turn) {
   const abort = new AbortController(), begun = performance.now();
   const mine = running = {turn, abort};
   turn.answer = "";
-  let first = null, finish = null;
+  let first = null, finish = null, usage = null, shown = false;
   turn.show.begin();
   showRunning();
   try {
@@ -100,12 +101,16 @@ async function ask(turn) {
         }
         finish = choice.finish_reason ?? finish;
       }
-      if (event.usage) turn.show.usage(event.usage, first, performance.now() - begun);
+      usage = event.usage ?? usage;
+      // Where the prompt's KV came from is known at the first token.
+      if (usage && first !== null && !shown) { shown = true; turn.show.usage(usage, first, null); }
     }
+    if (usage) turn.show.usage(usage, first, performance.now() - begun);
     if (finish === "length") turn.show.note("Cut off at the token limit.");
   } catch (error) {
     if (abort.signal.aborted) {
       turn.show.note("Stopped.");
+      if (first !== null && usage) turn.show.usage(usage, first, performance.now() - begun);
     } else {
       const message = error instanceof Refused ? error.message
         : error instanceof TypeError ? "The server does not answer." : error.message;
@@ -193,7 +198,7 @@ class TurnView {
     this.keepEnd(() => this.below.append(box));
   }
   // Of the prompt: what decode had, what it computed and what was sent there; what prefill had and
-  // what it computed.
+  // what it computed. `all`: ms to the answer's end, null while it goes on.
   usage(usage, first, all) {
     const split = usage.prefixkv, num = usage.prompt_tokens, host = split.decode_host_tokens;
     const box = make("div", "usage"), bars = make("div", "bars"), legend = [];
@@ -227,11 +232,12 @@ class TurnView {
     }
     bars.setAttribute("role", "img");
     bars.setAttribute("aria-label", `Of ${num} prompt tokens: ${words.join(", ")}`);
-    const times = [`${num} prompt tokens`, `${usage.completion_tokens} of the answer`];
+    const times = [`${num} prompt tokens`];
+    if (all !== null) times.push(`${usage.completion_tokens} of the answer`);
     if (first !== null) times.push(`first after ${Math.round(first)} ms`);
-    times.push(`all after ${(all / 1000).toFixed(2)} s`);
+    if (all !== null) times.push(`all after ${(all / 1000).toFixed(2)} s`);
     box.append(bars, ...legend, make("p", "times", times.join(" · ")));
-    this.keepEnd(() => this.below.append(box));
+    this.keepEnd(() => { this.below.querySelector(".usage")?.remove(); this.below.append(box); });
   }
   // A reader who is at the end stays there.
   keepEnd(change) {

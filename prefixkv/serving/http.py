@@ -47,6 +47,9 @@ _HEAD_BYTES: Final = 64 << 10
 _OPEN_FILES: Final = 65_536
 _FULL_PAUSE_S: Final = 0.1  # before another look whether there are descriptors
 _CLIENT: Final = "prefixkv.client"
+_FIELD: Final = re.compile(
+    r"Object (?:contains (unknown)|missing required) field `(.*)`", re.DOTALL
+)
 
 # Clients cause these warnings, so each text is logged once a minute at most.
 logging.getLogger("uvicorn.error").addFilter(OncePerMinute())
@@ -309,27 +312,32 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     return b"".join(pieces)
 
 
-def decode_body(body: bytes, kind: type[T]) -> T:
-    """Raises ApiError 400, which names the place of the error."""
+def decode_body(body: bytes, kind: type[T], name: str = "") -> T:
+    """Return JSON as a value of `kind`. Raises ApiError 400, which names the place of an error,
+    below `name`."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         why, _, where = str(error).partition(" - at `$")
-        param = where.rstrip("`").lstrip(".") or None
-        raise ApiError(400, f"{param or 'the body'} {plain_words(why)}", param=param) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise no_json(error) from None
-
-
-def no_json(error: Exception) -> ApiError:
-    """Make the error for a body that is not read as JSON, with the place."""
-    if isinstance(error, RecursionError):
-        return ApiError(400, "the body is nested too deeply")
-    if isinstance(error, UnicodeDecodeError):
-        return ApiError(400, "the body is not valid JSON: it is not UTF-8")
-    found = re.search(r"\(byte (\d+)\)", str(error))
-    where = f": there is an error at byte {found[1]}" if found else ""
-    return ApiError(400, f"the body is not valid JSON{where}")
+        where = f"{name}{where.rstrip('`')}".lstrip(".")[:100]
+        code = "invalid_value"
+        if not where and (field := _FIELD.fullmatch(why)):
+            where = field[2][:100]
+            code = "unknown_parameter" if field[1] else "missing_required_parameter"
+            why = "is not known here" if field[1] else "is missing"
+        else:
+            why = plain_words(why)
+        raise ApiError(
+            400, f"{where or 'the body'} {why}", code=code, param=where or None
+        ) from None
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply") from None
+    except UnicodeDecodeError:
+        raise ApiError(400, "the body is not valid JSON: it is not UTF-8") from None
+    except msgspec.DecodeError as error:
+        found = re.search(r"\(byte (\d+)\)", str(error))
+        at = f": there is an error at byte {found[1]}" if found else ""
+        raise ApiError(400, f"the body is not valid JSON{at}") from None
 
 
 class Stream(Response):

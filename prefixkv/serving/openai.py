@@ -1,43 +1,41 @@
 """OpenAI's interface as plain values: requests and the bodies of their answers.
 
-A parameter that is unknown is an error that names it; so is a known one that asks for something
-that is not served. `seed`, `stop`, `n` and the like mean what OpenAI defines; `top_k`, `ignore_eos`
-and others are those of other engines. `null` is as good as nothing.
+A field of a request is a parameter, and its type what is taken. A parameter that is unknown is an
+error that names it; so is one of `_UNSERVED` that asks for something. `top_k`, `ignore_eos` and
+others are those of other engines. `null` is as good as nothing.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Final, TypeVar, get_type_hints
+import logging
+from typing import Annotated, Any, ClassVar, Final, TypeVar
 
 import msgspec
+from msgspec import Meta, Raw
 
-from prefixkv.engines.hf.requests import MAX_LOGPROBS, Sampling
+from prefixkv.engines.hf.requests import MAX_LOGPROBS, Name, Sampling
 from prefixkv.serving.failures import refused
-from prefixkv.serving.http import ApiError, no_json
+from prefixkv.serving.http import ApiError, decode_body
 from prefixkv.serving.text import Arguments
-from prefixkv.serving.words import plain_words
+
+logger = logging.getLogger("prefixkv.http")
 
 MAX_SAMPLES: Final = 128
 """Most answers of one call: its prompts, times `n`."""
-_MAX_STOPS: Final = 16
-_MAX_STOP_TOKENS: Final = 128
 MAX_MESSAGES: Final = 4096
 """Most messages of a chat and their parts, together. A template takes some 10 us for each."""
 BATCH_TOKENS: Final = 1 << 20
 """Most tokens of several prompts in one call, together."""
 
-_EXTRA_BYTES: Final = 1 << 20  # JSON of a chat's `_EXTRAS`, together
-_NEUTRAL_BYTES: Final = 256  # longest JSON of a value that is compared with `_NEUTRAL`
-_OTHER_BYTES: Final = 256 << 10  # JSON of any other parameter
+_EXTRA_BYTES: Final = 1 << 20  # JSON of what a chat template is given beside the messages
 _DEFAULT_TOKENS: Final = 16  # most of an answer of /v1/completions, as OpenAI has it
-_MAX_TEMPERATURE: Final = 2  # OpenAI's
 
 # Parameters that are not served, and the values that ask for nothing; null always does.
-_NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
+_UNSERVED: Final[dict[str, tuple[Any, ...]]] = {
     # OpenAI's
     "audio": (), "best_of": (1,), "echo": (False,), "frequency_penalty": (0,),
     "function_call": ("none", "auto"), "functions": ([],), "logit_bias": ({},),
-    "modalities": (["text"],), "presence_penalty": (0,),
+    "modalities": (["text"],), "prediction": (), "presence_penalty": (0,),
     "response_format": ({"type": "text"},), "suffix": ("",), "tool_choice": ("none", "auto"),
     "tools": ([],), "top_logprobs": (0,), "verbosity": ("medium",), "web_search_options": (),
     # of vLLM and SGLang: what is drawn
@@ -62,18 +60,19 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
 # Parameters whose value changes no answer here, whatever it is.
 _IGNORED: Final = frozenset({
     # OpenAI's
-    "metadata", "parallel_tool_calls", "prediction", "prompt_cache_retention", "service_tier",
-    "store",
+    "metadata", "parallel_tool_calls", "prompt_cache_retention", "service_tier", "store",
     # of vLLM and SGLang
     "data_parallel_rank", "guided_decoding_backend", "include_reasoning", "media_io_kwargs",
     "mm_processor_kwargs", "priority", "rid", "separate_reasoning", "stream_interval",
     "stream_reasoning",
 })  # fmt: skip
+_warned: Final[set[str]] = set()  # of these, the ones that the log has named
 
 T = TypeVar("T", bound="_RequestBase")
-
-Text = Annotated[str, msgspec.Meta(max_length=1024)]
-"""A name, a key or a string to stop at: kept as it is for as long as its request lives."""
+_Many = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+_Likely = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+_NotEmpty = Annotated[str, Meta(min_length=1, max_length=1024)]
+_PROMPT: Any = str | list[str | int | list[int]]
 
 
 # --- what is asked --------------------------------------------------------------------------------
@@ -87,27 +86,29 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     continuous_usage_stats: bool | None = None
 
 
-class _RequestBase(msgspec.Struct, frozen=True, kw_only=True):
-    """Parameters of both kinds of request: a field is a parameter, and its type what is taken."""
+class _RequestBase(msgspec.Struct, kw_only=True):
+    """Parameters of both kinds of request."""
 
-    model: Text
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    n: int | None = None
+    model: Name
+    max_tokens: _Many | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)] | None = None
     seed: int | None = None
-    stop: Text | list[Text] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: _NotEmpty | Annotated[list[_NotEmpty], Meta(max_length=16)] | None = None
+    stop_token_ids: (
+        Annotated[list[Annotated[int, Meta(ge=0, le=2**31 - 1)]], Meta(max_length=128)] | None
+    ) = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
-    cache_salt: Text | None = None
-    request_id: Text | None = None
-    user: Text | None = None
-    safety_identifier: Text | None = None
-    prompt_cache_key: Text | None = None
+    cache_salt: _NotEmpty | None = None
+    request_id: Name | None = None
+    user: Name | None = None
+    safety_identifier: Name | None = None
+    prompt_cache_key: Name | None = None
 
     @property
     def num_samples(self) -> int:
@@ -125,9 +126,6 @@ class _RequestBase(msgspec.Struct, frozen=True, kw_only=True):
     def streams_usage_always(self) -> bool:
         options = self.stream_options
         return options is not None and bool(options.continuous_usage_stats)
-
-    LOGPROBS: ClassVar[str] = "logprobs"
-    """Name of the parameter that says how many log-probabilities there are."""
 
     @property
     def num_logprobs(self) -> int | None:
@@ -155,54 +153,29 @@ class _RequestBase(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def check(self) -> None:
-        """Raise ApiError 400, with the parameter's name, for one that is out of range."""
-        for name, least, most in (
-            ("max_tokens", 1, 2**31 - 1), ("max_completion_tokens", 1, 2**31 - 1),
-            ("min_tokens", 0, 2**31 - 1), ("n", 1, MAX_SAMPLES),
-            ("temperature", 0, _MAX_TEMPERATURE), ("top_p", 0, 1), ("top_k", -1, 2**31 - 1),
-            ("seed", -(2**63), 2**64 - 1), ("num_logprobs", 0, MAX_LOGPROBS),
-        ):  # fmt: skip
-            value = getattr(self, name, None)
-            is_open = name == "top_p"  # 0 would leave no token
-            if value is None or (least <= value <= most and not (is_open and value == least)):
-                continue
-            # A number may have thousands of digits, all of them the client's.
-            name = {"num_logprobs": self.LOGPROBS}.get(name, name)
-            shown = f"is {value}, must be" if abs(value) < 2**64 else "must be"
-            raise refused(name, f"{shown} in {'(' if is_open else '['}{least}, {most}]")
-        # A single string, or none, is compared like a list of one.
-        stop = self.stop if isinstance(self.stop, list) else ["-"]
-        if "" in (self.stop, *stop):
-            raise refused("stop", "has a string that is empty")
-        if len(stop) > _MAX_STOPS:
-            raise refused("stop", f"has {len(stop)} strings, at most {_MAX_STOPS} are taken")
-        tokens = self.stop_token_ids or ()
-        if len(tokens) > _MAX_STOP_TOKENS:
-            why = f"has {len(tokens)} tokens, at most {_MAX_STOP_TOKENS} are taken"
-            raise refused("stop_token_ids", why)
-        if not all(0 <= token < 2**31 for token in tokens):
-            raise refused("stop_token_ids", "has numbers that are no tokens")
-        if self.cache_salt == "":
-            raise refused("cache_salt", "is empty")
+        """Raise ApiError 400, with the parameter's name, for what the types do not express."""
+        if self.seed is not None and not -(2**63) <= self.seed < 2**64:  # more than JSON's own
+            raise refused("seed", f"must be in [{-(2**63)}, {2**64 - 1}]")
         if (self.min_tokens or 0) > (self.most_tokens or 2**31):
             why = f"is {self.min_tokens}, more than the {self.most_tokens} that an answer may have"
             raise refused("min_tokens", why)
 
 
-class ChatRequest(_RequestBase, frozen=True, kw_only=True):
-    """A body of /v1/chat/completions; `_decode_messages` makes `messages`."""
-
-    LOGPROBS = "top_logprobs"
+class ChatRequest(_RequestBase, kw_only=True):
+    """A body of /v1/chat/completions; `_plain_messages` makes `messages`."""
 
     messages: list[dict[str, Any]]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: _Many | None = None
     tools: list[dict[str, Any]] | None = None
     documents: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: Text | None = None
+    reasoning_effort: Name | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: _Likely | None = None
     add_generation_prompt: bool | None = None
+
+    NEUTRAL: ClassVar = {"add_special_tokens": (False,)}
+    """Values of a parameter that ask for nothing in this kind of request, beside `_UNSERVED`."""
 
     @property
     def num_logprobs(self) -> int | None:
@@ -224,9 +197,16 @@ class ChatRequest(_RequestBase, frozen=True, kw_only=True):
         if self.top_logprobs and not self.logprobs:
             raise refused("top_logprobs", "needs logprobs to be true")
         if "messages" in (self.chat_template_kwargs or {}):
-            raise refused(
-                "chat_template_kwargs", "has messages, which are a parameter of their own"
+            why = "has messages, which are a parameter of their own"
+            raise refused("chat_template_kwargs", why)
+        num_bytes = len(msgspec.json.encode(self.variables))
+        if num_bytes > _EXTRA_BYTES:
+            name = next(
+                one for one in ("tools", "documents", "chat_template_kwargs") if getattr(self, one)
             )
+            why = f"and the like have {num_bytes} bytes, at most {_EXTRA_BYTES} are taken"
+            raise refused(name, why)
+        self.messages = _plain_messages(self.messages)
 
     @property
     def most_tokens(self) -> int | None:
@@ -234,11 +214,13 @@ class ChatRequest(_RequestBase, frozen=True, kw_only=True):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
-class CompletionRequest(_RequestBase, frozen=True, kw_only=True):
+class CompletionRequest(_RequestBase, kw_only=True):
     """A body of /v1/completions; `_decode_prompts` makes the list `prompt`, also of one."""
 
     prompt: list[str] | list[list[int]]
-    logprobs: int | bool | None = None
+    logprobs: _Likely | bool | None = None
+
+    NEUTRAL: ClassVar = {"add_special_tokens": (True,)}
 
     @property
     def num_logprobs(self) -> int | None:
@@ -260,62 +242,52 @@ class CompletionRequest(_RequestBase, frozen=True, kw_only=True):
             raise refused("prompt", f"{why} answers are given in one call")
 
 
-_NEUTRAL_OF: Final[dict[type[Any], dict[str, tuple[Any, ...]]]] = {
-    ChatRequest: {"add_special_tokens": (False,)},
-    CompletionRequest: {"add_special_tokens": (True,)},
-}
-"""Values of a parameter that ask for nothing in one kind of request, beside `_NEUTRAL`."""
+def _body_of(kind: type[Any]) -> Any:
+    """Make the type of a body: `kind`, with what is not served, and prompts, as raw JSON."""
+    names = (_UNSERVED.keys() | _IGNORED) - {*kind.__struct_fields__}
+    fields: list[Any] = [(name, Raw, msgspec.field(default=Raw(b""))) for name in names]
+    if kind is CompletionRequest:
+        fields.append(("prompt", Raw))
+    return msgspec.defstruct(
+        "Body", fields, bases=(kind,), kw_only=True, forbid_unknown_fields=True
+    )
 
-_EXTRAS: Final = ("tools", "documents", "chat_template_kwargs")
+
+_BODIES: Final[dict[type[Any], Any]] = {
+    kind: _body_of(kind) for kind in (ChatRequest, CompletionRequest)
+}
 
 
 def parse(body: bytes, kind: type[T], context: int | None = None) -> T:
     """Decode and check a request. Raises ApiError 400, which names the wrong parameter.
 
-    Only parameters that are served are decoded, and only once a prompt of tokens is known to have
-    at most `context`: a body may hold millions of other values.
+    Prompts of tokens are decoded once they are known to have at most `context`, or `BATCH_TOKENS`
+    together: a body may hold millions.
     """
-    # 1. Names: an unknown one is refused; values are still raw JSON. Null is left out.
-    found = {name: raw for name, raw in _found_in(body, kind).items() if raw.strip() != b"null"}
-    known = _REQUIRED[kind]
-    # 2. Parameters that are not served: their values must ask for nothing.
-    for name in found.keys() - known.keys() - _IGNORED:
-        _check_neutral(name, found, kind)
-    # 3. Required ones, and the size of what a chat template is given.
-    for name, is_required in known.items():
-        if is_required and name not in found:
-            raise ApiError(400, f"{name} is missing", code="missing_required_parameter", param=name)
-    num_bytes = sum(len(found[name]) for name in _EXTRAS if name in found)
-    if num_bytes > _EXTRA_BYTES:
-        raise refused(
-            next(name for name in _EXTRAS if name in found),
-            f"and the like have {num_bytes} bytes, at most {_EXTRA_BYTES} are taken",
-        )
-    # 4. Decode the others one by one. Prompts and messages are bounded before they are decoded.
-    values: dict[str, Any] = {}
-    for name in known:
-        if name in found:
-            raw = found[name].strip()
-            if name == "prompt":
-                values[name] = _decode_prompts(raw, context)
-            elif name == "messages":
-                values[name] = _decode_messages(raw)
-            else:
-                values[name] = _decode_parameter(name, raw, _TYPES[kind][name])
+    found = decode_body(body, _BODIES[kind])
+    for name in found.__struct_fields__:
+        if name in kind.__struct_fields__ or (raw := bytes(getattr(found, name))) in (b"", b"null"):
+            continue
+        if name not in _IGNORED:
+            _check_neutral(name, raw, found)
+        elif name not in _warned:
+            _warned.add(name)
+            logger.warning("%s changes no answer here: it is ignored wherever it is sent", name)
+    values = {name: getattr(found, name) for name in kind.__struct_fields__}
+    if "prompt" in values:
+        values["prompt"] = _decode_prompts(bytes(values["prompt"]).strip(), context)
+    # Without the raw values, which would keep the whole body.
     made = kind(**values)
-    # 5. Ranges, which the types do not express.
     made.check()
     return made
 
 
-def _check_neutral(name: str, found: dict[str, bytes], kind: type[Any]) -> None:
+def _check_neutral(name: str, raw: bytes, asked: Any) -> None:
     """Raise ApiError for a parameter that is not served, unless its value asks for nothing."""
-    raw = found[name]
-    taken = (*_NEUTRAL[name], *_NEUTRAL_OF[kind].get(name, ()))
-    # OpenAI's `best_of` asks for nothing where it is `n`.
-    if name == "best_of" and raw.strip() == found.get("n", b"1").strip():
-        return
-    value = _decode_parameter(name, raw, Any) if len(raw) <= _NEUTRAL_BYTES else ...
+    taken = (*_UNSERVED[name], *asked.NEUTRAL.get(name, ()))
+    if name == "best_of":  # it asks for nothing where it is `n`
+        taken = (asked.num_samples,)
+    value = decode_body(raw, Any, name) if len(raw) <= 256 else ...
     if value not in taken:
         # The first of them says what a client may send instead.
         shown = f" but for {msgspec.json.encode(taken[0]).decode()}" if taken else ""
@@ -325,62 +297,29 @@ def _check_neutral(name: str, found: dict[str, bytes], kind: type[Any]) -> None:
         )  # fmt: skip
 
 
-def _decode_parameter(name: str, raw: bytes, kind: Any) -> Any:
-    """Raises ApiError 400, which names the place of an error."""
-    if len(raw) > _OTHER_BYTES and name not in ("prompt", "messages", *_EXTRAS):
-        raise refused(name, f"has {len(raw)} bytes, at most {_OTHER_BYTES} are taken")
-    try:
-        return msgspec.json.decode(raw, type=kind)
-    except msgspec.ValidationError as error:
-        why, _, where = str(error).partition(" - at `$")
-        place = name + where.rstrip("`")
-        raise ApiError(400, f"{place} {plain_words(why)}", param=place[:100]) from None
-    except RecursionError:
-        raise refused(name, "is nested too deeply") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise no_json(error) from None
-
-
-_PROMPT: Final = "has to be a text, a list of texts, a list of tokens, or a list of such lists"
-
-
 def _decode_prompts(raw: bytes, context: int | None) -> list[str] | list[list[int]]:
     """Raises ApiError 400 for too many prompts, or for more tokens than `context`, undecoded."""
-    if raw.startswith(b'"'):
-        return [_decode_parameter("prompt", raw, str)]
-    if not raw.startswith(b"["):
-        raise refused("prompt", _PROMPT)
-    # The first character of the list tells the cases apart.
-    first = raw[1:].lstrip()[:1]
-    num = raw.count(b",") + 1
-    if first == b"]":
-        raise refused("prompt", "is an empty list")
-    if first == b"[":
-        # No text is in it, so each bracket is a list and each comma a token or a prompt.
-        _check_prompts(raw.count(b"[") - 1)
-        if num > max(BATCH_TOKENS, context or 0):
-            why = f"has {num} tokens in its prompts, at most {BATCH_TOKENS} are taken together"
-            raise refused("prompt", why)
-        kind: Any = list[list[int]]
-    elif first == b'"':
-        # A lower bound of the texts: a quote that follows a backslash may be part of one.
-        _check_prompts((raw.count(b'"') - raw.count(b'\\"')) // 2)
-        kind = list[str]
-    else:
-        if context is not None and num > context:
+    first = raw[1:].lstrip()[:1] if raw[:1] == b"[" else b""
+    if first and first not in b'"]':
+        num = raw.count(b",") + 1
+        if first == b"[":  # no text is in it, so each bracket is a list
+            _check_prompts(raw.count(b"[") - 1)
+            if num > max(BATCH_TOKENS, context or 0):
+                why = f"has {num} tokens in its prompts, at most {BATCH_TOKENS} are taken together"
+                raise refused("prompt", why)
+        elif context is not None and num > context:
             raise too_long(num, 0, context, "prompt")
-        kind = list[int]
-    try:
-        found: Any = _decode_parameter("prompt", raw, kind)
-    except ApiError as error:
-        # Where the first item has another kind than a later one, or is none of them.
-        if error.param is None:
-            raise
-        raise ApiError(400, f"prompt {_PROMPT}", code="invalid_value", param=error.param) from None
-    if kind == list[int]:
+    found: Any = decode_body(raw, _PROMPT, "prompt")
+    if isinstance(found, str):
+        return [found]
+    kinds = {*map(type, found)}
+    if len(kinds) != 1:
+        how = "is an empty list" if not kinds else "has texts, tokens and lists of them together"
+        raise refused("prompt", how)
+    if kinds == {int}:
         return [found]
     _check_prompts(len(found))
-    return found  # type: ignore[no-any-return]
+    return list(found)
 
 
 def _check_prompts(num: int) -> None:
@@ -399,9 +338,8 @@ _OTHER_NAMES: Final = {
 }  # OpenAI renamed the role; templates know the old name
 
 
-def _decode_messages(raw: bytes) -> list[dict[str, Any]]:
+def _plain_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return messages as chat templates take them, with all their fields. Raises ApiError 400."""
-    messages: list[dict[str, Any]] = _decode_parameter("messages", raw, list[dict[str, Any]])
     if not messages:
         raise refused("messages", "is empty")
     lists = (one["content"] for one in messages if isinstance(one.get("content"), list))
@@ -480,45 +418,6 @@ def _calls_of(where: str, calls: Any) -> list[dict[str, Any]]:
                 call = {**call, "function": {**function, "arguments": decoded}}
         found.append(call)
     return found
-
-
-# --- names ----------------------------------------------------------------------------------------
-
-
-def _found_in(body: bytes, kind: type[Any]) -> dict[str, bytes]:
-    """Return the parameters as raw JSON. Raises ApiError for an unknown one."""
-    try:
-        raw = msgspec.json.decode(body, type=_RAW[kind])
-    except msgspec.ValidationError as error:
-        # msgspec says which field is unknown only in its text. The name is cut: it comes from the
-        # client.
-        _, unknown, rest = str(error).partition("unknown field `")
-        if not unknown:
-            raise ApiError(400, "the body has to be an object with parameters") from None
-        name = rest.rpartition("`")[0][:100]
-        raise ApiError(
-            400, f"there is no parameter {name}", code="unknown_parameter", param=name
-        ) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise no_json(error) from None
-    given = msgspec.structs.asdict(raw)
-    return {name: text for name, value in given.items() if (text := bytes(value))}
-
-
-def _raw(kind: type[Any]) -> Any:
-    """Make a type that takes the parameters of `kind`, and the neutral ones, as raw JSON."""
-    names = {field.name for field in msgspec.structs.fields(kind)} | set(_NEUTRAL) | _IGNORED
-    fields = [(name, msgspec.Raw, msgspec.field(default=msgspec.Raw(b""))) for name in names]
-    return msgspec.defstruct("_Body", fields, forbid_unknown_fields=True)
-
-
-_RAW: Final[dict[type[Any], Any]] = {kind: _raw(kind) for kind in _NEUTRAL_OF}
-# Once: msgspec evaluates the hints of all fields at each look.
-_REQUIRED: Final = {
-    kind: {field.name: field.required for field in msgspec.structs.fields(kind)}
-    for kind in _NEUTRAL_OF
-}
-_TYPES: Final = {kind: get_type_hints(kind, include_extras=True) for kind in _NEUTRAL_OF}
 
 
 def too_long(

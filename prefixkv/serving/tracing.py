@@ -58,7 +58,9 @@ _CLOSE_S: Final = 3.0  # for the last spans to reach the collector, at the end o
 _WHY_CHARS: Final = 500
 _NAME_CHARS: Final = 256
 _EXPORTERS: Final = "opentelemetry_traces_exporter"  # entry points of the SDK
-_BY_PROTOCOL: Final = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}
+_BY_PROTOCOL: Final = {
+    "": "otlp_proto_http", "http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"
+}  # fmt: skip
 _LOGS_OF_HEADERS: Final = ("opentelemetry.trace.span", "opentelemetry.baggage.propagation")
 _PASSWORD: Final = re.compile(r"//[^/\s@]*@")
 
@@ -124,7 +126,8 @@ def _provider(role: str, name: str) -> TracerProvider:
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     # All exporters are made before the first processor, which starts a thread.
-    exporters = [_exporter(one.strip())() for one in _exporter_names()]
+    names = os.environ.get("OTEL_TRACES_EXPORTER", "").strip() or "otlp"
+    exporters = [_exporter(one.strip())() for one in names.split(",")]
     given = Resource.create().attributes
     ours = {
         "service.name": f"prefixkv-{role}",
@@ -143,30 +146,20 @@ def _provider(role: str, name: str) -> TracerProvider:
     return provider
 
 
-def _exporter_names() -> list[str]:
-    return (os.environ.get("OTEL_TRACES_EXPORTER", "").strip() or "otlp").split(",")
-
-
 def _exporter(name: str) -> Any:
     """Raises ValueError for an exporter that is not installed."""
     if name == "otlp":
-        variables = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-        given = (os.environ.get(variable, "").strip() for variable in variables)
-        protocol = next(filter(None, given), "http/protobuf")
-        if protocol not in _BY_PROTOCOL:
-            raise ValueError(f"protocol {protocol!r}: it is one of {', '.join(_BY_PROTOCOL)}")
-        name = _BY_PROTOCOL[protocol]
-    found = [*entry_points(group=_EXPORTERS, name=name)]
-    if not found:
-        names = ", ".join(sorted({"otlp", "none", *entry_points(group=_EXPORTERS).names}))
-        # The name is that of OpenTelemetry's package for it, for all that it publishes itself.
-        why = f"exporter {name!r} is not installed; there are {names}"
-        if name == "otlp_proto_grpc":
-            why += ": pip install opentelemetry-exporter-otlp-proto-grpc, or http/protobuf"
-        elif name == "otlp_proto_http":
+        given = variables()
+        of_traces = given.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "").strip()
+        protocol = of_traces or given.get("OTEL_EXPORTER_OTLP_PROTOCOL", "").strip()
+        name = _BY_PROTOCOL.get(protocol, protocol)
+    there = entry_points(group=_EXPORTERS)
+    if name not in there.names:
+        if name == _BY_PROTOCOL[""]:
             raise ImportError(f"no {EXTRA[1]}")
-        raise ValueError(why)
-    return found[0].load()
+        names = ", ".join(sorted({"otlp", "none", *there.names}))
+        raise ValueError(f"exporter {name!r} is not installed; there are {names}")
+    return there[name].load()
 
 
 class Tracing:
@@ -254,24 +247,19 @@ class OpenSpan:
         """End and write the span, now or at a time in nanoseconds since 1970."""
         self._span.end(end_ns)
 
-    def part(
-        self, name: str, attributes: Attributes = NO_FACTS
-    ) -> AbstractContextManager[OpenSpan]:
-        """Return a context: a span of this process's own work."""
-        return self._step(name, SpanKind.INTERNAL, attributes, False)
-
     def call(
         self, name: str, attributes: Attributes = NO_FACTS, *, may_be_cut: bool = False
     ) -> AbstractContextManager[OpenSpan]:  # fmt: skip
         """Return a context: a span of a request to another process, until its answer has ended.
         `may_be_cut`: giving it up before its end is no error."""
-        return self._step(name, SpanKind.CLIENT, attributes, may_be_cut)
+        return self.part(name, attributes, SpanKind.CLIENT, may_be_cut)
 
     @contextmanager
-    def _step(
-        self, name: str, kind: SpanKind, attributes: Attributes, may_be_cut: bool
-    ) -> Iterator[OpenSpan]:
-        """What ends the step early is its error."""
+    def part(
+        self, name: str, attributes: Attributes = NO_FACTS, kind: SpanKind = SpanKind.INTERNAL,
+        may_be_cut: bool = False,
+    ) -> Iterator[OpenSpan]:  # fmt: skip
+        """A span of this process's own work. What ends it early is its error."""
         step = self._tracing.start(name, self.context, kind, attributes)
         try:
             yield step
@@ -285,28 +273,25 @@ class OpenSpan:
 
     def describe_ask(self, ask: Ask, model: str, chat: bool, streamed: bool) -> None:
         """Add what a front's client has asked for."""
-        operation, sampling = "chat" if chat else "text_completion", ask.sampling
-        self._span.update_name(f"{operation} {model[:_NAME_CHARS]}")
+        sampling, shown = ask.sampling, model[:_NAME_CHARS]
+        asked = {"model": model, "max_tokens": ask.max_new_tokens, "n": ask.num_samples}
+        operation = self.describe_body("chat" if chat else "", {**asked, "stream": streamed})
+        self._span.update_name(f"{operation} {shown}")
         self.add(
             {
-                "gen_ai.operation.name": operation,
                 "gen_ai.provider.name": "prefixkv",
-                "gen_ai.request.model": model[:_NAME_CHARS],
-                "gen_ai.request.max_tokens": ask.max_new_tokens,
                 "gen_ai.request.temperature": float(sampling.temperature),
                 "gen_ai.request.top_p": float(sampling.top_p),
                 "gen_ai.request.top_k": sampling.top_k or None,
                 "gen_ai.request.seed": sampling.seed,
-                "gen_ai.request.choice.count": ask.num_samples if ask.num_samples > 1 else None,
-                "gen_ai.request.stream": streamed,
-                "gen_ai.response.model": model[:_NAME_CHARS],
+                "gen_ai.response.model": shown,
                 "prefixkv.rid": ask.rid,
             }
         )
 
-    def describe_body(self, path: str, body: Attributes) -> None:
-        """Add what a proxy's client has asked for."""
-        operation = "chat" if path.endswith("/chat/completions") else "text_completion"
+    def describe_body(self, path: str, body: Attributes) -> str:
+        """Add what a proxy's client has asked for; return the operation."""
+        operation = "chat" if "chat" in path else "text_completion"
         # A client's own values, which nothing has checked: of another type they are left out.
         model, most, n = (body.get(name) for name in ("model", "max_tokens", "n"))
         self._span.update_name(operation)  # clients choose the model's name
@@ -319,6 +304,7 @@ class OpenSpan:
                 "gen_ai.request.stream": bool(body.get("stream")),
             }
         )
+        return operation
 
     def describe_answer(self, usage: Usage, finishes: Sequence[str], ttft_s: float | None) -> None:
         told = usage.body()

@@ -19,7 +19,7 @@ _MANY: Final = {
     "array": "lists",
 }  # fmt: skip
 _UNIT: Final = {"str": "characters", "array": "items", "object": "fields"}
-_BOUND: Final = {"<=": "most", ">=": "least"}
+_BOUND: Final = {"<=": "{} at most", ">=": "{} at least", ">": "above {}", "<": "below {}"}
 _OTHERWISE: Final = "has a value that is not taken"
 
 _SENTENCES: Final[tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...]] = (
@@ -29,11 +29,11 @@ _SENTENCES: Final[tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], 
     ),
     (
         re.compile(r"Expected `(str|array|object)` of length (<=|>=) (\d+)"),
-        lambda m: f"has to be {_of_type(m[1])} of {m[3]} {_UNIT[m[1]]} at {_BOUND[m[2]]}",
+        lambda m: f"has to be {_of_type(m[1])}, {_BOUND[m[2]].format(f'{m[3]} {_UNIT[m[1]]}')}",
     ),
     (
-        re.compile(r"Expected `(int|float)` (<=|>=) (\S+)"),
-        lambda m: f"has to be {_of_type(m[1])}, {m[3]} at {_BOUND[m[2]]}",
+        re.compile(r"Expected `(int|float)` (<=|>=|<|>) (\S+)"),
+        lambda m: f"has to be {_of_type(m[1])}, {_BOUND[m[2]].format(m[3])}",
     ),
     (re.compile(r"Object missing required field `([^`]+)`"), lambda m: f"has no {m[1]}"),
     (
@@ -51,7 +51,7 @@ def plain_words(said: str) -> str:
     >>> plain_words("Expected `str | array<int> | null`, got `int`")
     'has to be a text or a list of whole numbers, not a whole number'
     >>> plain_words("Expected `str` of length <= 1024")
-    'has to be a text of 1024 characters at most'
+    'has to be a text, 1024 characters at most'
     """
     for pattern, words in _SENTENCES:
         if found := pattern.fullmatch(said):

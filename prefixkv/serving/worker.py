@@ -73,6 +73,7 @@ _WINDOWS_OF_PREFILL: Final = 32  # prompts with a window that are computed or on
 
 T = TypeVar("T")
 S = TypeVar("S", bound=Generate | PrefillJob)
+C = TypeVar("C", DecodeConfig, PrefillConfig)
 
 
 class Worker:
@@ -299,21 +300,15 @@ class PrefillWorker(Worker):
     role = "prefill"
     config: PrefillWorkerConfig
 
-    def __init__(self, config: PrefillWorkerConfig) -> None:
-        super().__init__(config)
-
     def _make_engine(self) -> Any:
         from prefixkv.engines.hf import PrefillEngine
 
-        node, chunk_tokens = self.config.node, self.config.chunk_tokens
-        _check_model(self.settings, node)
-        model = _model(self.settings)
-        num, page_size = self.settings.num_pages, self.settings.page_size
-        kept = node.checkpoints or model.num_checkpoints(num, page_size) if node.cache else 0
-        requests = min(node.max_running, _WINDOWS_OF_PREFILL)
+        chunk_tokens = self.config.chunk_tokens
+        model, node = _model(self.settings, self.config.node)
         pool = _pool(
-            self.settings, model, step_tokens=chunk_tokens, requests=requests, checkpoints=kept
-        )
+            self.settings, model, step_tokens=chunk_tokens, checkpoints=node.checkpoints,
+            requests=min(node.max_running, _WINDOWS_OF_PREFILL),
+        )  # fmt: skip
         return PrefillEngine(model, pool, node, chunk_tokens)
 
     def _routes(self) -> list[Route]:
@@ -385,26 +380,16 @@ class DecodeWorker(Worker):
     def _make_engine(self) -> Any:
         from prefixkv.engines.hf import DecodeEngine
 
-        _check_model(self.settings, self.config.node)
+        model, node = _model(self.settings, self.config.node)
         # Prefill copies into decode's memory, where it may map it.
-        shared = (
-            self.config.node.transport.backend != "nixl" and self.settings.models.device == "cpu"
-        )
-        model, node = _model(self.settings), self.config.node
-        windows = {"requests": node.max_running}
-        if node.compute is not None:
-            num, page_size = self.settings.num_pages, self.settings.page_size
-            windows["step_tokens"] = node.compute.chunk_tokens
-            windows["checkpoints"] = node.checkpoints or model.num_checkpoints(num, page_size)
-        pool = _pool(self.settings, model, shared, **windows)
-        return DecodeEngine(
-            model,
-            pool,
-            self.config.node,
-            _tokenizer(self.settings.models.model),
-            self.config.thinking,
-            shared,
-        )
+        shared = node.transport.backend != "nixl" and self.settings.models.device == "cpu"
+        pool = _pool(
+            self.settings, model, shared, requests=node.max_running,
+            step_tokens=1 if node.compute is None else node.compute.chunk_tokens,
+            checkpoints=node.checkpoints,
+        )  # fmt: skip
+        tokenizer = _tokenizer(self.settings.models.model)
+        return DecodeEngine(model, pool, node, tokenizer, self.config.thinking, shared)
 
     def _routes(self) -> list[Route]:
         return [Route("/generate", self._generate, methods=["POST"])]
@@ -455,8 +440,7 @@ class DecodeWorker(Worker):
         # sent.
         if self._open.pop(one.ask.rid, None) is None or not one.left:
             return
-        with contextlib.suppress(ClosedError):
-            self.loop.post(lambda engine: engine.abort(one.ask.rid))
+        self._abort_request(one)
         self._abort_jobs(one)
 
     # --- from the engine --------------------------------------------------------------------------
@@ -555,25 +539,27 @@ def make_worker(config: WorkerConfig) -> PrefillWorker | DecodeWorker:
     return DecodeWorker(config)
 
 
-def _check_model(settings: WorkerSettings, node: DecodeConfig | PrefillConfig) -> None:
-    """Raise ConfigError for what the model cannot have, before its weights are read, which may take
-    minutes."""
-    from prefixkv.engines.hf.models import WINDOWS, check_checkpoints, folder_keeps, no_windows
-
-    models = settings.models
-    keeps = folder_keeps(models.model, models.context or None) if models.model else ""
-    if settings.window_pages and keeps != WINDOWS:
-        raise ConfigError(no_windows(settings.window_pages))
-    check_checkpoints(node, keeps)
-
-
-def _model(settings: WorkerSettings) -> Any:
+def _model(settings: WorkerSettings, node: C) -> tuple[Any, C]:
+    """Load the model, and return it with the node's config. Raises ConfigError; for what the model
+    cannot have, before its weights are read, which may take minutes."""
     import torch
 
     from prefixkv.engines.hf import load_model
+    from prefixkv.engines.hf.models import (
+        ExtraState,
+        check_checkpoints,
+        extra_state_of,
+        no_windows,
+    )
     from prefixkv.engines.hf.small import small_model
 
     models = settings.models
+    extra = ExtraState.NONE
+    if models.model:
+        extra = extra_state_of(models.model, models.context or None)
+    if settings.window_pages and extra is not ExtraState.WINDOWS:
+        raise ConfigError(no_windows(settings.window_pages))
+    check_checkpoints(node, extra)
     if models.threads:
         torch.set_num_threads(models.threads)
     options: dict[str, Any] = {"device": models.device, "context": models.context or None}
@@ -585,7 +571,7 @@ def _model(settings: WorkerSettings) -> Any:
         model = small_model(models.seed, **options)
     # Two workers that differ then name the option of ours that sets the field they differ in.
     model.identity = replace(model.identity, option_names=OPTION_NAMES)
-    return model
+    return model, model.configured(node, settings.num_pages, settings.page_size)
 
 
 def _pool(settings: WorkerSettings, model: Any, shared: bool = False, **windows: int) -> Any:

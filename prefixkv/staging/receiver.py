@@ -20,11 +20,10 @@ from prefixkv.memory.mesh import Shard, sent_shares
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
 from prefixkv.paging import Pages, pages_for, unit_pages
 from prefixkv.protocol.events import RoomDrained, RoomEnded, RoomOverdue
-from prefixkv.protocol.ids import KVPoll, RoomKey
+from prefixkv.protocol.ids import ChunkTag, KVPoll, RoomKey
 from prefixkv.protocol.machine import Fail
 from prefixkv.protocol.messages import Hello, HelloReply, LeaseAsk, LeaseGrant, Promise
 from prefixkv.protocol.receiver_machine import UnitsStaged
-from prefixkv.protocol.tags import ChunkTag
 from prefixkv.staging.leases import Lease, LeaseCut, LeaseState, LeaseTable, Section
 
 

@@ -24,10 +24,9 @@ from prefixkv.control.effects import Cancel, StagingSlots
 from prefixkv.errors import AbortedError, InternalError, PeerLostError, check_laws
 from prefixkv.memory.staging_area import BLOCK_BYTES
 from prefixkv.paging import Pages
-from prefixkv.protocol.ids import PeerId, RoomKey
+from prefixkv.protocol.ids import ChunkTag, PeerId, RoomKey
 from prefixkv.protocol.messages import LeaseAsk, LeaseGrant
-from prefixkv.protocol.sender_events import JobDrained, JobEnded
-from prefixkv.protocol.tags import ChunkTag
+from prefixkv.protocol.sender_machine import JobDrained, JobEnded
 from prefixkv.protocol.timers import Backoff, Timers
 from prefixkv.staging.leases import LeaseCut
 from prefixkv.transport.base import WriteJob

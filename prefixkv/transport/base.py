@@ -22,8 +22,7 @@ from prefixkv.memory.mesh import Shard
 from prefixkv.memory.staging_area import StagingArea
 from prefixkv.memory.state_layout import StateLayout, StateLink
 from prefixkv.paging import Pages
-from prefixkv.protocol.ids import PeerId
-from prefixkv.protocol.tags import ChunkTag
+from prefixkv.protocol.ids import ChunkTag, PeerId
 from prefixkv.request import DeviceEvent
 
 Route = str

@@ -11,10 +11,9 @@ from collections.abc import Iterator
 
 from prefixkv.errors import AbortedError, CallerError, ClosedError, PageStateError
 from prefixkv.paging import Pages, checked_pages
-from prefixkv.protocol.ids import RoomKey
-from prefixkv.protocol.tags import ChunkTag
+from prefixkv.protocol.ids import ChunkTag, RoomKey
 from prefixkv.transport.base import Sink, WriteDone, WriteFailed, WriteJob
-from prefixkv.transport.runs import Part, Routes, Runs, cut_parts, next_indices
+from prefixkv.transport.runs import Part, Routes, Runs, cut_parts, next_indices, runs_of
 
 _MAX_PARTS = 2**16 - 1  # a tag counts parts in 16 bits
 _PARTS_AHEAD = 16  # parts that `ActiveJob.next_post` works out at once
@@ -58,7 +57,7 @@ class ActiveJob:
         self.in_flight = 0
         self.error: Exception | None = None  # the first one
         self.drained = True
-        self._num_bytes = 0
+        self.num_bytes = 0  # of the parts that have ended DONE
         # Worked out for the next parts, the next one last.
         self._ahead: list[tuple[Pages, Pages, bytes]] = []
 
@@ -70,11 +69,6 @@ class ActiveJob:
     def may_post(self) -> bool:
         """True while parts are left to post and nothing has gone wrong."""
         return self.error is None and self.next_part < len(self.parts)
-
-    @property
-    def ended(self) -> bool:
-        """True once nothing is under way or will be."""
-        return self.in_flight == 0 and not self.may_post
 
     def poll_ready(self) -> bool:
         """Return whether posting may begin. Raises what `ready.query()` raises."""
@@ -91,7 +85,7 @@ class ActiveJob:
 
     def next_post(self) -> tuple[Pages, Pages, bytes]:
         """Return the next part's block indices in the lists of both sides, and its tag; once per
-        part, before `posted`."""
+        part, before it counts as posted."""
         if not self._ahead:
             pairs = next_indices(
                 self.runs, self.parts, self.next_part, _PARTS_AHEAD, self.src_pages, self.dst_pages
@@ -101,31 +95,6 @@ class ActiveJob:
             self._ahead = [(*pair, tag) for pair, tag in zip(pairs, tags, strict=True)]
             self._ahead.reverse()
         return self._ahead.pop()
-
-    def posted(self) -> None:
-        """Count the next part as posted."""
-        self.next_part += 1
-        self.in_flight += 1
-
-    def part_ended(self, part: Part, error: Exception | None, may_land: bool) -> None:
-        """Count a posted part as DONE, or as ended in an error; `may_land`: it may still land."""
-        self.in_flight -= 1
-        if error is None:
-            self._num_bytes += part.num_bytes
-            return
-        self.drained = self.drained and not may_land
-        self.error = self.error or error
-
-    def stop(self, error: Exception) -> None:
-        """Post nothing more. Once all is posted there is nothing to stop: the parts decide."""
-        if self.may_post:
-            self.error = error
-
-    def end_event(self) -> WriteDone | WriteFailed:
-        """Return the event that ends the job."""
-        if self.error is None:
-            return WriteDone(self.job.job_id, self._num_bytes)
-        return WriteFailed(self.job.job_id, self.error, self.drained)
 
 
 class Outbox:
@@ -199,7 +168,9 @@ class JobTable:
     def start(self, outbox: Outbox, routes: Routes, job: WriteJob) -> None:
         """Cut the job and queue it; bad pages or blocks, or a route that is not there, end it."""
         try:
-            active = ActiveJob(job, outbox, routes.of(job), self._max_bytes, self._max_descriptors)
+            active = ActiveJob(
+                job, outbox, runs_of(routes, job), self._max_bytes, self._max_descriptors
+            )
         except CallerError as error:
             self.refuse(job, error.with_traceback(None))  # its frames would keep the agent
             return
@@ -223,13 +194,16 @@ class JobTable:
             self.refuse(job, error)
 
     def stop(self, job: ActiveJob, error: Exception) -> None:
-        """Post no more of the job. It ends now, or with the last of its parts in flight."""
-        job.stop(error)
+        """Post no more of the job. It ends now, or with the last of its parts in flight. Once all
+        is posted there is nothing to stop: the parts decide."""
+        if job.may_post:
+            job.error = error
         self._end_if_over(job)
 
     def part_posted(self, job: ActiveJob) -> None:
         """Count a part as posted; a job with nothing left to post leaves its outbox."""
-        job.posted()
+        job.next_part += 1
+        job.in_flight += 1
         if not job.may_post:
             job.outbox.discard(job)
 
@@ -237,7 +211,12 @@ class JobTable:
         self, job: ActiveJob, part: Part, error: Exception | None, may_land: bool
     ) -> None:
         """Take the end of a part: DONE if `error` is None; `may_land`: it may still land."""
-        job.part_ended(part, error, may_land)
+        job.in_flight -= 1
+        if error is None:
+            job.num_bytes += part.num_bytes
+        else:
+            job.drained = job.drained and not may_land
+            job.error = job.error or error
         self._end_if_over(job)
 
     def drop(self, outbox: Outbox, error: Exception) -> None:
@@ -260,7 +239,9 @@ class JobTable:
 
     def _end_if_over(self, job: ActiveJob) -> None:
         # Out of its outbox first: nothing more of it may be posted, even if parts are in flight.
-        if not job.may_post:
-            job.outbox.discard(job)
-        if job.ended and self._jobs.pop(job.job.job_id, None) is not None:
-            self._emit(job.end_event())
+        if job.may_post:
+            return
+        job.outbox.discard(job)
+        if not job.in_flight and self._jobs.pop(number := job.job.job_id, None) is not None:
+            failed = job.error and WriteFailed(number, job.error, job.drained)
+            self._emit(failed or WriteDone(number, job.num_bytes))

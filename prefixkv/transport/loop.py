@@ -47,7 +47,7 @@ class Pace:
     large to go, the mean is the rate, and at most a slice and one part go beyond it at once.
 
     >>> pace = Pace(1e9)
-    >>> pace.free_at(0.0), pace.spend(10_000_000, 0.0), round(pace.free_at(0.0), 6)
+    >>> pace.wait_s(0.0), pace.spend(10_000_000, 0.0), round(pace.wait_s(0.0), 6)
     (0.0, None, 0.008)
     """
 
@@ -57,20 +57,17 @@ class Pace:
         self._left: float = self._slice  # bytes that may go; below 0: debt
         self._at_s = -math.inf  # monotonic: when `_left` was counted
 
-    def __bool__(self) -> bool:
-        return self._rate > 0
-
     def part_bytes(self, post_bytes: int) -> int:
         """Return the bound on a part: `post_bytes`, or a slice where the rate is limited."""
         # A part of many slices would make all others wait for as many, and then come at once.
         return min(post_bytes, self._slice) if self._rate else post_bytes
 
-    def free_at(self, now_s: float) -> float:
-        """Return from when the next part may be sent: `now_s`, or later while in debt."""
+    def wait_s(self, now_s: float) -> float:
+        """Return the seconds until the next part may be sent: 0, or more while in debt."""
         if not self._rate:
-            return now_s
+            return 0.0
         self._fill(now_s)
-        return now_s if self._left >= 0 else now_s - self._left / self._rate
+        return max(0.0, -self._left / self._rate)
 
     def spend(self, num_bytes: int, now_s: float) -> None:
         """Take a part that is sent off the bucket."""
@@ -95,6 +92,7 @@ class LoopPeer:
         self.outbox = Outbox()
         self.retry_at = 0.0  # monotonic: no attempt to connect before
         self.removed = False  # by the owner; it may be kept while something of it is under way
+        self.in_flight = 0  # posts under way, of the present agent
 
 
 P = TypeVar("P", bound=LoopPeer)
@@ -105,6 +103,7 @@ class TransportLoop(ABC, Generic[P]):
     part has at most `max_descriptors` pages. `metadata` is what peers need."""
 
     metadata: bytes
+    peer_type: Callable[..., P]
 
     def __init__(
         self, memory: RankMemory, sink: Sink, config: TransportConfig, max_descriptors: int
@@ -134,7 +133,7 @@ class TransportLoop(ABC, Generic[P]):
         # known as it is.
         peer = self._peers.get(peer_id)
         if peer is None:
-            peer = self._peers[peer_id] = self._new_peer(peer_id, metadata, memory)
+            peer = self._peers[peer_id] = self.peer_type(peer_id, metadata, memory)
             self._connect(peer)
         elif peer.removed or (peer.metadata, peer.memory) != (metadata, memory):
             # Its jobs were checked against the bounds of the former memory.
@@ -181,16 +180,12 @@ class TransportLoop(ABC, Generic[P]):
     # --- peers ------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _new_peer(self, peer_id: PeerId, metadata: bytes, memory: PeerMemory) -> P:
-        """Return a peer that is not connected."""
-
-    @abstractmethod
     def _connect(self, peer: P) -> None:
         """Begin to connect. `_lose` takes what goes wrong."""
 
-    @abstractmethod
     def _connect_again(self, peer: P) -> None:
         """Let go of a peer's former memory, and connect as soon as that may be."""
+        self._connect(peer)
 
     @abstractmethod
     def _forget_if_unused(self, peer: P) -> None:
@@ -202,11 +197,12 @@ class TransportLoop(ABC, Generic[P]):
         """Transfer one part, of the first room in turn that is ready; connect first if that is due.
         One part only, so that peers take turns. Returns whether anything moved."""
         if peer.routes is None:
-            if not self._may_connect(peer) or now_s < peer.retry_at:
+            if peer.in_flight or now_s < peer.retry_at:
                 return False
             self._connect(peer)
             return True
-        if not self._may_transfer(peer) or (self._pace and self._paced_until(now_s) is not None):
+        # At most `window` posts per peer, so that one slow peer does not fill the thread's checks.
+        if peer.in_flight >= self._config.window or self._pace.wait_s(now_s):
             return False
         for job in peer.outbox.round():
             try:
@@ -216,7 +212,7 @@ class TransportLoop(ABC, Generic[P]):
                 self._jobs.stop(job, bare(error))
                 return True
             if ready:
-                if self._pace:
+                if self._config.max_bytes_per_s:
                     self._pace.spend(job.parts[job.next_part].num_bytes, time.monotonic())
                     # The bucket is the peers' in common, and those are looked at in this order: the
                     # one that has spent of it goes last. Before the transfer, which may lose it.
@@ -224,16 +220,6 @@ class TransportLoop(ABC, Generic[P]):
                 self._transfer(peer, job)
                 return True
         return False
-
-    def _paced_until(self, now_s: float) -> float | None:
-        free_at = self._pace.free_at(now_s)
-        return free_at if free_at > now_s else None
-
-    def _may_connect(self, peer: P) -> bool:
-        return True
-
-    def _may_transfer(self, peer: P) -> bool:
-        return True
 
     @abstractmethod
     def _transfer(self, peer: P, job: ActiveJob) -> None:
@@ -278,42 +264,12 @@ def bare(error: BaseException) -> Exception:
 L = TypeVar("L", bound=TransportLoop[Any])
 
 
-class QueuedCalls(ABC, Generic[L]):
-    """The calls of `base.Transport` that every loop takes alike. Holds no state."""
-
-    @abstractmethod
-    def _call(self, command: Callable[[L], None], or_raise: bool = True) -> None:
-        """Closed: ClosedError, or nothing with `or_raise` False."""
-
-    def add_peer(self, peer: PeerId, metadata: bytes, memory: PeerMemory) -> None:
-        self._call(lambda loop: loop.add_peer(peer, metadata, memory))
-
-    def remove_peer(self, peer: PeerId) -> None:
-        # Closing has ended all jobs and forgotten all peers: nothing to raise about, here and in
-        # `cancel`.
-        self._call(lambda loop: loop.remove_peer(peer), or_raise=False)
-
-    def write(self, job: WriteJob) -> None:
-        self._call(lambda loop: loop.write(job))
-
-    def cancel(self, job_id: int) -> None:
-        self._call(lambda loop: loop.cancel(job_id), or_raise=False)
-
-    def expect(self, num_rooms: int) -> None:
-        self._call(lambda loop: loop.expect(num_rooms))
-
-    def settle(self, token: Hashable, for_s: float) -> None:
-        self._call(lambda loop: loop.settle(token, for_s))
-
-    def renew(self) -> None:
-        self._call(lambda loop: loop.renew(), or_raise=False)
-
-
-class ThreadedTransport(QueuedCalls[L]):
+class ThreadedTransport(Generic[L]):
     """A transport with a thread of its own. The owner creates and closes it; the other methods may
     be called from any thread, queue and return."""
 
     thread_name: ClassVar[str]
+    loop_type: Callable[..., L]
 
     def __init__(
         self, me: PeerId, memory: RankMemory, sink: Sink, config: TransportConfig = _DEFAULTS
@@ -357,10 +313,6 @@ class ThreadedTransport(QueuedCalls[L]):
             raise outcome
         self._metadata = outcome
 
-    @abstractmethod
-    def _make_loop(self, memory: RankMemory, sink: Sink, config: TransportConfig) -> L:
-        """Called by the thread."""
-
     @property
     def metadata(self) -> bytes:
         """What peers need, as it was at the start. A later `renew` does not change it: only a side
@@ -373,7 +325,7 @@ class ThreadedTransport(QueuedCalls[L]):
     ) -> None:  # fmt: skip
         """All NIXL objects hang on `loop`, so they die when this frame ends."""
         try:
-            loop = self._make_loop(memory, sink, config)
+            loop = self.loop_type(self._me, memory, sink, config)
             started.put(loop.metadata)
         # `bare`: a traceback would keep this frame, and with it the agent.
         except BaseException as error:
@@ -384,7 +336,31 @@ class ThreadedTransport(QueuedCalls[L]):
         finally:  # only then are its writes fenced
             self._close_error = loop.destroy()
 
+    def add_peer(self, peer: PeerId, metadata: bytes, memory: PeerMemory) -> None:
+        self._call(lambda loop: loop.add_peer(peer, metadata, memory))
+
+    def remove_peer(self, peer: PeerId) -> None:
+        # Closing has ended all jobs and forgotten all peers: nothing to raise about, here and in
+        # `cancel`.
+        self._call(lambda loop: loop.remove_peer(peer), or_raise=False)
+
+    def write(self, job: WriteJob) -> None:
+        self._call(lambda loop: loop.write(job))
+
+    def cancel(self, job_id: int) -> None:
+        self._call(lambda loop: loop.cancel(job_id), or_raise=False)
+
+    def expect(self, num_rooms: int) -> None:
+        self._call(lambda loop: loop.expect(num_rooms))
+
+    def settle(self, token: Hashable, for_s: float) -> None:
+        self._call(lambda loop: loop.settle(token, for_s))
+
+    def renew(self) -> None:
+        self._call(lambda loop: loop.renew(), or_raise=False)
+
     def _call(self, command: Callable[[L], None], or_raise: bool = True) -> None:
+        """Closed: ClosedError, or nothing with `or_raise` False."""
         with self._lock:
             if not self._closed:
                 self._inbox.put(command)

@@ -30,7 +30,7 @@ from prefixkv.memory.mesh import GROUPS_NEED_IT, Shard, check_equal, check_page_
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
 from prefixkv.memory.state_layout import StateLayout, StateLink
 from prefixkv.paging import MAX_INDEX, Pages
-from prefixkv.transport.base import PeerMemory, RankMemory, WriteJob, window_route
+from prefixkv.transport.base import PeerMemory, RankMemory, Route, WriteJob, window_route
 
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -318,10 +318,9 @@ def flat_indices(
     [5, 14]
 
     `pages`: int32, checked to lie in [0, num_pages). `start`, `stop`: positions in the sequence, 0
-    <= start < stop <= num_runs * len(pages). Raises ConfigError: an index would not fit into an
-    int32.
+    <= start < stop <= num_runs * len(pages). The runs were checked to have no more blocks
+    than an int32 counts.
     """
-    check_index_range(num_runs, num_pages)
     length = len(pages)
     stop = num_runs * length if stop is None else stop
     # Often a part lies in one run: then no table of runs and pages is built.
@@ -410,31 +409,17 @@ def _group_parts(
         start = stop
 
 
-class Routes(NamedTuple):
-    """The runs to one peer; None where one side has no staging area or state. `windows`: by window
-    group, in the layouts' order."""
+Routes = dict[Route, Runs]
+"""The runs to one peer, by `WriteJob.route`; those are missing that one side has no memory for."""
 
-    pages: Runs
-    staging: Runs | None = None
-    state: Runs | None = None
-    windows: tuple[Runs, ...] = ()
 
-    def by_name(self) -> dict[str, Runs]:
-        """Return the runs by `WriteJob.route`."""
-        found = {"pages": self.pages, "staging": self.staging, "state": self.state}
-        found |= {window_route(at): runs for at, runs in enumerate(self.windows)}
-        return {route: runs for route, runs in found.items() if runs is not None}
-
-    def of(self, job: WriteJob) -> Runs:
-        """Return the runs of a write's route. Raise ConfigError if there are none."""
-        if job.route == "pages":
-            return self.pages
-        runs = self.by_name().get(job.route)
-        if runs is None:
-            raise ConfigError(
-                f"a write to {job.peer.name} by way of {job.route}: this side or that one has none"
-            )
-        return runs
+def runs_of(routes: Routes, job: WriteJob) -> Runs:
+    """Return the runs of a write's route. Raise ConfigError if there are none."""
+    if (runs := routes.get(job.route)) is None:
+        raise ConfigError(
+            f"a write to {job.peer.name} by way of {job.route}: this side or that one has none"
+        )
+    return runs
 
 
 def routes_to(ours: RankMemory, peer: PeerMemory) -> Routes:
@@ -444,7 +429,7 @@ def routes_to(ours: RankMemory, peer: PeerMemory) -> Routes:
     layout, staging, state = ours
     src_part, dst_part = peer.parts or (None, None)
     pages = paired_runs(layout, peer.layout, src_part=src_part, dst_part=dst_part)
-    windows: list[Runs] = []
+    routes: Routes = {}
     for mine, theirs in _paired_groups(layout, peer.layout):
         # Cut as the first layers are, between ranks that hold other numbers of heads.
         runs = paired_runs(
@@ -455,19 +440,19 @@ def routes_to(ours: RankMemory, peer: PeerMemory) -> Routes:
         )
         # A page of an aligned group is written with the page of the same id.
         if mine.window:
-            windows.append(runs)
+            routes[window_route(len(routes))] = runs
         else:
             pages = pages.joined(runs)
+    routes["pages"] = pages
+    devices = layout.device_id, peer.layout.device_id
     # The peer's word: validated before addresses are taken from it.
     if peer.staging is not None:
         peer.staging.validate()
-    devices = layout.device_id, peer.layout.device_id
-    return Routes(
-        pages,
-        staging_runs(staging, peer.staging, devices) if staging and peer.staging else None,
-        state_runs(state, peer.state, devices) if state and peer.state else None,
-        tuple(windows),
-    )
+        if staging is not None:
+            routes["staging"] = staging_runs(staging, peer.staging, devices)
+    if state and peer.state:
+        routes["state"] = state_runs(state, peer.state, devices)
+    return routes
 
 
 def _paired_groups(src: KVLayout, dst: KVLayout) -> list[tuple[PageGroup, PageGroup]]:

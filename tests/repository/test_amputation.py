@@ -43,7 +43,7 @@ ORGANS = {
 SHARED = {"decode/sources.py": ("compute", "host")}
 """A file that goes with the last of these organs."""
 
-RINGS = ("engines", "serving", "proxy", "cli", "testing")
+RINGS = ("engines", "serving", "proxy", "cli", "conformance")
 BETWEEN = ("assembly.py", "policies.py", "__init__.py", "spi.py", "transfer.py")
 
 # Of the kernel alone, so that it runs whatever is away.

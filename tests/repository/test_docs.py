@@ -16,7 +16,6 @@ import re
 import shlex
 import subprocess
 import sys
-import textwrap
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,12 +30,12 @@ from prefixkv import DecodeNode, PrefillNode
 from prefixkv.decode.request import DecodeState
 from tests.support.node_pair import NodePair, make_pool, tokens_of
 from tests.support.patience import PATIENCE_S
-from tests.test_example_scheduler import serve
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
     *sorted(ROOT.glob("*.md")),
     *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "integrate").glob("*.md")),
 ]
 README = ROOT / "README.md"
 NOT_RUN = re.compile(r"<!-- (not run: .+|file: .+|example) -->")
@@ -182,9 +181,9 @@ def test_the_two_workers_of_the_first_steps_say_what_the_page_says(tmp_path: Pat
 
 
 def test_a_node_leaves_once_what_it_serves_has_ended() -> None:
-    """docs/operate.md: `leave`, of a rolling restart."""
+    """docs/ops.md: `leave`, of a rolling restart."""
     scope: dict[str, Any] = {}
-    code = (block.code for block in blocks(read("docs/operate.md")))
+    code = (block.code for block in blocks(read("docs/ops.md")))
     exec(next(block for block in code if block.startswith("def leave(")), scope)
     with PrefillNode(make_pool()) as prefill, DecodeNode(make_pool()) as decode:
         pair = NodePair(decode, prefill)
@@ -196,12 +195,6 @@ def test_a_node_leaves_once_what_it_serves_has_ended() -> None:
         assert scope["leave"](decode, pair.step, timeout_s=PATIENCE_S)
         assert decode.closed
         assert req.state is DecodeState.FINISHED
-
-
-def test_integrate_shows_the_loop_that_is_tested() -> None:
-    source = inspect.getsource(serve)
-    shown = source.partition("    # example: begin\n")[2].partition("    # example: end")[0]
-    assert textwrap.indent(textwrap.dedent(shown), "    ") in read("docs/integrate.md")
 
 
 def test_the_map_of_the_tests_names_each_model_and_nothing_that_is_gone() -> None:

@@ -15,7 +15,7 @@ from prefixkv import errors, settings, spi, transfer
 
 PACKAGE = Path(prefixkv.__file__).parent
 GATED = PACKAGE.parent / "benchmarks" / "policies"  # the example of a policy of one's own
-RINGS = ("engines", "serving", "proxy", "cli", "testing")
+RINGS = ("engines", "serving", "proxy", "cli", "conformance")
 WAIST = {"prefixkv": prefixkv, "prefixkv.transfer": transfer, "prefixkv.spi": spi}
 PLAIN = {"prefixkv.errors": errors, "prefixkv.settings": settings}  # each has its names itself
 

@@ -31,8 +31,7 @@ from prefixkv.errors import (
 )
 from prefixkv.memory.staging_area import BLOCK_BYTES
 from prefixkv.paging import Pages
-from prefixkv.protocol.ids import PeerId
-from prefixkv.protocol.tags import ChunkTag
+from prefixkv.protocol.ids import ChunkTag, PeerId
 from prefixkv.transfer import RoomKey
 from prefixkv.transport.base import (
     Arrived,
@@ -528,7 +527,7 @@ class FakeTransport:
                 raise HandshakeError("agent name in the metadata", target.metadata, peer.metadata)
             routes = routes_to(self.memory, peer.memory)
             theirs, own = peer.memory, target.memory
-            if routes.staging is not None and theirs.staging != own.staging:
+            if "staging" in routes and theirs.staging != own.staging:
                 raise HandshakeError("staging", own.staging, theirs.staging, "is not registered")
             if theirs.state is not None and theirs.state.layout != own.state:
                 raise HandshakeError("state", own.state, theirs.state.layout, "is not registered")

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from prefixkv import PrefillNode
+from prefixkv.conformance.hashing import PrefixHasher
 from prefixkv.prefill.request import PrefillRequest
-from prefixkv.testing.hashing import PrefixHasher
 from tests.support.node_pair import PrefillDriver
 from tests.support.patterns import MirroredPattern
 

@@ -37,8 +37,8 @@ class PrefillCalls(_Calls):
         self, mesh: Mesh, rank: int, config: PrefillConfig, endpoints: tuple[str, ...],
         device: str = DEVICE,
     ) -> None:  # fmt: skip
+        from prefixkv.conformance.hashing import PrefixHasher
         from prefixkv.runtime.rank_spec import RankSpec
-        from prefixkv.testing.hashing import PrefixHasher
         from prefixkv.transfer import PrefillTransfers
         from tests.support.mesh_workers import SALT
         from tests.support.patterns import make_pools, pattern_in
@@ -102,8 +102,8 @@ class DecodeCalls(_Calls):
     def __init__(
         self, mesh: Mesh, rank: int, config: DecodeConfig, worker: PeerId, device: str = DEVICE
     ) -> None:
+        from prefixkv.conformance.hashing import PrefixHasher
         from prefixkv.spi import DecodeRank
-        from prefixkv.testing.hashing import PrefixHasher
         from tests.support.mesh_workers import SALT
         from tests.support.patterns import make_pools, pattern_in
 

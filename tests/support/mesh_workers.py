@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, Self
 
 from prefixkv.config import DecodeConfig, PrefillConfig
+from prefixkv.conformance.hashing import PrefixHasher
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.memory.axes import SLAB_AXES
 from prefixkv.memory.kv_pool import KVPool
@@ -18,7 +19,6 @@ from prefixkv.memory.mesh import Mesh
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.request import Request
 from prefixkv.spi import DecodeGroup, PrefillGroup
-from prefixkv.testing.hashing import PrefixHasher
 from tests.support.devices import DEVICE
 from tests.support.node_pair import Tokens
 from tests.support.patience import until

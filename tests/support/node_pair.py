@@ -19,13 +19,13 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixkv import DecodeNode, PrefillNode
+from prefixkv.conformance.hashing import PrefixHasher, sample
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.errors import OutOfPagesError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.pages.manager import PageManager
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.request import Request
-from prefixkv.testing.hashing import PrefixHasher, sample
 from tests.laws.auditor import assert_at_rest
 from tests.support.devices import DEVICE
 from tests.support.patience import PATIENCE_S

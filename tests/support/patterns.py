@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixkv import KVPool, Mesh
+from prefixkv.conformance.hashing import Hashes
+from prefixkv.conformance.pattern import KVPattern, Pages
 from prefixkv.paging import pages_for
-from prefixkv.testing.hashing import Hashes
-from prefixkv.testing.pattern import KVPattern, Pages
 
 
 def make_pools(

@@ -20,7 +20,7 @@ from prefixkv.errors import ClosedError, TransferError
 from prefixkv.protocol.ids import PeerId
 from prefixkv.transport.base import RankMemory, Sink
 from prefixkv.transport.jobs import ActiveJob
-from prefixkv.transport.loop import QueuedCalls
+from prefixkv.transport.loop import ThreadedTransport
 from prefixkv.transport.shm import loop as shm_loop
 from prefixkv.transport.shm import peer as shm_peer
 from prefixkv.transport.shm import wire as shm_wire
@@ -73,7 +73,7 @@ class _Loop(ShmLoop):
                 peer.plans[route] = plan
 
 
-class SteppedShm(QueuedCalls[ShmLoop]):
+class SteppedShm(ThreadedTransport[ShmLoop]):
     """As `ShmTransport`, but what its thread would do is done by `turn`."""
 
     def __init__(self, fabric: ShmFabric, me: PeerId, sink: Sink, *what: Any) -> None:
@@ -81,7 +81,7 @@ class SteppedShm(QueuedCalls[ShmLoop]):
         self._sink = sink
         memory, config, self._owner = what
         self.loop = _Loop(fabric, me, memory, self._tell, config)
-        self.metadata = self.loop.metadata
+        self._metadata = self.loop.metadata
         self.commands: deque[Callable[[ShmLoop], None]] = deque()
         self._unproven: set[int] = set()  # no write ends undrained
 

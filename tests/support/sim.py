@@ -19,14 +19,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from prefixkv.config import Backend, TransportConfig
+from prefixkv.conformance.hashing import PrefixHasher
 from prefixkv.memory.mesh import Mesh, sent_shares
 from prefixkv.memory.staging_area import BLOCK_BYTES, whole_blocks
 from prefixkv.memory.state_layout import StateTensor
 from prefixkv.protocol.commands import Fence
-from prefixkv.protocol.ids import PeerId, RoomKey
-from prefixkv.protocol.tags import ChunkTag
+from prefixkv.protocol.ids import ChunkTag, PeerId, RoomKey
 from prefixkv.ranks.leader import RankLeader
-from prefixkv.testing.hashing import PrefixHasher
 from tests.support.fabric import FakeFabric
 from tests.support.sim_rank import DecodeRank, PrefillRank, Side, SimRank
 from tests.support.transport_pools import Zeros

@@ -13,7 +13,7 @@ import numpy as np
 
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.pages.allocator import PageState
-from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
+from prefixkv.protocol.events import HostCopy, HostCopyDone
 from tests.support.schedulers import host_of
 from tests.support.sim_memory import Memory
 

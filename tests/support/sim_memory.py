@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from prefixkv.conformance.pattern import KVPattern
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
-from prefixkv.testing.pattern import KVPattern
 from tests.support.mesh_pools import mesh_layout, moved
 from tests.support.transport_pools import Zeros
 

@@ -14,6 +14,7 @@ import msgspec
 
 import prefixkv.assembly  # noqa: F401 - its parts, also where no conftest is loaded
 from prefixkv.config import Backend, ControlConfig, TransportConfig
+from prefixkv.conformance.hashing import Hashes
 from prefixkv.control import effects
 from prefixkv.control.decode.control import DecodeControl
 from prefixkv.control.effects import StagingSlots
@@ -31,7 +32,6 @@ from prefixkv.ranks.row_log import RowFollower
 from prefixkv.runtime.staging import StagingCopies
 from prefixkv.staging.receiver import Scatter
 from prefixkv.staging.sender import Gather
-from prefixkv.testing.hashing import Hashes
 from prefixkv.transport.base import RankMemory, WriteJob
 from tests.support.control_effects import effects_of
 from tests.support.fabric import FakeFabric

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from prefixkv import PrefillConfig
+from prefixkv.conformance.hashing import PrefixHasher
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateTensor
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.request import Request
-from prefixkv.testing.hashing import PrefixHasher
 from tests.support.mesh_workers import MeshPair
 from tests.support.state_memory import TENSORS, StateMemory
 

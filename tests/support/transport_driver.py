@@ -15,8 +15,7 @@ from prefixkv.config import TransportConfig
 from prefixkv.memory.mesh import Shard
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
 from prefixkv.memory.state_layout import StateLink
-from prefixkv.protocol.ids import PeerId
-from prefixkv.protocol.tags import ChunkTag
+from prefixkv.protocol.ids import ChunkTag, PeerId
 from prefixkv.transport.base import (
     Arrived,
     PeerMemory,

@@ -18,6 +18,7 @@ from prefixkv import DecodeNode, PrefillNode
 from prefixkv.cache.events import page_keys
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.config import DecodeConfig, PrefillConfig
+from prefixkv.conformance.hashing import splitmix64
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.errors import OutOfPagesError
 from prefixkv.memory.kv_pool import KVPool, PoolGroup
@@ -27,7 +28,6 @@ from prefixkv.prefill.request import PrefillRequest
 from prefixkv.request import Request
 from prefixkv.serving.router import WorkerIndex
 from prefixkv.spi import DecodeGroup, PrefillGroup
-from prefixkv.testing.hashing import splitmix64
 from tests.support.patience import until
 
 MASK = 2**64 - 1

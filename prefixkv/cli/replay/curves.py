@@ -1,149 +1,191 @@
-"""Several policies at several capacities: the capacities, the recommendation, and the plot."""
+"""Several policies at several capacities."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
-from prefixkv.cli.replay.optimum import OPTIMUM
-from prefixkv.cli.replay.run import ReplayResult
-from prefixkv.errors import ConfigError
-from prefixkv.spi import DEFAULT_POLICY
+from prefixkv.cli.policies import policy_of
+from prefixkv.cli.replay.optimum import OPTIMUM, replay_optimum
+from prefixkv.cli.replay.run import ReplayResult, replay_policy
+from prefixkv.cli.replay.tiers import HostSize, host_sizes
+from prefixkv.cli.replay.trace import Trace, footprint
+from prefixkv.errors import ConfigError, check_range
+from prefixkv.spi import Policy, policy_names
 
-NOISE: Final = 0.02
-"""Share of the hits, or of the misses, up to which a difference between two policies is noise."""
+MakePolicy: TypeAlias = Callable[[], Policy]
+"""Makes a new eviction policy: an object of it serves one replay. A class is one."""
 
-_PARTS: Final = (64, 32, 16, 8, 4, 2, 1)
-_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+Makers: TypeAlias = Mapping[str, MakePolicy | None]
+"""By the name of the results; None stands for the optimum."""
+
+
+class RequestHits(NamedTuple):
+    """What one request of a trace found in one replay."""
+
+    trace: str
+    policy: str
+    capacity_blocks: int
+    request: int  # from 0, in the order of replay, which is that of time
+    time_s: float
+    blocks: int  # asked for, a partial one included
+    tokens: int  # of the prompt
+    hit_tokens: int
+    counted: bool  # False: it only warms the cache, and counts in no ratio
+    host_hit_tokens: dict[int, int]  # by size of host tier (blocks): what it has behind those
 
 
 def capacities_for(blocks: int) -> list[int]:
-    """Return capacities that show the hit curve of a trace with this many distinct blocks, rising.
+    """Return capacities that show the hit curve of a trace with this many distinct blocks: from a
+    64th of them on, each twice the one before, up to one that holds all.
 
-    >>> capacities_for(6400)
-    [100, 200, 400, 800, 1600, 3200, 6400]
+    >>> capacities_for(6400), capacities_for(3)
+    ([100, 200, 400, 800, 1600, 3200, 6400], [1, 2, 4])
     """
-    return sorted({max(1, blocks // part) for part in _PARTS})
+    sizes = [-(-max(1, blocks) // 64)]
+    while sizes[-1] < blocks:
+        sizes.append(2 * sizes[-1])
+    return sizes
 
 
-def middle(capacities: Sequence[int]) -> int:
-    """Return the capacity in the middle, the larger of two."""
-    return sorted(capacities)[len(capacities) // 2]
+def replays(
+    trace: Trace, makers: Makers, capacities: Sequence[int], *, warm: float = 0.0, queue: int = 0,
+    hints: Sequence[bool | None] | None = None, each: Callable[[RequestHits], None] | None = None,
+    running: int = 1, hosts: Sequence[HostSize] = (),
+) -> Iterator[ReplayResult]:  # fmt: skip
+    """As `replay_curves`, one result after the other, nothing checked but the hosts' sizes."""
+    block_bytes = trace.block_tokens * trace.bytes_per_token
+    # All sizes first: they raise before anything is replayed.
+    tiers = {
+        size: sorted({host.blocks(size, block_bytes) for host in hosts}) for size in capacities
+    }
+
+    def note(
+        name: str, size: int, sizes: Sequence[int], at: int, known: int, behind: Sequence[int]
+    ) -> None:
+        request, block = trace.requests[at], trace.block_tokens
+        assert each is not None
+        each(
+            RequestHits(
+                trace.name, name, size, at, request.time_s, len(request.key) // trace.page_size,
+                request.num_tokens, known * block, at >= int(warm * len(trace.requests)),
+                {host: blocks * block for host, blocks in zip(sizes, behind, strict=True)},
+            )
+        )  # fmt: skip
+
+    for size in capacities:
+        for name, make in makers.items():
+            if make is None:
+                # It knows the future, so neither a queue nor hints could add to it. It is that of
+                # the device alone.
+                noted = None if each is None else partial(note, name, size, ())
+                result = replay_optimum(trace, size, warm, noted, running)
+            else:
+                noted = None if each is None else partial(note, name, size, tiers[size])
+                result = replay_policy(
+                    trace, make(), size, warm, queue, hints, noted, running, tiers[size]
+                )
+            # By the name that it was given, with its settings: two settings are two curves.
+            yield replace(result, policy=name)
 
 
-def amount(num_bytes: float) -> str:
-    """Format a size in bytes, for the recommendation at a capacity and the replay's table.
-
-    >>> amount(3 << 20), amount(1536), amount(12)
-    ('3.0 MiB', '1.5 KiB', '12 B')
-    """
-    unit = 0
-    while num_bytes >= 1024 and unit + 1 < len(_UNITS):
-        num_bytes /= 1024
-        unit += 1
-    return f"{num_bytes:.1f} {_UNITS[unit]}" if unit else f"{num_bytes:.0f} B"
-
-
-def best(results: Sequence[ReplayResult], capacity: int) -> ReplayResult | None:
-    """Return the result with the most hits, unless the default, or else lru, is as good up to
-    noise. None if no policy was run."""
-    there = [one for one in results if one.capacity_blocks == capacity and one.policy != OPTIMUM]
-    most_hit = max((one.block_hit_ratio for one in there), default=0.0)
-    # Noise counts from both ends: near a hit rate of 1 a small share of the hits is most of the
-    # misses.
-    as_good = [
-        one
-        for one in there
-        if one.block_hit_ratio >= (1 - NOISE) * most_hit
-        and 1 - one.block_hit_ratio <= (1 + NOISE) * (1 - most_hit)
-    ]
-    for name in (DEFAULT_POLICY, "lru"):
-        for one in as_good:
-            if one.policy == name:
-                return one
-    return max(as_good, key=lambda one: one.block_hit_ratio, default=None)
-
-
-def sentence(
-    results: Sequence[ReplayResult], pool: int, bytes_per_token: int = 0, block_tokens: int = 0
-) -> str:
-    """Recommend for a pool of `pool` blocks, and say what half or twice of it would bring.
+def replay_curves(
+    trace: Trace,
+    policies: str
+    | MakePolicy
+    | Iterable[str | MakePolicy]
+    | Mapping[str, str | MakePolicy]
+    | None = None,
+    capacities: int | Iterable[int] | None = None,
+    *,
+    warm: float = 0.0,
+    queue: int = 0,
+    hints: Sequence[bool | None] | None = None,
+    each: Callable[[RequestHits], None] | None = None,
+    running: int = 1,
+    hosts: str | Iterable[str | int] = (),
+    bytes_per_token: int = 0,
+) -> list[ReplayResult]:
+    """Replay a trace with each policy at each capacity, through a real `RadixCache`. Costs some ten
+    microseconds per request of each replay, and as much for each host tier.
 
     Args:
-        results: of one trace; at `pool` all policies, at half and twice of it that of `best`.
-        bytes_per_token: of KV; 0: unknown, savings are then given in tokens.
-        block_tokens: tokens per block, to give the pool's size in bytes; 0: the size is left out.
+        policies: names as on the command line ("adaptive:trust=30", "MODULE:CLASS", "optimum"),
+            functions that make a new policy, or a map from names of results to these. None: all,
+            and the optimum.
+        capacities: in blocks, at least 1. None: from 1/64 of the trace's different blocks to all.
+        warm: share of the requests that only warm the cache, in [0, 0.99].
+        queue: how many following requests count as waiting.
+        hints: per request, what its client says at its end (`finish(continues=)`).
+        each: called with what each request of each replay finds.
+        running: requests that run at a time: their blocks count against the capacity, and are not
+            evicted. 0: not even those of the request that comes count.
+        hosts: sizes of host tiers, each for itself: "4x" (of the capacity), "64GiB", or blocks.
+        bytes_per_token: of KV, for sizes and results in bytes. 0: what the trace says, if it does.
+    Returns:
+        A result for each capacity and policy: capacities rising, policies as given.
+
+    Raises ConfigError, before any replay: an unknown policy, two of one name, or a value out of
+    range.
     """
-    chosen = best(results, pool)
-    if chosen is None:
-        return "No policy was replayed."
-    at = {(one.policy, one.capacity_blocks): one for one in results}
-    named = f"{chosen.policy}, the default" if chosen.policy == DEFAULT_POLICY else chosen.policy
-    size = amount(pool * block_tokens * bytes_per_token)
-    large = f" ({size})" if block_tokens and bytes_per_token else ""
-    text = f"{chosen.trace}, {pool:,} blocks{large}: take {named}, which finds "
-    text += f"{chosen.block_hit_ratio:.1%} of the blocks"
-    # The two figures that put the choice in proportion: the default's, and the bound on any policy.
-    if chosen.policy != DEFAULT_POLICY and (other := at.get((DEFAULT_POLICY, pool))):
-        text += f" (the default, {DEFAULT_POLICY}: {other.block_hit_ratio:.1%})"
-    if optimum := at.get((OPTIMUM, pool)):
-        text += f", where no policy could find more than {optimum.block_hit_ratio:.1%}"
-    text += f"; that saves {_saved(chosen.hit_tokens, bytes_per_token)}"
-    for scale, blocks in (("half", max(1, pool // 2)), ("twice", 2 * pool)):
-        # The best policy alone: its replays at half and twice of the pool must be in `results`.
-        other = at[chosen.policy, blocks]
-        more = other.hit_tokens - chosen.hit_tokens
-        saved = f"{_saved(abs(more), bytes_per_token)} {'more' if more >= 0 else 'less'}"
-        text += f"; {scale} the memory: {other.block_hit_ratio:.1%}, {saved}"
-    if chosen.too_long:
-        text += f"; {chosen.too_long:,} requests are refused, since they do not fit this pool"
-    return text + "."
-
-
-def _saved(num_tokens: int, bytes_per_token: int) -> str:
+    check_range("warm", warm, 0, 0.99)
+    check_range("queue", queue, 0, 1_000_000)
+    check_range("running", running, 0, 1_000_000)
+    check_range("bytes_per_token", bytes_per_token, 0, 2**32)
     if bytes_per_token:
-        return f"{amount(num_tokens * bytes_per_token)} of KV"
-    return f"the KV of {num_tokens:,} tokens"
+        trace = replace(trace, bytes_per_token=bytes_per_token)
+    tiers = host_sizes("hosts", hosts.split(",") if isinstance(hosts, str) else hosts)
+    if hints is not None and len(hints) != len(trace.requests):
+        raise ConfigError(f"{len(hints)} hints for {len(trace.requests)} requests")
+    makers = _makers([*policy_names(), OPTIMUM] if policies is None else policies)
+    if isinstance(capacities, int):
+        capacities = (capacities,)
+    sizes = capacities_for(footprint(trace)) if capacities is None else sorted({*capacities})
+    for size in sizes:
+        check_range("capacity", size, 1, 10**8)
+    return [
+        *replays(
+            trace, makers, sizes, warm=warm, queue=queue, hints=hints, each=each, running=running,
+            hosts=tiers,
+        )
+    ]  # fmt: skip
 
 
-def check_plot(path: Path | None) -> None:
-    """Raise ConfigError if a plot is requested and matplotlib is missing."""
-    if path is not None:
-        try:
-            import matplotlib  # noqa: F401, ICN001
-        except ImportError as error:
-            raise ConfigError("--plot needs matplotlib: pip install 'prefixkv[plot]'") from error
+def maker_of(name: str) -> MakePolicy | None:
+    """Raises ConfigError for a name of no policy."""
+    if name == OPTIMUM:
+        return None
+    policy_of(name)  # what is wrong with it is found out before anything is replayed
+    return partial(policy_of, name)
 
 
-def draw(results: Sequence[ReplayResult], path: Path) -> None:
-    """Draw one curve per policy, one panel per trace. Raises ConfigError without matplotlib."""
-    check_plot(path)
-    import matplotlib as mpl
+def _makers(policies: Any) -> Makers:
+    if isinstance(policies, str) or callable(policies):
+        policies = [policies]
+    if not isinstance(policies, Mapping):
+        named = [(one if isinstance(one, str) else _name_of(one), one) for one in policies]
+        policies = dict(named)
+        if len(policies) < len(named):
+            names = ", ".join(name for name, _ in named)
+            raise ConfigError(f"two policies of one name: {names}; give them names of your own")
+    makers: dict[str, MakePolicy | None] = {}
+    for name, given in policies.items():
+        if isinstance(given, str):
+            makers[name] = maker_of(given)
+        else:
+            _name_of(given)  # checks that it makes one
+            makers[name] = given
+    return makers
 
-    # A backend without a display; it must be chosen before pyplot is imported.
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
 
-    names = list(dict.fromkeys(result.trace for result in results))
-    figure, panels = plt.subplots(1, len(names), figsize=(7 * len(names), 4), squeeze=False)
-    for panel, name in zip(panels[0], names, strict=True):
-        for policy in dict.fromkeys(result.policy for result in results):
-            # Results come in the order of replay, with half and twice of the pool at the end.
-            mine = [result for result in results if (result.trace, result.policy) == (name, policy)]
-            mine.sort(key=lambda result: result.capacity_blocks)
-            style: dict[str, object] = (
-                {"color": "black", "linestyle": "--"} if policy == OPTIMUM else {}
-            )
-            if policy == DEFAULT_POLICY:
-                style = {"linewidth": 2.5}
-            capacities = [result.capacity_blocks for result in mine]
-            misses = [1 - result.block_hit_ratio for result in mine]
-            label = f"{policy} (default)" if policy == DEFAULT_POLICY else policy
-            panel.plot(capacities, misses, marker=".", label=label, **style)
-        panel.set(title=name, xlabel="capacity (blocks)", ylabel="block miss ratio", xscale="log")
-        panel.grid(alpha=0.3)
-        panel.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
-    figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
+def _name_of(make: Any) -> str:
+    """Raises ConfigError if the function makes no policy."""
+    made = make() if callable(make) else make
+    if not callable(make) or not isinstance(made, Policy):
+        raise ConfigError(f"{make!r} is no function that makes an eviction policy")
+    name = getattr(made, "name", None)
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"the policy that {make!r} makes has no name")
+    return name

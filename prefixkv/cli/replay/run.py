@@ -15,7 +15,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from prefixkv.cli.replay.tiers import HostResult, SimulatedTier, Tier
+from prefixkv.cli.replay.tiers import HostResult, HostTier, Tier
 from prefixkv.cli.replay.trace import Trace, TraceRequest
 from prefixkv.spi import InsertResult, Policy, PrefixLock, make_policy
 
@@ -46,17 +46,13 @@ class Hits:
     """The first requests, a share of `warm`, warm the cache and do not count."""
 
     def __init__(
-        self,
-        trace: Trace,
-        warm: float,
-        each: Each | None = None,
-        running: int = 0,
-        hosts: Sequence[SimulatedTier] = (),
-    ) -> None:
+        self, trace: Trace, warm: float, each: Each | None, running: int,
+        hosts: Sequence[HostTier] = (),
+    ) -> None:  # fmt: skip
         self._trace, self._each, self._running, self._hosts = trace, each, running, hosts
         self._held_blocks = self._too_long = 0
         self._from = int(warm * len(trace.requests))
-        self._hit_blocks = self._hit_tokens = self._blocks = self._tokens = 0
+        self._hit_blocks = self._blocks = self._tokens = 0
         self._begin_s = time.perf_counter()
 
     def counts(self, at: int) -> bool:
@@ -67,11 +63,10 @@ class Hits:
         `held`, its own included, and each host tier has `behind` behind those."""
         if self._each is not None:
             self._each(at, known, behind)
-        if at < self._from:
+        if not self.counts(at):
             return
-        request, block_tokens = self._trace.requests[at], self._trace.block_tokens
+        request = self._trace.requests[at]
         self._hit_blocks += known
-        self._hit_tokens += known * block_tokens
         self._blocks += len(request.key) // self._trace.page_size
         self._tokens += request.num_tokens
         self._held_blocks += held
@@ -86,16 +81,17 @@ class Hits:
     def result(self, policy: str, capacity: int, evicted: int) -> ReplayResult:
         """The time per request counts since this object was made."""
         count = len(self._trace.requests)
+        hit_tokens = self._hit_blocks * self._trace.block_tokens
         return ReplayResult(
             trace=self._trace.name,
             policy=policy,
             capacity_blocks=capacity,
             block_hit_ratio=self._hit_blocks / max(1, self._blocks),
-            token_hit_ratio=self._hit_tokens / max(1, self._tokens),
+            token_hit_ratio=hit_tokens / max(1, self._tokens),
             requests=count - self._from,
             evicted_pages=evicted,
             us_per_request=(time.perf_counter() - self._begin_s) / count * 1e6,
-            hit_tokens=self._hit_tokens,
+            hit_tokens=hit_tokens,
             prompt_tokens=self._tokens,
             running=self._running,
             running_blocks=self._held_blocks / max(1, count - self._from - self._too_long),
@@ -105,26 +101,17 @@ class Hits:
 
 
 class _Running(NamedTuple):
-    """A request that runs, and what it holds of the device's tier."""
-
     at: int
     lock: PrefixLock
     inserted: InsertResult
-    behind: list[int]  # of its prompt, what each host tier had
+    in_hosts: list[int]  # blocks of its prompt that each host tier had
 
 
 def replay_policy(
-    trace: Trace,
-    policy: str | Policy,
-    capacity: int,
-    warm: float = 0.0,
-    queue: int = 0,
-    progress: Callable[[int], None] | None = None,
-    hints: Sequence[bool | None] | None = None,
-    each: Each | None = None,
-    running: int = 1,
+    trace: Trace, policy: str | Policy, capacity: int, warm: float = 0.0, queue: int = 0,
+    hints: Sequence[bool | None] | None = None, each: Each | None = None, running: int = 1,
     hosts: Sequence[int] = (),
-) -> ReplayResult:
+) -> ReplayResult:  # fmt: skip
     """Replay a trace with one policy at one capacity (blocks). The rest is as in `replay_curves`.
 
     Args:
@@ -136,47 +123,35 @@ def replay_policy(
         hosts: sizes of host tiers, blocks; each is replayed by itself behind the same device.
     """
     chosen = make_policy(policy)
-    tiers = [SimulatedTier(trace, deepcopy(chosen), size, running > 0) for size in hosts]
+    tiers = [HostTier(trace, deepcopy(chosen), size, running > 0) for size in hosts]
     device = Tier(trace, chosen, capacity, makes_room=running > 0)
     hits = Hits(trace, warm, each, running, tiers)
-    return _Replay(trace, device, tiers, running, hints, hits).run(queue, progress)
+    replay = _Replay(trace, device, tiers, running, hints, hits)
+    cache, requests = device.cache, trace.requests
+    wants = deque(cache.want(cache.match_prefix(one.whole_key)) for one in requests[:queue])
+    for at, request in enumerate(requests):
+        if queue:
+            # This request no longer waits, and the one `queue` places behind it begins to.
+            cache.unwant(wants.popleft())
+            if at + queue < len(requests):
+                wants.append(cache.want(cache.match_prefix(requests[at + queue].whole_key)))
+        replay.admit(at, request)
+    replay.end_all()
+    if cache.policy.error is not None:  # all since then was `lru`
+        raise cache.policy.error
+    return hits.result(cache.policy.name, capacity, cache.stats().evicted_pages)
 
 
 class _Replay:
     def __init__(
-        self,
-        trace: Trace,
-        device: Tier,
-        tiers: Sequence[SimulatedTier],
-        running: int,
-        hints: Sequence[bool | None] | None,
-        hits: Hits,
-    ) -> None:
+        self, trace: Trace, device: Tier, tiers: Sequence[HostTier], running: int,
+        hints: Sequence[bool | None] | None, hits: Hits,
+    ) -> None:  # fmt: skip
         self._trace, self._device, self._tiers = trace, device, tiers
         self._most_running, self._hints, self._hits = running, hints, hits
         self._running: deque[_Running] = deque()
 
-    def run(self, queue: int, progress: Callable[[int], None] | None) -> ReplayResult:
-        cache, requests = self._device.cache, self._trace.requests
-        wants = deque(cache.want(cache.match_prefix(one.whole_key)) for one in requests[:queue])
-        for at, request in enumerate(requests):
-            if queue:
-                # The request itself no longer waits, and the one `queue` places behind it begins
-                # to.
-                cache.unwant(wants.popleft())
-                if at + queue < len(requests):
-                    wants.append(cache.want(cache.match_prefix(requests[at + queue].whole_key)))
-            self._replay(at, request)
-            if progress is not None and at % 256 == 0:
-                progress(at)
-        while self._running:
-            self._end(requests[-1].time_s)
-        if cache.policy.error is not None:  # all since then was `lru`
-            raise cache.policy.error
-        evicted = cache.stats().evicted_pages
-        return self._hits.result(cache.policy.name, self._device.capacity, evicted)
-
-    def _replay(self, at: int, request: TraceRequest) -> None:
+    def admit(self, at: int, request: TraceRequest) -> None:
         """End the requests that make way for this one, and admit it."""
         device, key, now_s = self._device, request.whole_key, request.time_s
         page_size, counted = self._trace.page_size, self._most_running > 0
@@ -199,13 +174,16 @@ class _Replay:
             self._end(now_s)
         inserted = device.store(key, lock, now_s)
         # A host tier that has more than the device loads what lies behind the device's part.
-        found = [tier.begin(key, now_s) for tier in self._tiers]
-        behind = [max(0, blocks - known) for blocks in found]
-        held = device.cache.protected_pages if counted else 0
-        self._hits.add(at, known, held, behind)
-        self._running.append(_Running(at, lock, inserted, found))
+        in_hosts = [tier.begin(key, now_s) for tier in self._tiers]
+        behind = [max(0, blocks - known) for blocks in in_hosts]
+        self._hits.add(at, known, device.cache.protected_pages if counted else 0, behind)
+        self._running.append(_Running(at, lock, inserted, in_hosts))
         if self._most_running <= 1:
             self._end(now_s)
+
+    def end_all(self) -> None:
+        while self._running:
+            self._end(self._trace.requests[-1].time_s)
 
     def _end(self, now_s: float) -> None:
         """End the request that has run longest; hosts get what they lack."""
@@ -217,5 +195,5 @@ class _Replay:
         # After the lock is released: where room was not made before, the request's own blocks may
         # go at once, as the optimum's may.
         self._device.trim(now_s)
-        for tier, found in zip(self._tiers, one.behind, strict=True):
-            tier.end(key, found, now_s, self._hits.counts(one.at))
+        for tier, known in zip(self._tiers, one.in_hosts, strict=True):
+            tier.end(key, known, now_s, self._hits.counts(one.at))

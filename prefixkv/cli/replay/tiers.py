@@ -8,12 +8,78 @@ host.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from prefixkv.cli.replay.trace import Trace
+from prefixkv.errors import ConfigError, check_range
+from prefixkv.settings import parse_size
 from prefixkv.spi import InsertResult, Policy, PrefixLock, RadixCache, RadixKey
+
+_MOST_BLOCKS: Final = 10**9
+
+
+class HostSize(NamedTuple):
+    """`number` of `unit`: "x" (times the device's capacity), "blocks" or "bytes"."""
+
+    text: str
+    number: float
+    unit: str
+
+    def blocks(self, capacity: int, block_bytes: int) -> int:
+        """Return the size in whole blocks, rounded down.
+
+        Args:
+            capacity: of the device, in blocks.
+            block_bytes: of a block; 0: unknown.
+        Raises:
+            ConfigError: a size in bytes, and `block_bytes` is unknown or larger than that.
+
+        >>> HostSize("4x", 4.0, "x").blocks(1000, 0)
+        4000
+        """
+        if self.unit == "x":
+            found = int(self.number * capacity)
+        elif self.unit == "blocks":
+            found = int(self.number)
+        elif not block_bytes:
+            raise ConfigError(
+                f"a host tier of {self.text}: the trace does not say what the KV of a token takes, "
+                "--bytes-per-token does"
+            )
+        else:
+            found = int(self.number) // block_bytes
+            if not found and self.number:
+                raise ConfigError(
+                    f"a host tier of {self.text} has no room for a block of {block_bytes:,} bytes"
+                )
+        check_range(f"a host tier of {self.text}", found, 0, _MOST_BLOCKS)
+        return found
+
+
+def host_sizes(setting: str, sizes: Iterable[str | int]) -> list[HostSize]:
+    """Return the sizes of host tiers that are named. Raises ConfigError, which names the setting.
+
+    >>> [size.number for size in host_sizes("--host", ["4x", "1.5GiB", 300])]
+    [4.0, 1610612736.0, 300.0]
+    """
+    return [_host_size(setting, size) for size in sizes]
+
+
+def _host_size(setting: str, given: Any) -> HostSize:
+    text = str(given).strip()
+    size = parse_size(text)
+    if isinstance(given, bool) or not isinstance(given, str | int) or size is None:
+        raise ConfigError(
+            f"{setting} {given!r} is no size: 4x (times the capacity), 64GiB, or blocks"
+        )
+    number, unit = size
+    if not unit and not number.is_integer():
+        raise ConfigError(f"{setting} {given!r}: blocks are whole")
+    return HostSize(text, number, unit or "blocks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +112,7 @@ class Tier:
         return self.cache.lock(self.cache.match_prefix(key), now_s, visit=visit)
 
     def store(
-        self,
-        key: RadixKey,
-        lock: PrefixLock,
-        now_s: float,
-        visit: bool | None = None,
+        self, key: RadixKey, lock: PrefixLock, now_s: float, visit: bool | None = None
     ) -> InsertResult:
         """Insert all of a prompt, of which `lock` holds what is there, and then all of it."""
         missing = (len(key) - lock.prefix_len) // self.cache.page_size
@@ -75,49 +137,47 @@ class Tier:
             self._free += self.cache.evict(over, now_s).tolist()
 
 
-class SimulatedTier(Tier):
-    """A host tier, and counts of what is copied to and from it."""
+class HostTier(Tier):
+    """With counts of what is copied to and from it."""
 
     def __init__(self, trace: Trace, policy: Policy, capacity: int, makes_room: bool) -> None:
         super().__init__(trace, policy, capacity, makes_room)
-        self._page_size = trace.page_size
-        self._block_bytes = trace.block_tokens * trace.bytes_per_token
-        self._block_tokens = trace.block_tokens
-        self.loads = self.loaded_blocks = self.written_blocks = 0
+        self._trace = trace
+        self._loads = self._loaded_blocks = self._written_blocks = 0
 
     def begin(self, key: RadixKey, now_s: float) -> int:
         """Return the number of blocks here of a prompt. Counts as its use."""
         with self.lock(key, now_s) as lock:
-            return lock.prefix_len // self._page_size
+            return lock.prefix_len // self._trace.page_size
 
     def load(self, blocks: int) -> None:
-        self.loads += blocks > 0
-        self.loaded_blocks += blocks
+        self._loads += blocks > 0
+        self._loaded_blocks += blocks
 
-    def end(self, key: RadixKey, found: int, now_s: float, counted: bool) -> None:
-        """Write what is lacking of a prompt that ends, of which `begin` has `found` blocks; of one
+    def end(self, key: RadixKey, known: int, now_s: float, counted: bool) -> None:
+        """Write what is lacking of a prompt that ends, of which `begin` had `known` blocks; of one
         that is too large, the beginning, where room is made before."""
         if not self.capacity:
             return
         # The request was seen when it began, unless nothing of it was there to be used.
         with self.lock(key, now_s, visit=False) as lock:
-            path = key.prefix(self.capacity * self._page_size) if self._makes_room else key
-            new = (len(path) - lock.prefix_len) // self._page_size
-            self.store(path, lock, now_s, visit=not found)
+            size = self._trace.page_size
+            path = key.prefix(self.capacity * size) if self._makes_room else key
+            new = (len(path) - lock.prefix_len) // size
+            self.store(path, lock, now_s, visit=not known)
         self.trim(now_s)
-        if counted:
-            self.written_blocks += new
+        self._written_blocks += new * counted
 
     def result(self, device_hits: int, asked: int) -> HostResult:
-        asked = max(1, asked)
+        block_bytes = self._trace.block_tokens * self._trace.bytes_per_token
         return HostResult(
             host_blocks=self.capacity,
-            block_hit_ratio=(device_hits + self.loaded_blocks) / asked,
-            host_hit_ratio=self.loaded_blocks / asked,
-            hit_tokens=self.loaded_blocks * self._block_tokens,
-            loads=self.loads,
-            loaded_blocks=self.loaded_blocks,
-            written_blocks=self.written_blocks,
-            loaded_bytes=self.loaded_blocks * self._block_bytes,
-            written_bytes=self.written_blocks * self._block_bytes,
+            block_hit_ratio=(device_hits + self._loaded_blocks) / max(1, asked),
+            host_hit_ratio=self._loaded_blocks / max(1, asked),
+            hit_tokens=self._loaded_blocks * self._trace.block_tokens,
+            loads=self._loads,
+            loaded_blocks=self._loaded_blocks,
+            written_blocks=self._written_blocks,
+            loaded_bytes=self._loaded_blocks * block_bytes,
+            written_bytes=self._written_blocks * block_bytes,
         )

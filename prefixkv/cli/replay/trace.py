@@ -7,14 +7,11 @@ figures.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from random import Random
 from typing import Any, Final
 
-import numpy as np
-
-from prefixkv.errors import ConfigError
 from prefixkv.spi import TOKEN_BYTES, RadixKey
 
 MOONCAKE: Final = "Mooncake's trace"
@@ -78,26 +75,25 @@ def footprint(trace: Trace) -> int:
     return len(seen)
 
 
-def mix(traces: Sequence[Trace]) -> Trace:
-    """Merge traces by time, each in a namespace of its own, so that they share nothing. Raises
-    ConfigError for blocks of different sizes."""
-    sizes = {(trace.page_size, trace.block_tokens) for trace in traces}
-    if len(sizes) > 1:
-        each = ", ".join(f"{trace.name} of {trace.block_tokens}" for trace in traces)
-        raise ConfigError(f"--mix: the traces have blocks of different sizes: {each} tokens")
-
-    # The number of the trace goes into the namespace, beside the one that the trace has itself.
-    def apart(key: RadixKey, number: int) -> RadixKey:
-        return RadixKey(np.frombuffer(key.data, "<i4"), (number, key.namespace))
-
-    requests = [
-        replace(request, key=apart(request.key, number), whole_key=apart(request.whole_key, number))
-        for number, trace in enumerate(traces)
-        for request in trace.requests
-    ]
-    names = "+".join(trace.name for trace in traces)
-    kind = " and ".join(dict.fromkeys(trace.kind for trace in traces))
-    out_of_order = sum(trace.out_of_order for trace in traces)
-    found = replace(traces[0], name=names, requests=requests, kind=kind).in_order()
-    # One after the other in memory, they are out of order in no file.
-    return replace(found, out_of_order=out_of_order)
+def client_hints(
+    trace: Trace, minutes: float, wrong: float = 0.0, seed: int = 0
+) -> list[bool | None]:
+    """Return what a client that knows says at the end of each request (`finish(continues=)`):
+    whether a prompt that begins with all whole blocks of this one comes within these minutes; None
+    for a request without a whole block. A share of `wrong`, drawn with the seed, says the opposite.
+    """
+    random = Random(seed)
+    next_s: dict[Any, float] = {}  # by block: time of its next use
+    hints: list[bool | None] = []
+    # Backwards, so that the next use of every block is known when its request is reached.
+    for request in reversed(trace.requests):
+        names = block_names(request.whole_key, trace.page_size)
+        hint = None
+        if names:
+            # The last block's name covers all blocks before it.
+            back_s = next_s.get(names[-1])
+            hint = back_s is not None and back_s - request.time_s <= minutes * 60
+            hint ^= random.random() < wrong
+        hints.append(hint)
+        next_s.update(dict.fromkeys(names, request.time_s))
+    return hints[::-1]

@@ -9,7 +9,7 @@ restarted worker knows nothing of earlier writes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, assert_never
 
 from prefixkv.config import ControlConfig
@@ -19,20 +19,14 @@ from prefixkv.control.decode.rooms import ReceiverRooms, Room, lost_peers
 from prefixkv.control.effects import (
     STAGING,
     AgentDestroyed,
-    Connect,
     ConnectFailed,
     CopyDone,
-    Disconnect,
-    Examine,
     Expect,
     FrameFailed,
     FrameReceived,
     LeadersChanged,
     Left,
-    RankDrained,
     Reached,
-    SendFrame,
-    Settle,
     Tick,
     Unreached,
 )
@@ -66,11 +60,9 @@ from prefixkv.protocol.events import (
     PrefillAway,
     PrefillLost,
     PrefillReady,
-    RoomDrained,
     RoomEnded,
-    RoomOverdue,
 )
-from prefixkv.protocol.ids import PeerId, RoomKey
+from prefixkv.protocol.ids import ChunkTag, PeerId, RoomKey
 from prefixkv.protocol.machine import Fail, RoomTick
 from prefixkv.protocol.messages import (
     Drained,
@@ -86,14 +78,10 @@ from prefixkv.protocol.messages import (
     PromiseAck,
 )
 from prefixkv.protocol.receiver_machine import ReceiverMachine
-from prefixkv.protocol.tags import ChunkTag
 from prefixkv.transport.base import (
     Arrived,
     PeerUnreachable,
     Settled,
-    WriteDone,
-    WriteDrained,
-    WriteFailed,
 )
 
 
@@ -205,7 +193,9 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
         assert link is not None
         # The room must be at its link before the link is looked at, or it would wait for the next
         # frame.
-        self._rooms.add(Room(promise, link, self.timing, now_s, refused))
+        opened = self._rooms[promise.key] = Room(promise, link, self.timing, now_s, refused)
+        link.waiting.append(opened)
+        self.timers.wake(opened.key, opened.wake_s)
         self._promote(link, now_s)
 
     def _abort(self, command: AbortRoom, now_s: float) -> None:
@@ -341,7 +331,7 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
                 self._take_outcome(link, body, now_s)
             case PromiseAck():
                 if (room := self._room_of(link, body)) is not None:
-                    self._rooms.on(room, receiver.PromiseAcked(body.rank), now_s)
+                    self._rooms.on(room, body, now_s)
             case Drained():
                 self._take_drained(link, body, now_s)
             case LeaseAsk():
@@ -368,7 +358,7 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
             ack = OutcomeAck(outcome.room, outcome.generation, outcome.rank, outcome.ticket)
             self._links.send(link, ack, now_s)
         elif self._room_of(link, outcome) is not None:
-            self._rooms.on(room, receiver.OutcomeSaid(outcome), now_s)
+            self._rooms.on(room, outcome, now_s)
             if room.awaits_notifications:
                 # The notifications came with the bytes, before the outcome, so they are there: make
                 # the transport look at once, by another Expect.
@@ -379,9 +369,9 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
         room = self._room_of(link, drained)
         # Only once the room has ended: until then its pages are in use, and nothing is freed.
         if room is not None and drained.settle and room.poll.ended:
-            self._rooms.settle(RankDrained(room.key, drained.rank, drained.ticket), now_s)
+            self._rooms.settle(drained, now_s)
         elif room is not None:
-            self._rooms.on(room, receiver.DrainedSaid(drained.rank), now_s)
+            self._rooms.on(room, drained, now_s)
 
     def _take_ask(self, link: Link, ask: LeaseAsk, now_s: float) -> None:
         """A request for a lease that cannot be honest ends the room."""
@@ -575,9 +565,6 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
     def _settled(self, settled: Settled, now_s: float) -> None:
         self._rooms.settled(settled.token, now_s)
 
-    def _never(self, what: Any, now_s: float) -> None:
-        raise InternalError(f"decode writes nothing, and hears {what}")
-
     def _unreachable(self, what: PeerUnreachable, now_s: float) -> None:
         self.counters["peers_unreachable"] += 1
 
@@ -604,7 +591,6 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
         FrameFailed: _frame_failed,
         Arrived: _arrived,
         Settled: _settled,
-        **dict.fromkeys((WriteDone, WriteFailed, WriteDrained), _never),
         PeerUnreachable: _unreachable,
         CopyDone: _scattered,
         ConnectFailed: _connect_failed,
@@ -617,7 +603,3 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
         RoomEnded: ControlInbox._end,
         LeadersChanged: _report_workers,
     }
-    EFFECTS: ClassVar[Set[type]] = {
-        SendFrame, Connect, Disconnect, Expect, Settle, Examine, RoomDrained, RoomOverdue,
-        PrefillReady, PrefillAway, PrefillLost,
-    }  # fmt: skip

@@ -78,7 +78,7 @@ class Link:
         return 0 if self.peer is None else self.peer.incarnation
 
 
-class Links:
+class Links(dict[str, Link]):
     """One decode rank's links, by address. Owned by a `DecodeControl`. What is to be done is said,
     in order."""
 
@@ -96,7 +96,6 @@ class Links:
         self._hello = hello
         self._timing = inbox.timing
         self._timers = inbox.timers
-        self._links: dict[str, Link] = {}
         self._answered: dict[str, tuple[PeerId, float]] = {}  # by address, until when
         self.changed: set[str] = set()  # leaders that may be ready now, or may not be any more
 
@@ -105,12 +104,9 @@ class Links:
         self.changed.add(link.address)
         self.changed |= link.leaders
 
-    def get(self, address: str) -> Link | None:
-        return self._links.get(address)
-
     def all(self) -> list[Link]:
         """Return a copy of the list."""
-        return list(self._links.values())  # in one step: the scheduler's thread calls `peers`
+        return list(self.values())  # in one step: the scheduler's thread calls `peers`
 
     def peers(self, now_s: float) -> dict[str, tuple[PeerId | None, str]]:
         """Return, by address, which process answers, and "ready", "suspect" or "connecting"."""
@@ -131,10 +127,10 @@ class Links:
 
     def open(self, address: str, now_s: float) -> None:
         """Connect to an address and say Hello, unless there is a link already."""
-        if address in self._links:
+        if address in self:
             return
         link = Link(address, PeerClock(now_s, now_s), Backoff(self._timing.resend_s))
-        self._links[address] = link
+        self[address] = link
         self._say(Connect(address))
         self.greet(link, now_s)
 
@@ -159,7 +155,7 @@ class Links:
         self._send(link.address, body)
 
     def heard_of(self, what: Reached | Unreached, now_s: float) -> None:
-        link = self._links.get(what.address)
+        link = self.get(what.address)
         if link is None:
             return
         if isinstance(what, Reached):
@@ -201,7 +197,7 @@ class Links:
 
     def tick(self, address: str, has_rooms: Callable[[Link], bool], now_s: float) -> None:
         """Repeat a Hello, say a Heartbeat, or close a link that is silent and has no rooms."""
-        link = self._links.get(address)
+        link = self.get(address)
         if link is None:
             return
         # A link with rooms is kept however long it is silent: its word may still drain their pages.
@@ -245,7 +241,7 @@ class Links:
 
     def farewell(self) -> None:
         """Send a Fenced over every link whose rank answered: this process leaves."""
-        for link in self._links.values():
+        for link in self.values():
             if link.peer is not None:
                 self._send(link.address, Fenced())
 
@@ -267,8 +263,8 @@ class Links:
         self.deaths.met(frame.sender, reply.life, link.is_local, now_s)
         # Its leaders plan from the replies of their ranks: this one's may say something else now.
         for address in (link.address, *link.leaders):
-            if address in self._links:
-                self._links[address].planned = False
+            if address in self:
+                self[address].planned = False
         # The Hello is answered, so it is not repeated; heartbeats take over the timer.
         link.hello.due_s = math.inf
         self._timers.wake(link.address, link.live.heartbeat_due_s(self._timing))
@@ -295,7 +291,7 @@ class Links:
         return former
 
     def _current(self) -> list[PeerId]:
-        return [link.peer for link in self._links.values() if link.peer is not None]
+        return [link.peer for link in self.values() if link.peer is not None]
 
     def ready(self, leader: Link, now_s: float) -> dict[int, Link] | None:
         """Return, by rank, the links to the ranks that rooms of this leader are promised to, None
@@ -304,7 +300,7 @@ class Links:
         links: dict[int, Link] = {}
         for rank, address in leader.rank_addresses.items():
             self.open(address, now_s)
-            links[rank] = self._links[address]
+            links[rank] = self[address]
             links[rank].leaders.add(leader.address)
         assert leader.reply is not None
         replies = {
@@ -326,14 +322,14 @@ class Links:
 
     def max_tokens(self, leader: Link) -> int:
         """Return the smallest capacity that a worker's ranks say, 0 if none says one."""
-        links = [leader, *(self._links[address] for address in leader.rank_addresses.values())]
+        links = [leader, *(self[address] for address in leader.rank_addresses.values())]
         said = [link.reply.max_tokens for link in links if link.reply is not None]
         return min(filter(None, said), default=0)
 
     def leaders(self, link: Link) -> Iterator[Link]:
         # Sorted, so that a run from a seed replays exactly.
         for address in (link.address, *sorted(link.leaders)):
-            if (leader := self._links.get(address)) is not None:
+            if (leader := self.get(address)) is not None:
                 yield leader
 
     # --- ends -------------------------------------------------------------------------------------
@@ -351,9 +347,9 @@ class Links:
         """Forget the address. Undrained rooms of an earlier peer keep the `Link` object; only a
         fence can drain them then."""
         # It was closed before, and the address may have another link by now.
-        if self._links.get(link.address) is not link:
+        if self.get(link.address) is not link:
             return
-        del self._links[link.address]
+        del self[link.address]
         self.replace_peer(link, None, now_s)
         self._timers.forget(link.address)
         self._say(Disconnect(link.address))

@@ -26,7 +26,7 @@ import msgspec
 
 from prefixkv.config import ControlConfig
 from prefixkv.control.decode.links import Link, Links
-from prefixkv.control.effects import Left, RankDrained, Settle
+from prefixkv.control.effects import Left, Settle
 from prefixkv.control.inbox import ControlInbox
 from prefixkv.control.lives import LostPeers, PeerChanges
 from prefixkv.errors import TransferError
@@ -35,10 +35,10 @@ from prefixkv.protocol import receiver_machine as receiver
 from prefixkv.protocol.events import RoomOverdue
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.machine import Fail
-from prefixkv.protocol.messages import Promise
+from prefixkv.protocol.messages import Drained, Promise
 from prefixkv.protocol.receiver_machine import ReceiverMachine, SendToRank
 
-Token = PeerId | Left | RankDrained
+Token = PeerId | Left | Drained
 """What a `Settle` is about."""
 
 
@@ -107,7 +107,7 @@ def lost_peers(rooms: Iterable[Room], wrong: Callable[[PeerId, Link], str]) -> L
     return found
 
 
-class ReceiverRooms:
+class ReceiverRooms(dict[RoomKey, Room]):
     """The rooms of one decode rank that are open or not drained. Owned by a `DecodeControl`.
     What is to be done is said, in order.
 
@@ -121,7 +121,6 @@ class ReceiverRooms:
         staging: Any,
     ) -> None:
         self.num_expected = 0  # rooms with pages that a peer may be writing now
-        self._rooms: dict[RoomKey, Room] = {}
         self._timing = inbox.timing
         self._timers = inbox.timers
         self._links = links
@@ -129,25 +128,13 @@ class ReceiverRooms:
         self._news = inbox.news
         self._say = inbox.say
 
-    def __len__(self) -> int:
-        return len(self._rooms)
-
-    def get(self, key: RoomKey) -> Room | None:
-        return self._rooms.get(key)
-
     def all(self) -> list[Room]:
         """Return a copy of the list."""
-        return list(self._rooms.values())  # in one step: any thread may call this
+        return list(self.values())  # in one step: any thread may call this
 
     def at(self, link: Link) -> list[Room]:
         """Return the rooms that hold on to a link. O(rooms)."""
         return [room for room in self.all() if room.link is link or link in room.links.values()]
-
-    def add(self, room: Room) -> None:
-        """Let a room wait at its leader's link until it can be promised."""
-        self._rooms[room.key] = room
-        room.link.waiting.append(room)
-        self._timers.wake(room.key, room.wake_s)
 
     def on(self, room: Room, event: receiver.ReceiverEvent, now_s: float) -> None:
         """Give an event to a room's machine and carry out its actions; drop it once it is over."""
@@ -199,18 +186,17 @@ class ReceiverRooms:
         """Drain what the token names: the transport has read for long enough. Unknown: no-op."""
         for room, event in self._drains(token):
             # A process that has spoken as two ranks may have drained its room by the first of them.
-            if token in room.settling and self._rooms.get(room.key) is room:
+            if token in room.settling and self.get(room.key) is room:
                 self.on(room, event, now_s)
         for room, _ in self._drains(token):
             room.settling.discard(token)
 
     def _drains(self, token: Any) -> list[tuple[Room, receiver.ReceiverEvent]]:
         """Return the rooms that a token is of, each with what drains a rank of it."""
-        if isinstance(token, RankDrained):
-            room = self._rooms.get(token.key)
+        if isinstance(token, Drained):
+            room = self.get(token.key)
             # One rank, one use of a room. The number may be in use again: then the ticket differs.
-            is_same = room is not None and room.ticket == token.ticket
-            return [(room, receiver.DrainedSaid(token.rank))] if room and is_same else []
+            return [(room, token)] if room is not None and room.ticket == token.ticket else []
         # A whole process: all its rooms if it was fenced. If it said itself that it leaves, only
         # those that were promised to it at that address, since any process may speak under its name
         # elsewhere.
@@ -232,7 +218,7 @@ class ReceiverRooms:
             self._links.send(link, body, now_s)
 
     def drop(self, room: Room) -> None:
-        del self._rooms[room.key]
+        del self[room.key]
         if room in room.link.waiting:
             room.link.waiting.remove(room)
         self._timers.forget(room.key)

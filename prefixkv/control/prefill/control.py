@@ -9,7 +9,7 @@ worker that proves the prompt gets it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
 from typing import Any, ClassVar, assert_never
 
 from prefixkv.config import ControlConfig, short_key
@@ -20,15 +20,12 @@ from prefixkv.control.effects import (
     Cancel,
     ConnectFailed,
     CopyDone,
-    Examine,
     FrameFailed,
     FrameReceived,
     Freed,
-    PeerAccepted,
     Reached,
     RemovePeer,
     Renew,
-    SendFrame,
     StagingSlots,
     StagingTick,
     Tick,
@@ -36,7 +33,7 @@ from prefixkv.control.effects import (
 )
 from prefixkv.control.effects import PrefillEffect as PrefillEffect
 from prefixkv.control.effects import PrefillInput as PrefillInput
-from prefixkv.control.handshake import OurSide
+from prefixkv.control.handshake import Accepted, OurSide
 from prefixkv.control.inbox import ControlInbox, Takes
 from prefixkv.control.lives import FENCED, FENCED_DEAD, LEFT, LostPeers
 from prefixkv.control.prefill.peers import Peer, Peers
@@ -55,7 +52,7 @@ from prefixkv.errors import (
     WeightsVersionError,
 )
 from prefixkv.protocol import messages
-from prefixkv.protocol import sender_events as sender
+from prefixkv.protocol import sender_machine as sender
 from prefixkv.protocol.commands import (
     AbortRoom,
     AddRoom,
@@ -64,10 +61,9 @@ from prefixkv.protocol.commands import (
     MoveWeights,
     OfferRoom,
     SendChunk,
-    WithdrawRoom,
 )
-from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
-from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
+from prefixkv.protocol.events import RoomEnded, SourceFree
+from prefixkv.protocol.ids import ChunkTag, KVPoll, PeerId, RoomKey
 from prefixkv.protocol.machine import Fail
 from prefixkv.protocol.messages import (
     Abort,
@@ -81,16 +77,15 @@ from prefixkv.protocol.messages import (
     OutcomeAck,
     Promise,
 )
-from prefixkv.protocol.sender_events import (
+from prefixkv.protocol.sender_machine import (
     CancelWrite,
     JobDrained,
     JobEnded,
     PostWrite,
     Promised,
+    SenderMachine,
     abort_error,
 )
-from prefixkv.protocol.sender_machine import SenderMachine
-from prefixkv.protocol.tags import ChunkTag
 from prefixkv.transport.base import (
     Arrived,
     PeerUnreachable,
@@ -249,9 +244,6 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         end = ProtocolError(why)
         self._tombs.await_half(offered, Half.PROMISE, end, now_s, digest=offer.digest)
 
-    def _withdraw(self, command: WithdrawRoom, now_s: float) -> None:
-        self._close_offer(command.key, AbortedError(command.reason), now_s)
-
     def _decline(self, command: DeclineRoom, now_s: float) -> None:
         """Decode hears why, now or when it promises. An added room is not touched."""
         key, error = command.key, AbortedError(command.reason)
@@ -276,10 +268,12 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
             self._rooms.on(room, command, now_s)
 
     def _abort(self, command: AbortRoom, now_s: float) -> None:
-        """Unknown: no-op."""
-        room = self._rooms.get(command.key)
-        if room is not None:
-            self._rooms.on(room, Fail(AbortedError(command.reason)), now_s)
+        """Unknown, or an offer that is opened: no-op."""
+        error = AbortedError(command.reason)
+        if not command.key.decode:
+            self._close_offer(command.key, error, now_s)
+        elif (room := self._rooms.get(command.key)) is not None:
+            self._rooms.on(room, Fail(error), now_s)
 
     def _move_weights(self, command: MoveWeights, now_s: float) -> None:
         """KV computed or promised under the old version is not sent. Added rooms that nothing was
@@ -459,7 +453,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         if peer is not None and peer.id == frame.sender:
             peer.live.take(frame, now_s)
             peer.route = route
-            self._peers.reply(route, hello, staged=peer.staged)
+            self._peers.reply(route, hello, staged=peer.accepted.cut is not None)
             return
         # 2. It has to repeat a number that was made after its predecessor was known, so that a late
         # Hello of a process that is gone cannot replace a live one.
@@ -486,7 +480,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         # 5. The transport before the reply: decode promises pages as soon as it has the reply, and
         # a write must not be asked for before its target is known.
         if accepted.added is not None:
-            self.say(PeerAccepted(accepted.added, accepted.cut))
+            self.say(accepted)
         self._peers.reply(route, hello, staged=accepted.cut is not None)
         # 6. Requests that are older than this life are most likely not its own.
         if hello.rank == 0 and hello.age_ms is not None:
@@ -563,7 +557,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
                 room = None
             # 4. The request has come before it, and is over.
             if room is None:
-                self._check_over(self._tombs.meet_promise(key, ticket, event.digest))
+                self._check_over(self._tombs.meet_promise(key, ticket, promise.digest))
             # 5. Of our weights? A room that the engine has added compares them itself.
             if room is None or room.is_parked:
                 self._check_weights(event, key, now_s)
@@ -587,8 +581,8 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         room = room or self._rooms.new(key, now_s)
         room.worker = peer.worker
         self._rooms.on(room, event, now_s)
-        if isinstance(room.error, PromptMismatchError) and not room.may_be_about(event.digest):
-            self._end_request(key, event, room.error, now_s)  # its request may still come
+        if isinstance(room.error, PromptMismatchError) and not room.may_be_about(promise.digest):
+            self._end_request(key, promise, room.error, now_s)  # its request may still come
         if offer is not None:  # behind the promise: so the room is parked for no time
             self._open_offer(key, offer, now_s)
 
@@ -598,7 +592,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
             raise ProtocolError(str(end)) from end
 
     def _end_request(
-        self, key: RoomKey, word: Promised | Abort, error: Exception, now_s: float
+        self, key: RoomKey, word: Promise | Abort, error: Exception, now_s: float
     ) -> None:
         """End the request to come that this word is about."""
         self._tombs.await_half(
@@ -612,7 +606,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         offer = self._rooms.offer(key.numbers)
         if offer is None:
             closed = RoomKey(*key.numbers)
-            self._check_over(self._tombs.meet_promise(closed, event.ticket, event.digest))
+            self._check_over(self._tombs.meet_promise(closed, event.word.ticket, event.word.digest))
         elif not offer.is_proved_by(event):
             raise ProtocolError(
                 f"room {key.room} is open to who proves its prompt of {offer.num_tokens} tokens; "
@@ -623,12 +617,12 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
     def _check_weights(self, event: Promised, key: RoomKey, now_s: float) -> None:
         """Raise ProtocolError for a promise of other weights than ours. A later request ends
         likewise, and so does the offer that the promise would have opened."""
-        if event.weights_version == self._weights_version:
+        if event.word.weights_version == self._weights_version:
             return
-        error = WeightsVersionError(event.weights_version, self._weights_version)
+        error = WeightsVersionError(event.word.weights_version, self._weights_version)
         offer = self._rooms.offer(key.numbers)
         if offer is None:
-            self._end_request(key, event, error, now_s)
+            self._end_request(key, event.word, error, now_s)
         elif offer.is_proved_by(event):
             self._close_offer(key, error, now_s)
         self._check_over(error)
@@ -674,7 +668,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         # it from its answer. Or it is the half that was awaited; or it ends the request to come. A
         # late or repeated abort, of a use that is over, ends nothing.
         if room is None and theirs:
-            error = abort_error(abort.reason[:1000], abort.versions)
+            error = abort_error(abort)
             closed = self._close_offer(key, error, now_s)
             self._tombs.bury(use, error, answered=True)
             met = self._tombs.meet_promise(key, abort.ticket, abort.digest, next_too=False)
@@ -689,14 +683,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
             return
         # 4. The room ends.
         room.worker = peer.worker
-        said = sender.AbortSaid(
-            peer=peer.id,
-            reason=abort.reason,
-            ticket=abort.ticket,
-            reader=peer.hello.rank,
-            readers=peer.readers,
-            versions=abort.versions,
-        )
+        said = sender.AbortSaid(peer.id, abort, peer.hello.rank, peer.accepted.readers)
         self._rooms.on(room, said, now_s)
 
     # --- writes -----------------------------------------------------------------------------------
@@ -763,8 +750,9 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
 
     # --- the transport's peers --------------------------------------------------------------------
 
-    def _accept(self, accepted: PeerAccepted, now_s: float) -> None:
+    def _accept(self, accepted: Accepted, now_s: float) -> None:
         # The transport must know the peer before anything is written to it.
+        assert accepted.added is not None
         self._out.append(accepted.added)
         if self.staging is not None and accepted.cut is not None:
             self.staging.add_peer(accepted.added.peer, accepted.cut)
@@ -786,9 +774,9 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         self._peers.deaths.doubt(what.peer, now_s)
         peer = self._peers.find(what.peer)
         # Memory that was mapped once can be mapped: then its process is gone.
-        if peer is not None and peer.instead is not None and not what.was_reached:
-            self._out.append(peer.instead)
-            peer.instead = None
+        if peer is not None and peer.accepted.instead is not None and not what.was_reached:
+            self._out.append(peer.accepted.instead)
+            peer.accepted = peer.accepted._replace(instead=None)
 
     def _shut_out(self, what: ConnectFailed, now_s: float) -> None:
         self.counters["handshakes_refused"] += 1
@@ -802,7 +790,6 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
     INPUTS: ClassVar[Takes] = {
         AddRoom: _take_request,
         OfferRoom: _take_request,
-        WithdrawRoom: _withdraw,
         SendChunk: _chunk,
         DeclineRoom: _decline,
         AbortRoom: _abort,
@@ -829,7 +816,6 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         StagingTick: _tick_staging,
         Freed: _free,
         RoomEnded: ControlInbox._end,
-        PeerAccepted: _accept,
+        Accepted: _accept,
         RemovePeer: _remove,
     }
-    EFFECTS: ClassVar[Set[type]] = {SendFrame, Examine, Renew, Bootstrapped, SourceFree}

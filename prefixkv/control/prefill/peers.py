@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixkv.config import short_key
-from prefixkv.control.effects import AddPeer, RemovePeer
+from prefixkv.control.effects import RemovePeer
 from prefixkv.control.handshake import Accepted, OurSide
 from prefixkv.control.inbox import ControlInbox
 from prefixkv.control.lives import DeathWatch, IncarnationHistory, PeerClock, nonce
@@ -39,16 +39,14 @@ from prefixkv.protocol.messages import (
     Promise,
     RoomBody,
 )
-from prefixkv.protocol.sender_events import Promised
+from prefixkv.protocol.sender_machine import Promised
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Peer:
     """One decode rank that passed the handshake.
 
-    `readers` are the ranks of its worker that promise us pages. `writes` says whether we write KV
-    to it, `staged` whether that goes through staging, `takes_state` whether we write extra state to
-    it. `instead` is how it is written where its memory cannot be mapped. `pool_pages` are all pages
+    `pool_pages` are all pages
     of its pool, `num_promised` those that it has promised and we may still write; `num_parked`
     counts its promises that wait for their request. `met_s` is when it was met; `succeeded` is its
     number among the peers met (`Peers.num_met`) if it replaced a former life, else 0.
@@ -60,13 +58,9 @@ class Peer:
     credential: str
     hello: Hello
     live: PeerClock
-    readers: tuple[int, ...]
-    writes: bool
-    staged: bool
-    takes_state: bool
+    accepted: Accepted
     pool_pages: int
     met_s: float = 0.0
-    instead: AddPeer | None = None
     num_promised: int = 0
     num_parked: int = 0
     succeeded: int = 0
@@ -106,21 +100,18 @@ class Peer:
         unit_tokens = min(page_size, our_page_size)
         fold = page_size // unit_tokens
         num_units = pages_for(promise.fill_len - promise.prefix_len, unit_tokens)
+        added = self.accepted.added
         return Promised(
             peer=self.id,
-            fill_len=promise.fill_len,
-            prefix_len=promise.prefix_len,
+            word=promise,
             pages=pages,
             num_units=num_units,
-            ticket=promise.ticket,
             reader=self.hello.rank,
-            readers=self.readers,
-            writes=self.writes,
+            readers=self.accepted.readers,
+            writes=added is not None,
             unit_tokens=unit_tokens,
             fold=fold,
-            takes_state=self.takes_state,
-            digest=promise.digest,
-            weights_version=promise.weights_version,
+            takes_state=added is not None and added.memory.state is not None,
             groups=groups,
             num_windows=len(self.hello.layout.windows),
         )
@@ -172,7 +163,7 @@ def _has_repeats(pages: npt.NDArray[np.int32], num_pages: int) -> bool:
     return int(np.count_nonzero(is_named)) < len(pages)
 
 
-class Peers:
+class Peers(dict[str, Peer]):
     """The decode ranks that a prefill rank knows, by name. Owned by a `PrefillControl`. What is to
     be done is said, in order."""
 
@@ -192,34 +183,30 @@ class Peers:
         self._endpoints = endpoints
         self._timing = inbox.timing
         self._timers = inbox.timers
-        self._peers: dict[str, Peer] = {}
         self.num_met = 0  # peers ever added: orders them against rooms (`SenderMachine.met_before`)
-
-    def get(self, name: str) -> Peer | None:
-        return self._peers.get(name)
 
     def find(self, peer_id: PeerId) -> Peer | None:
         """Return the peer if exactly this incarnation is the one known, else None."""
-        peer = self._peers.get(peer_id.name)
+        peer = self.get(peer_id.name)
         return peer if peer is not None and peer.id == peer_id else None
 
     def all(self) -> list[Peer]:
         """Return a copy of the list."""
-        return list(self._peers.values())  # in one step: the scheduler's thread calls `states`
+        return list(self.values())  # in one step: the scheduler's thread calls `states`
 
     def heard_s(self, worker: str, ranks: Iterable[int], since: int) -> float:
         """Return the time by which all `ranks` of a worker had been heard. -infinity if one is not
         known, or replaced a former life after `since` (a value of `num_met`): it knows nothing of
         what that was to promise."""
         names = [f"{worker}/{rank}" if rank else worker for rank in ranks]
-        peers = [self._peers.get(name) for name in names]
+        peers = [self.get(name) for name in names]
         return min(
             -math.inf if peer is None or peer.succeeded > since else peer.live.heard_s
             for peer in peers
         )
 
     def _current(self) -> list[PeerId]:
-        return [peer.id for peer in self._peers.values()]
+        return [peer.id for peer in self.values()]
 
     def states(self, now_s: float) -> dict[PeerId, str]:
         """Return "ready" or "suspect" for each. Any thread may ask."""
@@ -235,7 +222,7 @@ class Peers:
         return self.lives.how(peer_id) or ("suspect" if is_suspect else "")
 
     def taken(self, name: str, now_s: float) -> str:
-        peer = self._peers.get(name)
+        peer = self.get(name)
         if peer is None:
             return ""
         process, ours = "another process", self._ours.life
@@ -268,7 +255,7 @@ class Peers:
             listed = curve.allowed_clients.get(credential, "")
             raise HandshakeError("name", listed, frame.name, f"{why} (change one of the two)")
         # 2. A name belongs to the first key that used it: another client cannot take it over.
-        peer = self._peers.get(frame.name)
+        peer = self.get(frame.name)
         if peer is not None and credential != peer.credential:
             why = f"of {frame.name!r} is not the one that it was met with (it is forgotten in time)"
             raise HandshakeError("key", short_key(peer.credential), key, why)
@@ -294,13 +281,13 @@ class Peers:
         is_listed = curve is not None and frame.name in curve.allowed_clients.values()
         if curve is not None and rank == 0 and not is_listed:
             raise HandshakeError("rank", 0, frame.name, "has another name than the key")
-        leader = self._peers.get(worker.name)
+        leader = self.get(worker.name)
         if leader is not None and leader.credential != credential and not is_listed:
             raise HandshakeError("key", "rank 0's", "another", "differs")
         # 3. It is of a life that goes on, and not older than the process that is known by its name.
         self.lives.check(worker)
         # That one may not know yet that it was replaced, and we may have been started after both.
-        peer = self._peers.get(frame.name)
+        peer = self.get(frame.name)
         now = None if peer is None or peer.id == frame.sender else peer.hello.life
         if peer is not None and now and hello.life and hello.life.is_before(now):
             taken = self.taken(frame.name, now_s)
@@ -326,11 +313,10 @@ class Peers:
     ) -> None:
         """Make a rank that passed a peer; `received` is its route and its credential. A former life
         under its name must have been removed before (`PrefillControl._on_handshake`)."""
-        added = accepted.added
         route, credential = received
         self.lives.begin(frame.sender)
         self.num_met += 1
-        self._peers[frame.name] = Peer(
+        self[frame.name] = Peer(
             id=frame.sender,
             worker=hello.worker or frame.sender,
             route=route,
@@ -339,10 +325,7 @@ class Peers:
             # The Hello's own number: only frames after it are taken from now on.
             live=PeerClock(now_s, now_s, frame.seq),
             succeeded=self.num_met if self.lives.has_former(frame.name) else 0,
-            readers=accepted.readers,
-            writes=added is not None,
-            staged=accepted.cut is not None,
-            takes_state=added is not None and added.memory.state is not None,
+            accepted=accepted,
             pool_pages=hello.layout.num_pages
             + (0 if hello.state is None else hello.state.num_slots)
             + sum(
@@ -351,7 +334,6 @@ class Peers:
                 if not hello.layout.is_shared(group)
             ),
             met_s=now_s,
-            instead=accepted.instead,
         )
         self._timers.wake(frame.name, now_s + self._timing.heartbeat_s)
         self.news.say("met", frame.sender)
@@ -374,7 +356,7 @@ class Peers:
 
     def nonce(self, sender: PeerId) -> int:
         """Return the number that a Hello of `sender` has to repeat; see `nonce`."""
-        peer = self._peers.get(sender.name)
+        peer = self.get(sender.name)
         known = self.lives.last_silent(sender.name) if peer is None else peer.id
         return nonce(self._me, sender, known)
 
@@ -384,12 +366,12 @@ class Peers:
 
     def farewell(self) -> None:
         """Send a Fenced to each: our agent is gone, so no write of ours can land."""
-        for peer in self._peers.values():
+        for peer in self.values():
             self._send(peer.route, Fenced())
 
     def tick(self, name: str, has_rooms: Callable[[PeerId], bool], now_s: float) -> None:
         """Say a Heartbeat if one is due, or forget a peer that is silent and has no rooms."""
-        peer = self._peers.get(name)
+        peer = self.get(name)
         if peer is None:
             return
         # A peer with rooms is never forgotten for silence: its pages are drained by proof alone.
@@ -411,7 +393,7 @@ class Peers:
         """Know a peer no more: nothing is sent to it from now on."""
         self.news.forget(peer.id)
         self.deaths.forget(peer.id)
-        del self._peers[peer.id.name]
+        del self[peer.id.name]
         self._timers.forget(peer.id.name)
 
     def forget(self, peer: Peer) -> None:

@@ -30,12 +30,11 @@ from prefixkv.control.inbox import ControlInbox
 from prefixkv.control.lives import LostPeers
 from prefixkv.control.prefill.peers import Peers
 from prefixkv.errors import AbortedError
-from prefixkv.protocol import sender_events as sender
+from prefixkv.protocol import sender_machine as sender
 from prefixkv.protocol.events import RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.machine import RoomTick
-from prefixkv.protocol.sender_events import PostWrite, SendToReader
-from prefixkv.protocol.sender_machine import SenderMachine
+from prefixkv.protocol.sender_machine import PostWrite, SenderMachine, SendToReader
 
 Numbers = tuple[int, int]
 """Room and generation."""
@@ -206,7 +205,8 @@ class Offer(NamedTuple):
     def is_proved_by(self, promise: sender.Promised) -> bool:
         """Return whether the sender of this promise knows the prompt. The number of a room proves
         nothing: it travels through routers, and can be guessed or repeated."""
-        return promise.fill_len == self.num_tokens and promise.digest == self.digest
+        word = promise.word
+        return word.fill_len == self.num_tokens and word.digest == self.digest
 
 
 class _Same(list[SenderMachine]):
@@ -243,7 +243,7 @@ class SenderRooms:
         self._peers = peers
         self._say = inbox.say
         self._tombs = tombs
-        self._job_ids = count(1)
+        self.next_job_id = count(1).__next__  # for a write or copy, never given before
 
     def all(self) -> list[SenderMachine]:
         """Return the machines of all rooms. Any thread may ask."""
@@ -351,10 +351,6 @@ class SenderRooms:
                 self._tombs.bury(use, _end(room), answered=reader.answered)
 
     # --- writes -----------------------------------------------------------------------------------
-
-    def next_job_id(self) -> int:
-        """Return a number for a write or copy, never given before."""
-        return next(self._job_ids)
 
     def on_job(self, event: sender.JobEnded | sender.JobDrained, now_s: float) -> None:
         """Tell a write's room that it has ended, or that nothing of it can land any more though it

@@ -1,6 +1,6 @@
 """The HF engine as the conformance kit drives it: both workers in one process and one thread.
 
-python -m prefixkv.testing.conformance prefixkv.engines.hf.conformance:HFSides
+python -m prefixkv.conformance prefixkv.engines.hf.conformance:HFSides
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any, Final
 import numpy as np
 
 from prefixkv import DecodeNode, PrefillNode
+from prefixkv.conformance.interface import AnswerLog, Prompt, ScenarioSettings, Side
 from prefixkv.engines.hf.decode import DecodeEngine
 from prefixkv.engines.hf.models import PagedModel, make_model
 from prefixkv.engines.hf.prefill import PrefillEngine
 from prefixkv.engines.hf.reference import Reference
 from prefixkv.engines.hf.requests import Generate, Output, Sampling
 from prefixkv.errors import AbortedError
-from prefixkv.testing.sides import AnswerLog, Prompt, ScenarioSettings, Side
 
 _SIZES: Final[dict[str, Any]] = {
     "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,

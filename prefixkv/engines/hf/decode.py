@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
@@ -28,9 +28,8 @@ from prefixkv import (
     PrefixKVError,
     Request,
 )
-from prefixkv.engines.hf.identity import with_model
 from prefixkv.engines.hf.loop import NodeEngine
-from prefixkv.engines.hf.models import PagedModel, check_checkpoints
+from prefixkv.engines.hf.models import PagedModel
 from prefixkv.engines.hf.recurrent import NO_SLOT, StateMemory, StateRows
 from prefixkv.engines.hf.requests import (
     Choice,
@@ -75,31 +74,29 @@ class _Chunk(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class _Answer:
+class _Asked:
+    """A client's request. Its samples from `next_sample` on are held, and not on the node yet."""
+
     ask: Generate
-    sample: int
     on_output: OnOutput
+    ends: frozenset[int]  # tokens that end an answer
+    begun_s: float
+    next_sample: int = 0
+
+    @property
+    def holds_samples(self) -> bool:
+        return self.next_sample < self.ask.num_samples
+
+
+@dataclass(slots=True, eq=False)
+class _Answer:
+    asked: _Asked
     choice: Choice  # the choice of its first token
-    ends: frozenset[int]
     req: DecodeRequest
     text: AnswerText | None
     aborted: bool = False  # by its client
     error: Exception | None = None  # an error that this engine found, not the node
     prefill_hit_tokens: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _HeldSamples:
-    """The samples of a request that are not on the node yet: those from `sample` on."""
-
-    ask: Generate
-    on_output: OnOutput
-    ends: frozenset[int]
-    begun_s: float
-    sample: int = 0
-
-    def is_over(self) -> bool:
-        return self.sample == self.ask.num_samples
 
 
 class DecodeEngine(NodeEngine):
@@ -135,13 +132,10 @@ class DecodeEngine(NodeEngine):
     ) -> None:
         self.model, self._tokenizer = model, tokenizer
         self._flat = model.flat_pool(pool)
-        config = with_model(config or DecodeConfig(), model.identity, model.name)
-        check_checkpoints(config, model.keeps)
-        self.states: StateMemory | None = None
         layout = pool.layout
-        if model.keeps and config.compute is not None and not config.checkpoints:
-            num = model.num_checkpoints(layout.num_pages, layout.page_size)
-            config = replace(config, checkpoints=num)
+        config = model.configured(config or DecodeConfig(), layout.num_pages, layout.page_size)
+        self._computes = config.compute is not None
+        self.states: StateMemory | None = None
         # Most tokens of one prompt per forward: a row of the window group has pages for no more.
         most = layout.num_pages * layout.page_size
         self._step_tokens = min([most, *(group.step_tokens for group in pool.groups)])
@@ -150,7 +144,6 @@ class DecodeEngine(NodeEngine):
             self.states = model.make_states(num_slots + config.checkpoints, shared_states)
         if config.compute is not None:
             config = replace(config, compute=replace(config.compute, ask="late"))
-        self._computes = config.compute is not None
         if thinking not in ("on", "off"):
             raise ConfigError(f"thinking is {thinking!r}, must be on or off")
         # Of thinking that is left out of the cache; None: all is kept.
@@ -161,18 +154,16 @@ class DecodeEngine(NodeEngine):
         state = None if self.states is None else self.states.pool
         self.node = DecodeNode(pool, config, state=state)
         self._answers: dict[str, _Answer] = {}  # by the node's id of the request
-        # Requests whose samples are not all on the node; samples there that were held and have no
-        # output yet; ends of held ones, which `step` reports.
-        self._held: deque[_HeldSamples] = deque()
+        # Requests whose samples are not all on the node, and samples there that were held and have
+        # no output yet.
+        self._held: deque[_Asked] = deque()
         self._waiting: list[DecodeRequest] = []
-        self._held_ends: list[tuple[OnOutput, Output]] = []
+        self._outputs: list[tuple[OnOutput, Output]] = []  # that the end of `step` reports
         self._samples: dict[str, list[str]] = {}  # the node's ids by the client's id
         # Requests with all their KV here but the newest token's: one forward each step.
         self._running: list[DecodeRequest] = []
         # Requests that are computed here, with the tokens that have KV, oldest first.
         self._local: dict[DecodeRequest, int] = {}
-        # Names of answers that want log-probabilities: without any, a step computes none.
-        self._with_logprobs: set[str] = set()
         # Tokens that are not appended yet, with their log-probabilities. Not empty between two
         # steps only where pages are missing: then no forward runs until they are appended.
         self._sampled: list[_Sampled] = []
@@ -194,11 +185,11 @@ class DecodeEngine(NodeEngine):
         """
         self._check(ask)
         ends = ask.sampling.ends(self.model.end_tokens)
-        held = _HeldSamples(ask, on_output, ends, time.monotonic())
+        asked = _Asked(ask, on_output, ends, time.monotonic())
         answers: list[_Answer] = []
         try:
             while len(answers) < min(ask.num_samples, _AT_ONCE):
-                answers.append(self._add_sample(held))
+                answers.append(self._add_sample(asked))
         except PrefixKVError:
             # All of these samples or none. The aborted ones come out of `pop_failed`, where
             # `_failed` finds no answer for them.
@@ -208,16 +199,16 @@ class DecodeEngine(NodeEngine):
         self._samples[ask.rid] = [f"{ask.rid}/{i}" for i in range(ask.num_samples)]
         for answer in answers:
             self._begin_to_answer(answer)
-        if not held.is_over():
-            self._held.append(held)
+        if asked.holds_samples:
+            self._held.append(asked)
 
-    def _add_sample(self, held: _HeldSamples) -> _Answer:
+    def _add_sample(self, asked: _Asked) -> _Answer:
         """Raises as `submit` does; the sample is not held in any case."""
-        ask, i = held.ask, held.sample
-        held.sample += 1
+        ask, i = asked.ask, asked.next_sample
+        asked.next_sample += 1
         deadline_s = ask.deadline_s
         if deadline_s is not None:
-            deadline_s = max(deadline_s - (time.monotonic() - held.begun_s), _LEAST_S)
+            deadline_s = max(deadline_s - (time.monotonic() - asked.begun_s), _LEAST_S)
         request = Request(
             f"{ask.rid}/{i}", ask.tokens, ask.max_new_tokens, room=self._rooms,
             prefill=ask.prefill, namespace=ask.namespace, cacheable=ask.cacheable,
@@ -229,16 +220,14 @@ class DecodeEngine(NodeEngine):
         req = self.node.add(request)
         self._rooms += 1
         text = self._tokenizer and AnswerText(self._tokenizer, ask.sampling.stop, prompt)
-        return _Answer(ask, i, held.on_output, choice, held.ends, req, text)
+        return _Answer(asked, choice, req, text)
 
     def _begin_to_answer(self, answer: _Answer) -> None:
-        rid = answer.req.rid
-        self._answers[rid] = answer
-        if answer.ask.sampling.logprobs is not None:
-            self._with_logprobs.add(rid)
+        req = answer.req
+        self._answers[req.rid] = answer
         # Else the node asks for it, if this engine does not compute it.
         if not self._computes:
-            self._jobs.append(self._job(answer))
+            self._queue_job(answer, PrefillAsk(req, self.node.peer_id.name, req.prompt_len))
 
     def _add_held(self, most: float = _MOST_WAITING) -> None:
         """Add held samples, one of each request in turn, while fewer than `most` wait for their
@@ -246,50 +235,43 @@ class DecodeEngine(NodeEngine):
         that worker. So a worker that stands still holds up its own alone. O(answers)."""
         self._waiting = [req for req in self._waiting if _waits(req)]
         waiting = Counter(req.prefill for req in self._waiting)
-        others = (one.req for one in self._answers.values() if one.sample < _AT_ONCE)
+        others = (one.req for one in self._answers.values() if one.choice.sample < _AT_ONCE)
         busy = {req.prefill for req in others if _waits(req)} if most == _MOST_WAITING else ()
         num_passed = 0  # one behind the other, whose workers have enough
         while num_passed < len(self._held):
-            held = self._held.popleft()
-            address = held.ask.prefill
+            asked = self._held.popleft()
+            address = asked.ask.prefill
             if waiting[address] >= (1 if address in busy else most):
-                self._held.append(held)
+                self._held.append(asked)
                 num_passed += 1
                 continue
             num_passed = 0
             waiting[address] += 1
             try:
-                answer = self._add_sample(held)
+                answer = self._add_sample(asked)
                 self._waiting.append(answer.req)
                 self._begin_to_answer(answer)
             except PrefixKVError as error:
-                self._end_held(held, held.sample - 1, "error", error)
-            if not held.is_over():
-                self._held.append(held)
-
-    def _take_held(self, outputs: list[tuple[OnOutput, Output]]) -> None:
-        for _, output in self._held_ends:
-            self._forget_name(output.rid, f"{output.rid}/{output.sample}")
-        outputs += self._held_ends
-        self._held_ends = []
-        if self._held:
-            self._add_held()
+                self._end_held(asked, asked.next_sample - 1, "error", error)
+            if asked.holds_samples:
+                self._held.append(asked)
 
     def _end_held(
-        self, held: _HeldSamples, sample: int, finish: Finish, error: Exception | None = None
+        self, asked: _Asked, sample: int, finish: Finish, error: Exception | None = None
     ) -> None:
-        output = Output(sample, finish=finish, rid=held.ask.rid, error=error)
-        self._held_ends.append((held.on_output, output))
+        rid = asked.ask.rid
+        self._outputs.append((asked.on_output, Output(sample, finish=finish, rid=rid, error=error)))
+        self._forget_name(rid, f"{rid}/{sample}")
 
     def abort(self, rid: str) -> bool:
         """End all answers; the next `step` reports it. False if unknown or ended."""
         # The node must not reuse their pages before the device has finished with them.
         after = self.model.event()
-        names = self._samples.get(rid, ())
-        for held in [held for held in self._held if held.ask.rid == rid]:
-            self._held.remove(held)
-            for sample in range(held.sample, held.ask.num_samples):
-                self._end_held(held, sample, "abort")
+        names = self._samples.get(rid, []).copy()
+        for asked in [asked for asked in self._held if asked.ask.rid == rid]:
+            self._held.remove(asked)
+            for sample in range(asked.next_sample, asked.ask.num_samples):
+                self._end_held(asked, sample, "abort")
         for name in names:
             if (answer := self._answers.get(name)) is not None:
                 answer.aborted = True
@@ -317,20 +299,21 @@ class DecodeEngine(NodeEngine):
         """Take in arrivals and run one forward of all answers. True if there was work to do."""
         # Clients are called at the end, since they may call `submit` and `abort`, which change the
         # state that a pass iterates over; and also after an error, so that no token is lost.
-        outputs: list[tuple[OnOutput, Output]] = []
         try:
-            return self._step(outputs)
+            return self._step()
         finally:
+            outputs, self._outputs = self._outputs, []
             for on_output, output in outputs:
                 on_output(output)
 
-    def _step(self, outputs: list[tuple[OnOutput, Output]]) -> bool:
+    def _step(self) -> bool:
         # 1. Take in what the node has: admissions, retries, arrivals, failures.
         node = self.node
-        self._take_held(outputs)
+        if self._held:
+            self._add_held()
         node.pop_preallocated()
         for ask in node.pop_needs_prefill():
-            self._queue_retry_job(ask)
+            self._queue_job(self._answers[ask.rid], ask)
         arrived = node.pop_transferred()
         for req in arrived:
             self._begin(req)
@@ -338,17 +321,17 @@ class DecodeEngine(NodeEngine):
             self._begin_local(req)
         # The event stands behind all chunks of those that failed.
         for req in node.pop_failed(self.model.event() if self._local else None):
-            self._failed(req, outputs)
+            self._failed(req)
         # 2. Append first tokens, and tokens that had no page at the last step: the forward needs
         # each request's newest token, and a page for its KV.
-        if self._sampled and not self._append(outputs):
+        if self._sampled and not self._append():
             return False
         # 3. One forward. An aborted request's pages may belong to another request by now.
         self._running = [req for req in self._running if not req.state.ended]
         if not self._running and not self._local:
-            return bool(arrived or outputs or self._jobs)
+            return bool(arrived or self._outputs or self._jobs)
         self._forward(self._running.copy(), self._next_chunks())
-        self._append(outputs)
+        self._append()
         return True
 
     def _next_chunks(self) -> list[_Chunk]:
@@ -394,7 +377,7 @@ class DecodeEngine(NodeEngine):
             # A resumed one continues from its newest token, which decode knows already.
             if not req.resumed:
                 token, answer.prefill_hit_tokens, logprob = unpack_first(
-                    req.aux, self.model.vocab_size, req.prompt_len, answer.ask.sampling.logprobs
+                    req.aux, self.model.vocab_size, req.prompt_len, answer.choice.sampling.logprobs
                 )
                 self._sampled.append((req, token, logprob))
         except ValueError as error:
@@ -443,14 +426,12 @@ class DecodeEngine(NodeEngine):
             for req in sampled
         ]
         found = choose(logits, choices, self.model.end_tokens) if sampled else []
-        logprobs: Sequence[TokenLogprob | None] = [None] * len(found)
-        if self._with_logprobs and sampled:
-            logprobs = chosen_logprobs(logits, found, choices)
+        logprobs = chosen_logprobs(logits, found, choices)
         num = len(reqs)
         self._sampled = list(zip(reqs, found[:num], logprobs[:num], strict=True))
         # 3. The chunks. A first token takes the way of those that prefill sends.
         aux = {
-            chunk.req: pack_first(token, self._prefill_hits(chunk.req), logprob)
+            chunk.req: pack_first(token, self._answers[chunk.req.rid].prefill_hit_tokens, logprob)
             for chunk, token, logprob in zip(firsts, found[num:], logprobs[num:], strict=True)
         }
         event = self.model.event() if chunks else None
@@ -469,9 +450,6 @@ class DecodeEngine(NodeEngine):
         for req in reqs:
             error = NotFiniteError(f"decode computed NaN or infinity for request {req.rid!r}")
             self.node.fail(req.rid, error, after)
-
-    def _prefill_hits(self, req: DecodeRequest) -> int:
-        return self._answers[req.rid].prefill_hit_tokens
 
     def _state_rows(self, reqs: list[DecodeRequest], chunks: list[_Chunk]) -> StateRows | None:
         """A step replaces each state in its slot, and a prompt's first chunk goes on from a
@@ -494,7 +472,7 @@ class DecodeEngine(NodeEngine):
             slots.append(req.state_slot)
         return StateRows(self.states, sources, slots, saves)
 
-    def _append(self, outputs: list[tuple[OnOutput, Output]]) -> bool:
+    def _append(self) -> bool:
         """Append the sampled tokens on the node, and report them to clients.
 
         Requests are retracted until the others fit; a retracted one loses the token of this step,
@@ -517,7 +495,7 @@ class DecodeEngine(NodeEngine):
         appended, self._sampled = self._sampled, []
         for req, token, logprob in appended:
             if not req.state.ended:
-                self._report_token(req, token, logprob, outputs)
+                self._report_token(req, token, logprob)
         return True
 
     def _retract(self, rid: str) -> None:
@@ -527,15 +505,12 @@ class DecodeEngine(NodeEngine):
         self._running = [req for req in self._running if req.rid != rid]
         self._sampled = [one for one in self._sampled if one[0].rid != rid]
 
-    def _report_token(
-        self, req: DecodeRequest, token: int, logprob: TokenLogprob | None,
-        outputs: list[tuple[OnOutput, Output]],
-    ) -> None:  # fmt: skip
+    def _report_token(self, req: DecodeRequest, token: int, logprob: TokenLogprob | None) -> None:
         # In this order: a stop token, which is not shown; a stop string; the length.
         answer = self._answers[req.rid]
         finish: Finish | None = None
         text = ""
-        if token in answer.ends:
+        if token in answer.asked.ends:
             finish = "stop"
         elif answer.text is not None:
             # Text of the least tokens ends nothing, and is not looked at again.
@@ -548,9 +523,7 @@ class DecodeEngine(NodeEngine):
         if finish is not None and answer.text is not None:
             text += answer.text.end()
         self._counters["tokens"] += 1
-        self._collect_output(
-            outputs, answer, len(req.output) - 1, token, finish, text=text, logprob=logprob
-        )
+        self._report(answer, len(req.output) - 1, token, text, finish, logprob=logprob)
         if finish is not None:
             keep = None
             if self._markers is not None:  # the prompt is copied to look at it
@@ -562,32 +535,22 @@ class DecodeEngine(NodeEngine):
                 self.states.copy(self.node.save_states([req]))
             self.node.finish(req, self.model.event(), keep_tokens=keep)
             self._running.remove(req)
-            self._forget(req.rid, answer)
+            self._forget(answer)
 
     # --- prefill ----------------------------------------------------------------------------------
 
-    def _job(self, answer: _Answer) -> PrefillJob:
-        """Return the first job for prefill; generation 0 is the first attempt."""
-        ask, req, decode = answer.ask, answer.req, self.node.peer_id.name
-        return PrefillJob(
-            f"{decode}/{req.rid}.0", req.request.key.tokens(), ask.prefill, decode, req.room,
-            namespace=ask.namespace, cacheable=ask.cacheable, choice=answer.choice,
-            deadline_s=ask.deadline_s,
-        )  # fmt: skip
-
-    def _queue_retry_job(self, ask: PrefillAsk) -> None:
-        answer = self._answers[ask.rid]
+    def _queue_job(self, answer: _Answer, ask: PrefillAsk) -> None:
         self._jobs.append(
             PrefillJob(
                 f"{ask.decode}/{ask.rid}.{ask.generation}", ask.tokens, ask.prefill, ask.decode,
                 ask.room, ask.generation, ask.namespace, ask.cacheable, answer.choice,
-                ask.known_token is not None, answer.ask.deadline_s,
+                ask.known_token is not None, answer.asked.ask.deadline_s,
             )
         )  # fmt: skip
 
     # --- ends -------------------------------------------------------------------------------------
 
-    def _failed(self, req: DecodeRequest, outputs: list[tuple[OnOutput, Output]]) -> None:
+    def _failed(self, req: DecodeRequest) -> None:
         if req in self._running:
             self._running.remove(req)
         self._local.pop(req, None)
@@ -597,28 +560,24 @@ class DecodeEngine(NodeEngine):
             return
         finish: Finish = "abort" if answer.aborted else "error"
         text = "" if answer.text is None else answer.text.end()
-        self._collect_output(
-            outputs, answer, len(req.output), None, finish, answer.error or req.error, text
-        )
-        self._forget(req.rid, answer)
+        self._report(answer, len(req.output), None, text, finish, answer.error or req.error)
+        self._forget(answer)
 
-    def _collect_output(
-        self, outputs: list[tuple[OnOutput, Output]], answer: _Answer, position: int,
-        token: int | None, finish: Finish | None, error: Exception | None = None, text: str = "",
-        logprob: TokenLogprob | None = None,
+    def _report(
+        self, answer: _Answer, position: int, token: int | None, text: str, finish: Finish | None,
+        error: Exception | None = None, logprob: TokenLogprob | None = None,
     ) -> None:  # fmt: skip
-        req = answer.req
+        req, asked = answer.req, answer.asked
         output = Output(
-            answer.sample, position, token, text, finish, req.hit_tokens,
+            answer.choice.sample, position, token, text, finish, req.hit_tokens,
             answer.prefill_hit_tokens, req.shared_tokens, logprob, req.host_tokens,
-            req.decode_computed_tokens, rid=answer.ask.rid, error=error,
+            req.decode_computed_tokens, rid=asked.ask.rid, error=error,
         )  # fmt: skip
-        outputs.append((answer.on_output, output))
+        self._outputs.append((asked.on_output, output))
 
-    def _forget(self, name: str, answer: _Answer) -> None:
-        del self._answers[name]
-        self._with_logprobs.discard(name)
-        self._forget_name(answer.ask.rid, name)
+    def _forget(self, answer: _Answer) -> None:
+        del self._answers[answer.req.rid]
+        self._forget_name(answer.asked.ask.rid, answer.req.rid)
 
     def _forget_name(self, rid: str, name: str) -> None:
         names = self._samples[rid]
@@ -665,7 +624,7 @@ class DecodeEngine(NodeEngine):
         if self._sampled:
             self.node.wait(min(timeout_s, _BLOCKED_S))
             return True
-        busy = self._running or self._local or self._jobs or self._held_ends
+        busy = self._running or self._local or self._jobs or self._outputs
         return bool(busy) or self.node.wait(timeout_s)
 
     @property
@@ -676,7 +635,7 @@ class DecodeEngine(NodeEngine):
     def drain(self, timeout_s: float = 0.0) -> bool:
         """Take no more requests. Call `step` and this until it returns True: all have ended."""
         self._add_held(math.inf)  # the node takes none later
-        busy = self._running or self._sampled or self._local or self._held_ends
+        busy = self._running or self._sampled or self._local or self._outputs
         return self.node.drain(0.0 if busy else timeout_s) and not self._jobs
 
     def stats(self) -> dict[str, int]:

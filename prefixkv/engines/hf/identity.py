@@ -19,7 +19,7 @@ import torch
 from prefixkv import DecodeConfig, ModelConfig, PrefillConfig
 from prefixkv.spi import default_topic
 
-_Config = TypeVar("_Config", DecodeConfig, PrefillConfig)
+Config = TypeVar("Config", DecodeConfig, PrefillConfig)
 PIECE_BYTES: Final = 32 << 20
 """Bytes of a tensor that one thread hashes at a time."""
 _DIGEST_BYTES: Final = 16
@@ -33,7 +33,7 @@ def identity_of(model: Any) -> ModelConfig:
     return ModelConfig(f"{kind} {config_digest(model.config)}", weights_digest(model))
 
 
-def with_model(config: _Config, identity: ModelConfig, name: str) -> _Config:
+def with_model(config: Config, identity: ModelConfig, name: str) -> Config:
     """Return a config with the model's identity. Its cache events get the model's name as topic, by
     which routers subscribe, unless a topic is set."""
     events = config.kv_events

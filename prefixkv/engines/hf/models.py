@@ -10,6 +10,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -31,7 +33,7 @@ from prefixkv import (
 from prefixkv.engines.hf.attention import NAME, FlatPool, Plan
 from prefixkv.engines.hf.folder import MODEL_FILES, check_folder, one_line
 from prefixkv.engines.hf.generation import end_tokens
-from prefixkv.engines.hf.identity import identity_of
+from prefixkv.engines.hf.identity import Config, identity_of, with_model
 from prefixkv.engines.hf.layers import DTYPES, find_layers, find_windows, has_states
 from prefixkv.engines.hf.recurrent import NO_SLOT, StateMemory, StateRows, page_mixers
 from prefixkv.errors import CapacityError, ConfigError
@@ -49,9 +51,14 @@ _TOLERANCE: Final = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 2
 _ROPE_BY_LENGTH: Final = ("dynamic", "longrope")
 _LONG_TRIAL: Final = 512  # tokens: a trial of a longer window than that would take too long
 
-STATES: Final = "recurrent layers, whose states"
-WINDOWS: Final = "layers with a window, whose last tokens"
-"""What a model has that some settings of workers do not go with."""
+
+class ExtraState(Enum):
+    """What a model keeps of a text beside the KV of every token, and checkpoints are of."""
+
+    NONE = "none"
+    STATES = "states of recurrent layers"
+    WINDOWS = "the last tokens, in layers with a window"
+
 
 SLIDING: Final = "sliding"
 """Name of the group of a pool with the layers that have a window."""
@@ -127,9 +134,20 @@ class PagedModel:
         return bool(self.layers.parts)
 
     @property
-    def keeps(self) -> str:
-        """STATES or WINDOWS, with which some settings of workers do not go; "" if all do."""
-        return STATES if self.has_states else WINDOWS if self.window else ""
+    def extra_state(self) -> ExtraState:
+        if self.has_states:
+            return ExtraState.STATES
+        return ExtraState.WINDOWS if self.window else ExtraState.NONE
+
+    def configured(self, config: Config, num_pages: int, page_size: int) -> Config:
+        """Return a node's config with the model's identity, and with `num_checkpoints` where it
+        keeps some and does not say how many. Raises ConfigError."""
+        check_checkpoints(config, self.extra_state)
+        config = with_model(config, self.identity, self.name)
+        keeps = config.cache if isinstance(config, PrefillConfig) else config.compute is not None
+        if keeps and not config.checkpoints:
+            config = replace(config, checkpoints=self.num_checkpoints(num_pages, page_size))
+        return config
 
     @property
     def state_bytes(self) -> int:
@@ -188,7 +206,7 @@ class PagedModel:
     def num_checkpoints(self, num_pages: int, page_size: int) -> int:
         """Return the default beside a pool of `num_pages`: as many checkpoints as a quarter of its
         bytes holds, 16 to 256; 0 for a model that needs none."""
-        if not (self.has_states or self.window):
+        if self.extra_state is ExtraState.NONE:
             return 0
         layer_bytes = 2 * page_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
         share = int(_CHECKPOINT_SHARE * num_pages * self.num_layers * layer_bytes)
@@ -288,9 +306,9 @@ class PagedModel:
         return event
 
 
-def check_checkpoints(config: DecodeConfig | PrefillConfig, keeps: str) -> None:
-    """Raise ConfigError for checkpoints where a model with these `PagedModel.keeps` has none."""
-    if config.checkpoints and not keeps:
+def check_checkpoints(config: DecodeConfig | PrefillConfig, extra: ExtraState) -> None:
+    """Raise ConfigError for checkpoints where the model has none."""
+    if config.checkpoints and extra is ExtraState.NONE:
         raise ConfigError(
             f"checkpoints: {config.checkpoints} are of states and windows, and the model has "
             "neither recurrent layers nor windows"
@@ -406,9 +424,9 @@ def load_model(
     return PagedModel(_moved(model, device), context, identity, trial, path.resolve().name)
 
 
-def folder_keeps(folder: str | Path, context: int | None = None) -> str:
-    """Tell `PagedModel.keeps` by the folder's config, before the model is loaded. Raises
-    ConfigError for a config that is not read."""
+def extra_state_of(folder: str | Path, context: int | None = None) -> ExtraState:
+    """Tell by the folder's config, before the model is loaded. Raises ConfigError for a config that
+    is not read."""
     path = check_folder(folder, MODEL_FILES)
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -416,9 +434,9 @@ def folder_keeps(folder: str | Path, context: int | None = None) -> str:
         raise ConfigError(f"model folder {path} is not loaded: {one_line(error)}") from error
     text = config.get_text_config()
     if has_states(text):
-        return STATES
+        return ExtraState.STATES
     limit = context or getattr(text, "max_position_embeddings", None) or MAX_INDEX
-    return WINDOWS if find_windows(text, limit)[0] else ""
+    return ExtraState.WINDOWS if find_windows(text, limit)[0] else ExtraState.NONE
 
 
 def no_windows(window_pages: int) -> str:

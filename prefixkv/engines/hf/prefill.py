@@ -8,16 +8,15 @@ otherwise. `docs/engine.md` shows the loop.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import torch
 
 from prefixkv import KVPool, NotFiniteError, PrefillConfig, PrefillNode, PrefillRequest
-from prefixkv.engines.hf.identity import with_model
 from prefixkv.engines.hf.loop import NodeEngine
-from prefixkv.engines.hf.models import PagedModel, check_checkpoints
+from prefixkv.engines.hf.models import PagedModel
 from prefixkv.engines.hf.recurrent import NO_SLOT, StateMemory, StateRows
 from prefixkv.engines.hf.requests import PrefillJob, TokenLogprob, pack_first
 from prefixkv.engines.hf.sampling import choose, chosen_logprobs
@@ -76,15 +75,11 @@ class PrefillEngine(NodeEngine):
         self.model = model
         self.chunk_tokens = chunk_tokens
         self._flat = model.flat_pool(pool)
-        config = with_model(config or PrefillConfig(), model.identity, model.name)
+        layout = pool.layout
+        config = model.configured(config or PrefillConfig(), layout.num_pages, layout.page_size)
         # Slots of the states: the engine's, then those of the checkpoints.
         self.states: StateMemory | None = None
         self._free_slots: list[int] = []
-        check_checkpoints(config, model.keeps)
-        if model.keeps and config.cache and not config.checkpoints:
-            layout = pool.layout
-            num = model.num_checkpoints(layout.num_pages, layout.page_size)
-            config = replace(config, checkpoints=num)
         # Most tokens of one prompt per forward.
         self._step_tokens = min([chunk_tokens, *(group.step_tokens for group in pool.groups)])
         if model.has_states:

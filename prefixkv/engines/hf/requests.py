@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import struct
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 
@@ -21,9 +20,6 @@ LEAST: Final = -9999.0
 """Smallest log-probability: what is less, or no number, is this. JSON has no infinity."""
 
 _ROUNDING: Final = 1e-3  # above 0, of a peer's number
-_CHOSEN: Final = struct.Struct("<f")
-_LIKELY: Final = struct.Struct("<if")
-_FIRST: Final = struct.Struct("<ii")
 
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
 """A string of a request that a worker keeps as it is, for as long as the request or its KV
@@ -203,52 +199,39 @@ class PrefillJob(msgspec.Struct, frozen=True):
         )  # fmt: skip
 
 
+_First = tuple[int, int, TokenLogprob | None]
+_first_decoder: Final = msgspec.msgpack.Decoder(_First)
+
+
 def pack_first(token: int, hit_tokens: int, logprob: TokenLogprob | None = None) -> bytes:
     """Pack a room's `aux`: the first token, the number of cached prompt tokens, and the
-    log-probabilities where they are wanted; 172 bytes at most."""
-    first = _FIRST.pack(token, hit_tokens)
-    return first if logprob is None else first + pack_logprob(logprob)
+    log-probabilities where they are wanted; some 300 bytes at most."""
+    return msgspec.msgpack.encode((token, hit_tokens, logprob))
 
 
 def unpack_first(
     aux: bytes, vocab_size: int, prompt_len: int, num_top: int | None = None
-) -> tuple[int, int, TokenLogprob | None]:
+) -> _First:
     """Unpack the first token, the hit tokens, and the token's log-probabilities with `num_top`
-    likely tokens; None: it has none. Raises ValueError for numbers out of range."""
-    # A peer's bytes: the token becomes an index into the embedding, so it is checked here.
-    first, rest = aux[: _FIRST.size], aux[_FIRST.size :]
-    if len(first) != _FIRST.size or (rest and num_top is None):
-        raise ValueError(f"aux of {len(aux)} bytes, a token and a hit have {_FIRST.size}")
-    token, hit_tokens = _FIRST.unpack(first)
-    if not 0 <= token < vocab_size:
-        raise ValueError(f"token {token} is not in [0, {vocab_size})")
+    likely tokens, or as many as the vocabulary has; None: it has none. Raises ValueError for what a
+    peer may not say."""
+    # A peer's bytes: a token becomes an index into the embedding, and JSON takes no NaN.
+    try:
+        token, hit_tokens, logprob = first = _first_decoder.decode(aux)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"aux of {len(aux)} bytes is no first token: {error}") from None
     if not 0 <= hit_tokens <= prompt_len:
         raise ValueError(f"{hit_tokens} tokens were hit, the prompt has {prompt_len}")
-    if num_top is None:
-        return token, hit_tokens, None
-    return token, hit_tokens, unpack_logprob(rest, token, num_top, vocab_size)
-
-
-def pack_logprob(one: TokenLogprob) -> bytes:
-    """Pack without the token itself: 4 bytes, and 8 per likely token."""
-    return _CHOSEN.pack(one.logprob) + b"".join(_LIKELY.pack(*pair) for pair in one.top)
-
-
-def unpack_logprob(data: bytes, token: int, num_top: int, vocab_size: int) -> TokenLogprob:
-    """Unpack what `pack_logprob` packed for `token`, with `num_top` likely tokens, or as many as
-    the vocabulary has. Raises ValueError for another size, or numbers out of range."""
-    # A peer's bytes: clients look the token ids up, and JSON takes no NaN.
-    num = min(num_top, vocab_size)
-    size = _CHOSEN.size + num * _LIKELY.size
-    if len(data) != size:
-        raise ValueError(f"{len(data)} bytes of log-probabilities, {num} likely tokens have {size}")
-    (logprob,) = _CHOSEN.unpack_from(data)
-    top = tuple(_LIKELY.iter_unpack(data[_CHOSEN.size :]))
-    one = TokenLogprob(token, logprob, top)
-    for token, logprob in ((one.token, one.logprob), *one.top):
-        if not 0 <= token < vocab_size:
-            raise ValueError(f"token {token} is not in [0, {vocab_size})")
+    num = None if logprob is None else len(logprob.top)
+    if num != (None if num_top is None else min(num_top, vocab_size)):
+        raise ValueError(f"log-probabilities with {num} likely tokens, asked for were {num_top}")
+    pairs = [(token, 0.0)]
+    if logprob is not None:
+        pairs += [(logprob.token, logprob.logprob), *logprob.top]
+    for one, value in pairs:
+        if not 0 <= one < vocab_size:
+            raise ValueError(f"token {one} is not in [0, {vocab_size})")
         # Written so that NaN fails too.
-        if not LEAST <= logprob <= _ROUNDING:
-            raise ValueError(f"log-probability {logprob} is not in [{LEAST}, 0]")
-    return one
+        if not LEAST <= value <= _ROUNDING:
+            raise ValueError(f"log-probability {value} is not in [{LEAST}, 0]")
+    return first

@@ -153,7 +153,6 @@ class NixlPeer(LoopPeer):
         super().__init__(peer, metadata, memory)
         self.loaded = False  # NIXL has its metadata
         self.lists: dict[str, tuple[Any, Any]] = {}
-        self.in_flight = 0  # posts of the present agent under way
 
     def load(self, agent: NixlAgent, routes: Routes) -> None:
         """Load the peer and prepare its lists. Raises HandshakeError, or what NIXL raises; `unload`
@@ -161,7 +160,7 @@ class NixlPeer(LoopPeer):
         name = nixl_name(self.peer)
         agent.load(name, self.metadata)
         self.loaded = True
-        for route, runs in routes.by_name().items():
+        for route, runs in routes.items():
             self.lists[route] = agent.prepare(name, runs, self.memory.layout)
         # Last: `routes` says that all lists are there.
         self.routes = routes

@@ -22,7 +22,6 @@ from prefixkv.errors import InternalError, TransferTimeoutError
 from prefixkv.protocol.ids import PeerId
 from prefixkv.transport.base import (
     Arrived,
-    PeerMemory,
     PeerUnreachable,
     RankMemory,
     Settled,
@@ -94,6 +93,8 @@ class NixlLoop(TransportLoop[NixlPeer]):
     """The NIXL agent and all that hangs on it, with the memory registered. Owned by the transport
     thread; nothing of it leaves."""
 
+    peer_type = NixlPeer
+
     def __init__(self, me: PeerId, memory: RankMemory, sink: Sink, config: TransportConfig) -> None:
         """Create the agent. Raises what NIXL raises."""
         super().__init__(memory, sink, config, config.post_descriptors)
@@ -161,11 +162,11 @@ class NixlLoop(TransportLoop[NixlPeer]):
             # It counts the time between polls only as far as it is short (`_POLL_GAP_S`).
             quiet_s = min(quiet_s, _PATIENCE_S)
         longest_s = pause_s(self._config, quiet_s, bool(self._jobs) or renewing)
-        paced_until = self._paced_until(now) if self._jobs else None
-        if paced_until is not None:
+        paced_s = self._pace.wait_s(now) if self._jobs else 0.0
+        if paced_s:
             # Nothing new may be posted before: no need to spin, only to see posts and notifications
             # end.
-            longest_s = min(max(longest_s, self._config.idle_sleep_s), paced_until - now)
+            longest_s = min(max(longest_s, self._config.idle_sleep_s), paced_s)
         return longest_s
 
     def _progress(self) -> bool:
@@ -185,17 +186,11 @@ class NixlLoop(TransportLoop[NixlPeer]):
         elif self._renew_wanted and time.monotonic() >= self._renew_from:
             self._renew()
         # Between posts that end at once there is no poll: each makes NIXL progress, too.
-        if (
-            self._expected
-            or self._settling
-            or (self._linger_until and not (self._posts or (moved and self._polled_lately)))
-        ):
+        lately = moved and time.monotonic() < self._last_poll + _LINGER_S
+        lingers = self._linger_until and not (self._posts or lately)
+        if self._expected or self._settling or lingers:
             moved |= self._poll_notifications()
         return moved
-
-    @property
-    def _polled_lately(self) -> bool:
-        return time.monotonic() < self._last_poll + _LINGER_S
 
     # --- commands ---------------------------------------------------------------------------------
 
@@ -212,9 +207,6 @@ class NixlLoop(TransportLoop[NixlPeer]):
         self._renew_wanted = True
 
     # --- peers ------------------------------------------------------------------------------------
-
-    def _new_peer(self, peer_id: PeerId, metadata: bytes, memory: PeerMemory) -> NixlPeer:
-        return NixlPeer(peer_id, metadata, memory)
 
     def _connect_again(self, peer: NixlPeer) -> None:
         """Build the peer's lists again before its next post: posts may be using them now."""
@@ -253,13 +245,6 @@ class NixlLoop(TransportLoop[NixlPeer]):
                 _log.warning("peer %s could not be unloaded: %s", peer.peer.name, repr(error))
 
     # --- writes -----------------------------------------------------------------------------------
-
-    def _may_connect(self, peer: NixlPeer) -> bool:
-        return not peer.in_flight
-
-    def _may_transfer(self, peer: NixlPeer) -> bool:
-        # At most `window` posts per peer, so that one slow peer does not fill the thread's checks.
-        return peer.in_flight < self._config.window
 
     def _transfer(self, peer: NixlPeer, job: ActiveJob) -> None:
         part = job.parts[job.next_part]
@@ -481,6 +466,4 @@ class NixlTransport(ThreadedTransport[NixlLoop]):
     """
 
     thread_name = "transport"
-
-    def _make_loop(self, memory: RankMemory, sink: Sink, config: TransportConfig) -> NixlLoop:
-        return NixlLoop(self._me, memory, sink, config)
+    loop_type = NixlLoop

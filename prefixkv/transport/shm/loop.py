@@ -25,7 +25,6 @@ from prefixkv.memory.shared import blocks_of
 from prefixkv.protocol.ids import PeerId
 from prefixkv.transport.base import (
     Arrived,
-    PeerMemory,
     PeerUnreachable,
     RankMemory,
     Settled,
@@ -48,8 +47,10 @@ _PATIENCE_S: Final = 2e-3  # of looks at what is not ready, before sleeps become
 class ShmLoop(TransportLoop[ShmPeer]):
     """The peers, jobs and sockets of one shm transport. Owned by the transport's thread."""
 
+    peer_type = ShmPeer
+
     def __init__(self, me: PeerId, memory: RankMemory, sink: Sink, config: TransportConfig) -> None:
-        """Open the door, if all memory is shared. OSError if the system lacks what this needs."""
+        """Open the door, if all memory is shared. Raises ConfigError if the system cannot."""
         super().__init__(memory, sink, config, _BLOCKS_A_PART)
         self._epoll = select.epoll()
         self._settling: list[Hashable] = []  # tokens, answered in the next step
@@ -57,9 +58,9 @@ class ShmLoop(TransportLoop[ShmPeer]):
         blocks = blocks_of(memory.ranges) if memory.layout.device == "cpu" else None
         try:
             self._door = ShmListener(me, blocks, memory.ranges, self._epoll) if blocks else None
-        except BaseException:
+        except OSError as error:
             self._epoll.close()
-            raise
+            raise ConfigError(f"the shm transport cannot start: {error}") from error
         self.metadata = b"" if self._door is None else self._door.offer
 
     # --- the loop ---------------------------------------------------------------------------------
@@ -95,7 +96,7 @@ class ShmLoop(TransportLoop[ShmPeer]):
 
     def _ready(self, idle_since: float | None) -> list[tuple[int, int]]:
         now = time.monotonic()
-        paced_until = self._paced_until(now)
+        paced_s = self._pace.wait_s(now)
         # Four cases. 1. Something to do at once: only look. Pages of a peer that are brought in are
         # work for this thread, too.
         peers = self._peers.values()
@@ -103,13 +104,13 @@ class ShmLoop(TransportLoop[ShmPeer]):
         if (
             self._settling
             or any(peer.link and peer.link.answered and not peer.routes for peer in peers)
-            or (idle_since is None and paced_until is None and any(p.outbox for p in peers))
+            or (idle_since is None and not paced_s and any(p.outbox for p in peers))
         ):
             return self._epoll.poll(0)
         # 2. No copy may be made before then; sockets are heeded meanwhile, and what has a deadline
         # is looked at in between.
-        if paced_until is not None:
-            return self._epoll.poll(min(paced_until - now, _LONGEST_PACED_S))
+        if paced_s:
+            return self._epoll.poll(min(paced_s, _LONGEST_PACED_S))
         # 3. Only jobs that wait for their `ready`, which cannot wake the thread: sleep, then look.
         if idle_since is not None and any(
             peer.outbox and peer.routes is not None for peer in self._peers.values()
@@ -119,11 +120,9 @@ class ShmLoop(TransportLoop[ShmPeer]):
                 patient = quiet_s < _PATIENCE_S
                 time.sleep(self._config.sleep_s if patient else self._config.idle_sleep_s)
             return self._epoll.poll(0)
-        # 4. Deadlines: greetings that are not answered, attempts to connect again, strangers.
+        # 4. Deadlines: greetings that are not answered, attempts to connect again.
         times = [link.until_s for link in links if not link.answered]
         times += [peer.retry_at for peer in self._peers.values() if peer.outbox and not peer.link]
-        if self._door is not None and (turned_s := self._door.wake_s()) is not None:
-            times.append(turned_s)
         return self._epoll.poll(None if not times else max(0.0, min(times) - now))
 
     def _on_ready(self, fd: int, events: int) -> None:
@@ -145,8 +144,6 @@ class ShmLoop(TransportLoop[ShmPeer]):
                 moved |= self._advance_connect(peer, now)
             elif peer.outbox:
                 moved |= self._serve_peer(peer, now)
-        if self._door is not None:
-            self._door.turn_out(now)
         if self._settling:
             self._tell_settled()
         return moved
@@ -159,12 +156,6 @@ class ShmLoop(TransportLoop[ShmPeer]):
         self._settling.append(token)
 
     # --- peers ------------------------------------------------------------------------------------
-
-    def _new_peer(self, peer_id: PeerId, metadata: bytes, memory: PeerMemory) -> ShmPeer:
-        return ShmPeer(peer_id, metadata, memory)
-
-    def _connect_again(self, peer: ShmPeer) -> None:
-        self._connect(peer)
 
     def _forget_if_unused(self, peer: ShmPeer) -> None:
         """Its memory goes at once: no copy is under way."""
@@ -278,9 +269,4 @@ class ShmTransport(ThreadedTransport[ShmLoop]):
     """
 
     thread_name = "shm"
-
-    def _make_loop(self, memory: RankMemory, sink: Sink, config: TransportConfig) -> ShmLoop:
-        try:
-            return ShmLoop(self._me, memory, sink, config)
-        except OSError as error:
-            raise ConfigError(f"the shm transport cannot start: {error}") from error
+    loop_type = ShmLoop

@@ -166,7 +166,7 @@ class ShmLink:
         than named."""
         return {
             route: CopyPlan(runs, moved(runs.dst, self.mapped))
-            for route, runs in routes.by_name().items()
+            for route, runs in routes.items()
             if runs.num_runs
         }
 

@@ -12,8 +12,7 @@ Everything else is checked: sizes, counts, and that each file is sealed against
 shrinking, so that no access to it can end this process.
 
 Abstract sockets have no permissions, so any process of this user can connect to `ShmListener`.
-Without the token it gets no descriptor; it can take one of a few places for a moment, and cannot
-push a writer out.
+Without the token it gets no descriptor.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ import msgspec
 from prefixkv.errors import HandshakeError
 from prefixkv.memory.kv_layout import ADDRESS_END
 from prefixkv.memory.shared import SharedBlock
-from prefixkv.protocol.ids import PeerId
-from prefixkv.protocol.tags import TAG_BYTES
+from prefixkv.protocol.ids import TAG_BYTES, PeerId
 
 MAGIC: Final = b"pkvshm1|"
 TOKEN_BYTES: Final = 32
@@ -243,18 +241,12 @@ def tags_of(packet: bytes) -> list[bytes]:
 
 _log = logging.getLogger("prefixkv.transport")
 
-_MAX_LINKS: Final = 1024
-_MAX_STRANGERS: Final = 64  # that have not said the token yet
-_PATIENCE_S: Final = 10.0  # seconds for it
 _PACKETS_A_TURN: Final = 64  # of a link
-_DEAF_S: Final = 0.1  # before it is tried again to let one in, where there are no descriptors
+_PAUSE_S: Final = 0.01  # before a connection is tried again, where there are no descriptors
 
 
 class ShmListener:
-    """The listener and the connections to writers; it listens as long as it is open.
-
-    `_links` are by descriptor, with the time by which the token has to be said; None: it has been.
-    """
+    """The listener and the connections to writers; it listens as long as it is open."""
 
     def __init__(
         self,
@@ -270,21 +262,14 @@ class ShmListener:
         self._token = secrets.token_bytes(TOKEN_BYTES)
         door = secrets.token_hex(16)
         self._listener = listen(door)
-        self._links: dict[int, tuple[socket.socket, float | None]] = {}
-        self._unwatched_until_s: float | None = (
-            None  # monotonic: until then the listener is not watched
-        )
+        self._links: dict[int, socket.socket] = {}  # by descriptor
+        self._writers: set[int] = set()  # those that have said the token
         try:
             self.offer = pack_offer(ShmOffer(*me, door, self._token))
             epoll.register(self._listener.fileno(), select.EPOLLIN)
         except BaseException:
             self._listener.close()
             raise
-
-    def wake_s(self) -> float | None:
-        """Return when a stranger's time is over or the listener is watched again; None: neither."""
-        times = [self._unwatched_until_s, *(until_s for _, until_s in self._links.values())]
-        return min((time_s for time_s in times if time_s is not None), default=None)
 
     def on_ready(self, fd: int, arrived: Callable[[bytes], None]) -> bool:
         if fd == self._listener.fileno():
@@ -297,20 +282,8 @@ class ShmListener:
 
     def read_all(self, arrived: Callable[[bytes], None]) -> None:
         """Read everything that writers have sent so far."""
-        # Only writers: a stranger has sent no tags. Over a copy, since a link may be dropped on the
-        # way.
-        for fd in list(self._links):
-            if self._links[fd][1] is None:
-                self._read(fd, arrived, 1 << 20)
-
-    def turn_out(self, now_s: float) -> None:
-        """Close the links that have not said the token in time; watch the listener again if due."""
-        if self._unwatched_until_s is not None and self._unwatched_until_s <= now_s:
-            self._unwatched_until_s = None
-            self._epoll.modify(self._listener.fileno(), select.EPOLLIN)
-        for fd, (_, until_s) in list(self._links.items()):
-            if until_s is not None and until_s <= now_s:
-                self._drop(fd)
+        for fd in list(self._writers):  # a link may be dropped on the way
+            self._read(fd, arrived, 1 << 20)
 
     def close(self) -> None:
         """Close the listener and all links: writers see that this side is gone."""
@@ -324,39 +297,25 @@ class ShmListener:
             link, _ = self._listener.accept()
         except OSError as error:  # it has left again, or there are no descriptors
             if error.errno in (errno.EMFILE, errno.ENFILE):
-                # The connection still waits, so the listener would wake the thread without end: do
-                # not watch it for a moment.
-                self._epoll.modify(self._listener.fileno(), 0)
-                self._unwatched_until_s = time.monotonic() + _DEAF_S
+                # The connection still waits: without a pause it would wake the thread without end.
+                time.sleep(_PAUSE_S)
             return
         # 2. The user first: nothing is kept for a process of another user.
         try:
             check_user(link)
-            self._make_room()
             link.setblocking(False)
         except (HandshakeError, OSError) as error:
             _log.warning("a process that wants this pool's memory is turned away: %s", error)
             link.close()
             return
-        # 3. A stranger until it has said the token.
-        self._links[link.fileno()] = link, time.monotonic() + _PATIENCE_S
+        # 3. A writer says the token before it is accepted, so it can be read at once.
+        self._links[link.fileno()] = link
         self._epoll.register(link.fileno(), select.EPOLLIN)
-        # A writer says the token before it is accepted, so it can be read at once: however many
-        # strangers come, none can push it out.
         self._read(link.fileno(), arrived, 1)
-
-    def _make_room(self) -> None:
-        """Close the oldest stranger if there are too many. HandshakeError if all are writers."""
-        strangers = [fd for fd, (_, until_s) in self._links.items() if until_s is not None]
-        if len(strangers) < _MAX_STRANGERS and len(self._links) < _MAX_LINKS:
-            return
-        if not strangers:
-            raise HandshakeError("shm links", _MAX_LINKS, len(self._links), "are open")
-        self._drop(strangers[0])
 
     def _read(self, fd: int, arrived: Callable[[bytes], None], limit: int) -> None:
         """Up to `limit` packets of a link: its token first, then tags."""
-        link, until_s = self._links[fd]
+        link = self._links[fd]
         try:
             for _ in range(limit):
                 # An empty packet is the end of the connection.
@@ -365,9 +324,9 @@ class ShmListener:
                     self._drop(fd)
                     return
                 # The first packet is the token, and nothing but it is read in this turn.
-                if until_s is not None:
+                if fd not in self._writers:
                     self._greet(link, packet)
-                    self._links[fd] = link, None
+                    self._writers.add(fd)
                     return
                 for tag in tags_of(packet):
                     arrived(tag)
@@ -386,7 +345,8 @@ class ShmListener:
         hand_over(link, self._blocks, self._ranges)
 
     def _drop(self, fd: int) -> None:
-        link, _ = self._links.pop(fd)
+        link = self._links.pop(fd)
+        self._writers.discard(fd)
         with contextlib.suppress(OSError):
             self._epoll.unregister(fd)
         link.close()

@@ -3,13 +3,11 @@ pages that are missing for a while."""
 
 from __future__ import annotations
 
-import pickle
-
 import numpy as np
 import pytest
 
 from prefixkv.engines.hf import Generate, PagedModel, Sampling
-from prefixkv.engines.hf.requests import pack_first, unpack_first
+from prefixkv.engines.hf.requests import pack_first
 from prefixkv.errors import AbortedError, DrainingError, OutOfPagesError, RequestError
 from tests.support.hf_workload import check_answers
 from tests.support.hf_world import Answer, Reference, World
@@ -59,7 +57,7 @@ def test_a_client_may_abort_and_ask_while_it_is_told(model: PagedModel) -> None:
     ("packed", "why"),
     [
         (lambda *_: b"no", "aux of 2 bytes"),
-        (lambda *one: pack_first(*one[:2]), "bytes of log-probabilities"),
+        (lambda *one: pack_first(*one[:2]), "log-probabilities with None likely"),
     ],
 )
 def test_a_first_token_that_is_none_ends_the_answer(
@@ -72,14 +70,6 @@ def test_a_first_token_that_is_none_ends_the_answer(
         assert answer.ends[0].finish == "error"
         assert why in str(answer.ends[0].error)
         world.at_rest()
-
-
-def test_a_token_travels_with_prefills_hit() -> None:
-    assert unpack_first(pack_first(300, 16), 301, 16) == (300, 16, None)
-    wrong = (pack_first(301, 0), pack_first(-1, 0), pack_first(1, 17), pack_first(1, -1), b"", b"1")
-    for aux in wrong:
-        with pytest.raises(ValueError, match=r"aux of|is not in|were hit"):
-            unpack_first(aux, 301, 16)
 
 
 def test_sampled_tokens_are_kept_while_pages_are_held_elsewhere(
@@ -161,18 +151,6 @@ def test_least_tokens_hold_through_a_retraction(model: PagedModel, reference: Re
                 assert len(tokens) >= 30
                 assert not {*tokens[:30]} & {*reference.greedy(prompt, 2)}
     assert answers[0] == answers[1]
-
-
-def test_a_prefill_job_may_travel_to_another_process(model: PagedModel) -> None:
-    with World(model) as world:
-        sampling = Sampling(temperature=0.5, seed=3, stop_tokens=(7,))
-        world.ask("r", range(20), sampling=sampling, namespace=("tenant", 1), max_new_tokens=3)
-        (job,) = world.decode.take_prefill_jobs()
-        there = pickle.loads(pickle.dumps(job))
-        assert there.choice == job.choice
-        assert there.request().digest == job.request().digest
-        world.prefill.submit(there)
-        world.run()
 
 
 def test_no_answer_waits_behind_the_many_samples_of_others(model: PagedModel) -> None:

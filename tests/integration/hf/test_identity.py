@@ -6,9 +6,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from prefixkv.engines.hf import PagedModel, Sampling, make_model
+from prefixkv.engines.hf import PagedModel, Sampling
 from tests.support.hf_workload import Found, check_answers, run_round
-from tests.support.hf_world import TINY, Reference, World
+from tests.support.hf_world import Reference, World
 from tests.support.patience import until
 
 
@@ -60,19 +60,6 @@ def test_an_answer_with_another_token_is_not_the_model_s(reference: Reference) -
     assert reference.greedy(tokens, 6, right[:5]) == right
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "mistral"])
-def test_other_models(kind: str) -> None:
-    """Qwen3 has norms of queries and keys; Mistral's window is as long as its context here."""
-    model = make_model(kind, seed=1, context=200, **TINY)
-    reference = Reference(model)
-    with World(model) as world:
-        for i, tokens in enumerate(prompts(2, [40, 7])):
-            world.ask(f"{i}", tokens, max_new_tokens=8)
-        world.run()
-        for answer in world.answers:
-            assert answer.tokens[0] == reference.greedy(answer.ask.tokens, 8)
-
-
 @pytest.mark.parametrize("seed", [2, 3])
 def test_random_rounds(model: PagedModel, reference: Reference, seed: int) -> None:
     """Turns, shared prompts, samples with seeds, aborts, pools that are too small for all."""
@@ -100,15 +87,6 @@ def test_a_stop_token_ends_the_answer_and_is_its_last(
         assert first.tokens[0] == said[:1]  # prefill has sampled it
         check_answers(world, reference)
         assert answer.ends[0].finish == first.ends[0].finish == "stop"
-
-
-def test_a_long_prompt_in_long_chunks(model: PagedModel, reference: Reference) -> None:
-    """Chunks of more queries than share a mask, at the beginning and behind it."""
-    with World(model, chunk_tokens=300) as world:
-        (prompt,) = prompts(8, [650])
-        answer = world.ask("r", prompt, max_new_tokens=4)
-        world.run()
-        assert answer.tokens[0] == reference.greedy(prompt, 4)
 
 
 def test_a_retracted_answer_whose_pages_stay_goes_on_at_once(

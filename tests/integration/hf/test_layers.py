@@ -23,7 +23,7 @@ from prefixkv.engines.hf import PagedModel, Sampling, make_model
 from prefixkv.engines.hf import attention as attention_module
 from prefixkv.engines.hf.attention import NAME
 from prefixkv.engines.hf.identity import identity_of
-from prefixkv.engines.hf.models import unpaged_copy
+from prefixkv.engines.hf.models import ExtraState, unpaged_copy
 from prefixkv.engines.hf.recurrent import NO_SLOT, StateRows
 from prefixkv.errors import ConfigError
 from prefixkv.pages.groups import GroupPages, GroupSpec, TailGroup
@@ -211,32 +211,6 @@ def test_a_window_that_is_one_token_off_or_ignored_would_be_seen(
     grown.grow(random.Random(6), _CHOICES[path])
     assert grown.off(reference) < OFF / 10
     assert grown.off(other) > OFF
-
-
-@of_windows
-@pytest.mark.parametrize("path", ["chunks", "steps"])
-@pytest.mark.parametrize("which", [0, -1])
-def test_a_window_page_of_another_text_would_be_seen(
-    made: PagedModel, reference: Reference, path: str, which: int
-) -> None:
-    """Control: for one forward, the oldest page that is read, or the newest, is another text's."""
-    grown = _Texts(made, _texts()[:2], 32)
-    for _ in range(3):
-        grown.forward({0: 24, 1: 24})
-    right = grown.window_pages
-
-    def wrong(at: int) -> GroupPages:
-        first, ids = right(at)
-        if at == 0:
-            start, size = grown.done[0], grown.windows.page_size
-            read = range(max(0, start + 1 - made.window) // size, (start - 1) // size + 1)
-            place, ids = read[which] - first, ids.copy()
-            ids[place] = right(1).ids[place]
-        return GroupPages(first, ids)
-
-    grown.window_pages = wrong  # type: ignore[method-assign]
-    grown.forward(dict.fromkeys((0, 1), {"chunks": 16, "steps": 1}[path]))
-    assert grown.off(reference) > OFF
 
 
 @of_windows
@@ -673,7 +647,7 @@ def test_a_context_within_the_window_needs_no_group(family: str, less: int) -> N
     window = family_of(family)[0].window
     assert make_model(config_of(family), seed=3, context=window + 1, trial=False).window == window
     short = make_model(config_of(family), seed=3, context=window - less)
-    assert (short.window, short.keeps) == (0, "")
+    assert (short.window, short.extra_state) == (0, ExtraState.NONE)
     assert short.num_layers == short.config.num_hidden_layers
     assert not short.make_pool(8).groups
     with World(short) as world:

@@ -264,21 +264,3 @@ def test_large_numbers_whose_sum_is_not_finite_end_nothing(model: PagedModel) ->
     assert _not_finite(plan, hidden, logits, keep) == [1]
     logits[0] = -INF
     assert _not_finite(plan, hidden, logits, keep) == [0, 1]
-
-
-def test_memory_that_is_free_again_spoils_no_other_answer(
-    model: PagedModel, reference: Reference
-) -> None:
-    with World(model, pages=12, page_size=8, decode=WHERE["decode"]) as world:
-        for rid in ("a", "b"):
-            with moment(embedding(model)):
-                sick = world.ask(rid, prompt_of(3, 60), max_new_tokens=6, sampling=GREEDY)
-                world.run()
-            assert failed(sick, "decode")
-            others = [
-                world.ask(f"{rid}{num}", prompt_of(num, num), max_new_tokens=6, sampling=GREEDY)
-                for num in (9, 35)
-            ]
-            world.run()
-            for answer in others:
-                assert answer.tokens[0] == reference.greedy(answer.ask.tokens, 6)

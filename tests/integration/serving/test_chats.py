@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import signal
 from pathlib import Path
 
 import psutil
 import pytest
+from rich.console import Console
 
-from prefixkv.cli.chats.command import run_chats
-from prefixkv.cli.chats.rates import link_of
-from prefixkv.cli.chats.workers import ModelWorkerError, ModelWorkers
+from prefixkv.cli.demo.command import run_chats
+from prefixkv.cli.demo.report import link_of
+from prefixkv.cli.demo.workers import ModelWorkerError, ModelWorkers
 from prefixkv.engines.hf.reference import Reference
 from prefixkv.engines.hf.small import small_model, small_tokenizer
 from prefixkv.errors import ConfigError
@@ -24,33 +26,32 @@ CHATS = {
 
 
 def test_every_answer_is_generates_and_the_cache_spares_bytes() -> None:
-    said: list[str] = []
     link = link_of("100Mbit")
-    report, slow = run_chats(3, (True, False), said.append, CHATS, [link])
-    assert report.complaints() == slow.complaints() == []
-    assert [len(of.passes(on)) for of in (report, slow) for on in (True, False)] == [2, 2, 2, 2]
-    # The rate bounds prefill alone: what is sent without a cache is the same over both.
-    assert slow.link == link
-    assert slow.bytes_sent[False] == report.bytes_sent[False]
-    for on in (True, False):
-        least_s = slow.bytes_sent[on] / link.bytes_per_s
-        assert all(played.duration_s > 0.8 * least_s for played in slow.passes(on))
+    console = Console(file=io.StringIO(), width=200)
+    report = run_chats(3, [link], console, CHATS)
+    assert report.complaints() == []
     assert report.wrong == {True: 0, False: 0}
-    on, off = (report.played[cache].all() for cache in (True, False))
+    kv_bytes = report.recipe["kv_bytes_per_token"]
+    for on in (True, False):
+        here, slow = report.of(on), report.of(on, link)
+        assert len(here) == len(slow) == 2
+        for one in slow:  # the rate bounds what prefill sends
+            assert one.played.duration_s > 0.8 * one.bytes_sent / link.bytes_per_s
+        pages = sum(-(-answer.sent_tokens // 16) for answer in here[0].played.all())
+        assert here[0].bytes_sent == pages * 16 * kv_bytes
+    cached, plain = report.of(True)[0], report.of(False)[0]
+    assert plain.bytes_sent == report.of(False, link)[0].bytes_sent > cached.bytes_sent
+    on, off = cached.played.all(), plain.played.all()
     assert [answer.prompt for answer in on] == [answer.prompt for answer in off]
     assert not any(answer.hit_tokens or answer.shared_tokens for answer in off)
-    for first, *later in report.played[True].answers:
+    for first, *later in cached.played.answers:
         assert first.hit_tokens == 0
         for before, after in zip((first, *later), later, strict=False):
             # Of an answer's last token there is no KV.
             there = len(before.prompt) + len(before.tokens) - 1
             assert after.hit_tokens == there // 16 * 16
-    kv_bytes = report.recipe["kv_bytes_per_token"]
-    for cache, answers in ((True, on), (False, off)):
-        pages = sum(-(-answer.sent_tokens // 16) for answer in answers)
-        assert report.bytes_sent[cache] == pages * 16 * kv_bytes
-    assert report.bytes_sent[True] < report.bytes_sent[False]
-    assert any("cache on" in line for line in said)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert shown.count("  chat ") == 12  # each turn once, with the cache on and off
 
 
 def test_what_a_worker_refuses_is_said(tmp_path: Path) -> None:

@@ -112,23 +112,6 @@ def test_usage_is_told_all_along_if_that_is_asked_for(http: httpx.Client) -> Non
     said(http, stream_options=options)  # without a stream there is nothing that they change
 
 
-def test_a_history_with_tools_is_rendered(http: httpx.Client, expected: Expected) -> None:
-    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
-    history = [
-        *HELLO,
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "c", "content": "7"},
-    ]
-    made = said(http, messages=history, tools=tools, reasoning_effort="low")
-    parsed = {**call, "function": {"name": "f", "arguments": {"a": 1}}}
-    plain = [history[0], {**history[1], "tool_calls": [parsed]}, history[2]]
-    tokens = expected.texts.chat(plain, variables={"tools": tools})
-    assert made["usage"]["prompt_tokens"] == len(tokens)
-    assert made["choices"][0]["message"]["content"] == expected.text(expected.tokens(tokens, 4))
-    assert len(tokens) > len(expected.texts.chat(HELLO))
-
-
 # --- ids ------------------------------------------------------------------------------------------
 
 
@@ -144,24 +127,3 @@ def test_requests_of_one_id_do_not_meet(http: httpx.Client, client: openai.OpenA
         )
         assert other.id != one["id"]
         assert other.id.startswith("chatcmpl-same-")
-
-
-def test_what_no_client_should_send_is_refused_and_others_are_served(
-    serve: Serve, http: httpx.Client, expected: Expected
-) -> None:
-    """A few of what tests/unit/serving has all of."""
-    before = serve.workers()
-    for path in (CHAT, "/v1/completions"):
-        for body in (b"", b"[" * 200_000, b'{"temperature":NaN}', b"\xff\xfe\x00"):
-            answer = http.post(path, content=body)
-            assert answer.status_code == 400
-            assert answer.json()["error"].keys() == {"message", "type", "param", "code"}
-    for prompt in ([], [[1], [-1]], [516], ["a"] * 129):
-        assert http.post("/v1/completions", json={**GOOD, "prompt": prompt}).status_code == 400
-    for said_so in ("\0", "a\0b", "", "\ufeff", "\U0001f600" * 20, "<|end|><|user|>", "{{ 7 }}"):
-        made = said(http, messages=[{"role": "user", "content": said_so}])
-        assert made["usage"]["completion_tokens"] >= 1
-    assert said(http)["choices"][0]["message"]["content"] == expected.chat(HELLO, 4)
-    assert serve.workers() == before
-    at_rest(serve)
-    assert not [line for line in serve.err if "Traceback" in line], serve.err.clear()

@@ -108,34 +108,3 @@ def test_what_came_from_host_memory_is_told_everywhere(
     assert [told["front", name]["decode_host_tokens"] for name in ids] == loaded
     assert [told["decode", name]["host_tokens"] for name in ids] == loaded
     at_rest(serve)
-
-
-def test_the_chat_page_has_a_part_for_what_was_loaded(
-    serve: Serve, client: openai.OpenAI, chats: list[Chat]
-) -> None:
-    pytest.importorskip("selenium", reason="no selenium: the chat page was NOT tested")
-    from tests.support.browser import Browser
-
-    hello = "Hello there, tell me something about cats and boats. " * 3
-    with Browser() as page:
-        page.open(serve.url.removesuffix("v1"))
-        page.fill("#temperature", "0")
-        page.fill("#most", "24")
-        before = written(serve)
-        page.ask(hello)
-        until(lambda: page.all(".turn") and not page.all(".turn.running"))
-        assert "host memory" not in page.texts(".usage .keys")[0]
-        until(lambda: written(serve) >= before + 4)
-        for chat in chats:  # these need the pool
-            Talk(client).turn(chat)
-        page.ask("And?")
-        until(lambda: len(page.all(".turn")) == 2 and not page.all(".turn.running"))
-        entries = [one.text for one in page.all(".usage")[-1].find_elements(
-            "css selector", ".keys:first-of-type li")]  # fmt: skip
-        numbers = {text.partition(" ")[2]: int(text.partition(" ")[0]) for text in entries}
-        assert numbers["loaded from its host memory"] > 32
-        label = page.one(".bars").get_attribute("aria-label")
-        assert f"{numbers['loaded from its host memory']} loaded from its host memory" in label
-        (part,) = page.all(".usage")[-1].find_elements("css selector", ".bar .host")
-        assert part.rect["width"] > 0
-        assert page.complaints() == []

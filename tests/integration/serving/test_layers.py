@@ -3,51 +3,50 @@ processes with small pools."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from tests.support.hybrid_chats import (
-    SIZES,
-    converse,
-    default_servers,
-    folder_maker,
-    say,
-    serve_folder,
-)
-from tests.support.served import Serve, Served, at_rest, client_of
+from benchmarks.hybrid_models import make_folder
+from tests.support.served import Expected, Serve, Served, at_rest, client_of
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return folder_maker(tmp_path_factory.mktemp("layers"))
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Expected]]:
+    """The folder of a family, made once, and what its model says."""
+    root = tmp_path_factory.mktemp("layers")
+    torch.set_num_threads(1)  # quicker for models so small, beside the processes that are asked
+
+    @cache
+    def made(family: str) -> tuple[Path, Expected]:
+        make_folder(family, root / family)
+        return root / family, Expected(folder=root / family)
+
+    return made
 
 
-@pytest.fixture(scope="module")
-def served(folders: Any) -> Iterator[Callable[..., Serve]]:
-    with default_servers(folders) as server:
-        yield server
-
-
-SERVED = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     ("family", "backend"), [("qwen3_next", "shm"), ("gpt_oss", "shm"), ("gemma3_text", "nixl")]
 )
-
-
-@SERVED
 def test_turns_are_answered_as_generate_does_and_hit(
-    folders: Any, served: Callable[..., Serve], family: str, backend: str
+    folders: Callable[[str], tuple[Path, Expected]], family: str, backend: str
 ) -> None:
     """Log-probabilities too, which tell a state or a window that is not right where words do not.
     Over memory that prefill maps, and over NIXL."""
-    expected, serve = folders(family)[1], served(family, backend)
-    with client_of(serve) as client:
+    folder, expected = folders(family)
+    options = ("--served-name", "small", "--page-size", "8", "--chunk-tokens", "48")
+    environ = {"PREFIXKV_TRANSPORT_BACKEND": backend}
+    with Serve(str(folder), *options, **environ) as serve, client_of(serve) as client:
         talk = [{"role": "user", "content": "Please, tell me of the sea and its boats."}]
         before = 0
         for turn in range(3):
-            answer = say(client, talk, 20, logprobs=True)
+            answer = client.chat.completions.create(
+                model="small", messages=talk, max_tokens=20, temperature=0, logprobs=True
+            )
             said, prompt = answer.choices[0].message.content, expected.texts.chat(talk)
             tokens = expected.tokens(prompt, 20)
             assert said == expected.text(tokens)
@@ -65,54 +64,15 @@ def test_turns_are_answered_as_generate_does_and_hit(
                 {"role": "assistant", "content": said}, {"role": "user", "content": "And?"},
             ]  # fmt: skip
             before = len(prompt)
-    at_rest(serve)
-    for role in ("decode", "prefill") if backend == "nixl" else ():
-        figures, node = serve.figures(f"{role}-0"), f'node="{role}-0"'
-        pages = {
-            state: figures[f'prefixkv_window_pages{{group="sliding",{node},state="{state}"}}']
-            for state in ("free", "owned", "cached", "held")
-        }
-        assert pages["owned"] == pages["held"] == 0 < pages["free"]
-        assert (pages["cached"] > 0) == (role == "prefill")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "below", "more"),
-    [
-        ("qwen3_next", 0, ()),
-        ("nemotron_h", 0, ()),
-        ("granitemoehybrid", 40, ("--host-memory", "8x")),
-        ("gemma3_text", 0, ("--host-memory", "8x", "--prefill-window-pages", "60",
-                            "--decode-window-pages", "18")),
-        ("gpt_oss", 40, ("--host-memory", "8x", "--prefill-window-pages", "60",
-                         "--decode-window-pages", "90")),
-    ],
-)  # fmt: skip
-def test_twenty_conversations_in_small_pools(
-    folders: Any, family: str, below: int, more: tuple[str, ...]
-) -> None:
-    """With pools that evict, windows for a few requests, fewer checkpoints than conversations, and
-    clients that leave: every answer is `generate`'s. Also where decode computes what lacks few
-    tokens, which takes windows for a chunk, and with host memory."""
-    folder, expected = folders(family)
-    pools = (
-        "--prefill-pages", "150", "--decode-pages", "120", "--checkpoints", "14",
-        "--compute-below", str(below), *more,
-    )  # fmt: skip
-    with serve_folder(folder, *SIZES, *pools) as serve:
-        hit, _, _ = converse(serve, expected, len(family), leave=0.2)
-        evicted = [serve.figures(f"{role}-0")[
-            f'prefixkv_evicted_pages_total{{node="{role}-0"}}'] for role in ("decode", "prefill")
-        ]  # fmt: skip
-        figures = serve.figures("decode-0")
-        computed = figures['prefixkv_computed_requests_total{node="decode-0"}']
-        if "--host-memory" in more:
-            assert figures['prefixkv_host_hit_tokens_total{node="decode-0"}'] > 0
         at_rest(serve)
-    assert hit > 0
-    assert all(evicted)
-    assert (computed > 20) == (below > 0)
+        for role in ("decode", "prefill") if backend == "nixl" else ():
+            figures, node = serve.figures(f"{role}-0"), f'node="{role}-0"'
+            pages = {
+                state: figures[f'prefixkv_window_pages{{group="sliding",{node},state="{state}"}}']
+                for state in ("free", "owned", "cached", "held")
+            }
+            assert pages["owned"] == pages["held"] == 0 < pages["free"]
+            assert (pages["cached"] > 0) == (role == "prefill")
 
 
 @pytest.mark.slow

@@ -266,15 +266,3 @@ def test_what_dashboard_and_alerts_name_is_there(
 ) -> None:
     assert SELECTOR.search(expr), where
     assert not wrong(expr, texts, {**FREE, **exposed}), where
-
-
-@pytest.mark.parametrize(
-    ("expr", "texts"),
-    [
-        ("prefixkv_no_such_thing", ""), ('prefixkv_pages{state="lost"}', ""),
-        ('prefixkv_pages{stat="free"}', ""), ("sum by (colour) (prefixkv_pages)", ""),
-        ("sum by (state) (prefixkv_pages)", "{{worker}}"),
-    ],
-)  # fmt: skip
-def test_what_is_not_there_is_noticed(expr: str, texts: str, exposed: dict[str, Labels]) -> None:
-    assert wrong(expr, texts, exposed)

@@ -124,8 +124,14 @@ def test_an_answer_grows_as_it_comes_and_stop_ends_it_on_the_workers(
         seen = page.one(".answer").text
         until(lambda seen=seen: len(page.one(".answer").text) > len(seen))
         assert page.one("#stop").is_displayed()
+        # Where the prompt's KV came from is there at the first token, and once the answer is over.
+        running = split(page)
+        assert running["decode-hit"] + running["sent"] > 0
+        assert "all after" not in page.one(".times").text
         stop()
         ended(page, 1)
+        assert split(page) == running
+        assert "all after" in page.one(".times").text
         assert page.texts(".turn .note") == ["Stopped."]
         assert page.one(".answer").text.startswith(seen)
         until(lambda number=number: serve.figures().get(name, 0) == before + number)

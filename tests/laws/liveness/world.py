@@ -32,7 +32,7 @@ from prefixkv.decode.sources import Sources
 from prefixkv.errors import OutOfPagesError, RequestError
 from prefixkv.pages.manager import PageManager
 from prefixkv.prefill.request import PrefillRequest, PrefillState
-from prefixkv.protocol.commands import AbortRoom, OfferRoom, SendChunk, WithdrawRoom
+from prefixkv.protocol.commands import AbortRoom, OfferRoom, SendChunk
 from prefixkv.protocol.events import Bootstrapped
 from prefixkv.protocol.ids import RoomKey
 from prefixkv.request import Request
@@ -154,7 +154,7 @@ class Prefill(PrefillEngine):
     def _withdraw(self, key: RoomKey, why: str) -> None:
         """No-op where decode has opened it meanwhile: then that is heard, and it is sent."""
         if self.open.pop(key, self) is None:
-            self.ranks[0].inbox.append(WithdrawRoom(RoomKey(*key.numbers), why))
+            self.ranks[0].inbox.append(AbortRoom(RoomKey(*key.numbers), why))
 
     def _unwanted(self, abort: AbortRoom) -> None:
         """The engine aborts what it offers, or computes in order to."""

@@ -21,7 +21,7 @@ from prefixkv.protocol.messages import PROTOCOL_VERSION
         ("demo --seed one", "--seed"),
         ("demo --seed -1", "--seed"),
         ("demo --no-model", "--no-model"),
-        ("demo --cache perhaps", "perhaps"),
+        ("demo --link fast", "--link"),
         ("demo --json {tmp}/no/out.json", "--json is"),
         ("demo --json {tmp}", "--json is"),
         ("worker prefill --config {tmp}/w.toml", "there is no setting pages"),
@@ -33,7 +33,7 @@ from prefixkv.protocol.messages import PROTOCOL_VERSION
         ("serve {tmp}/w.toml", "is no folder"),
         ("serve --device nonsense", "device is 'nonsense'"),
         ("serve --request-log /nowhere/at/all", "request_log: '/nowhere/at/all' cannot be written"),
-        ("replay none.jsonl --per-request {tmp}/no/p.jsonl", "--per-request is"),
+        ("replay none.jsonl --json {tmp}/no/p.jsonl", "--json is"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(arguments, why, tmp_path, capfd):
@@ -52,7 +52,7 @@ def test_a_device_that_takes_nothing_is_one_line_and_status_1_before_the_run(
     command, tmp_path, capfd, monkeypatch
 ):
     monkeypatch.setattr("prefixkv.cli.replay.command.read_trace", None)  # not reached
-    monkeypatch.setattr("prefixkv.cli.chats.command.run_chats", None)
+    monkeypatch.setattr("prefixkv.cli.demo.command.run_chats", None)
     words = [*command.format(tmp=tmp_path).split(), "--json", "/dev/full"]
     assert run_command(words) == 1
     assert capfd.readouterr() == ("", "prefixkv: --json is /dev/full: No space left on device\n")

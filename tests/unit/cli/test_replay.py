@@ -10,9 +10,9 @@ from itertools import product
 import pytest
 
 from prefixkv.cache.eviction.policy import policy_names
-from prefixkv.cli.replay import OPTIMUM, read_trace, replay_optimum, replay_policy
-from prefixkv.cli.replay.command import replay
-from prefixkv.errors import ConfigError, TraceError
+from prefixkv.cli.main import run_command
+from prefixkv.cli.replay import read_trace, replay_optimum, replay_policy
+from prefixkv.errors import TraceError
 
 OWN = "benchmarks.policies.gated:Gated:fresh_s=60"  # a policy that does not ship
 
@@ -110,7 +110,7 @@ def test_knowing_the_queue_helps(tmp_path):
 def test_a_trace_of_token_lists(tmp_path):
     path = tmp_path / "t.jsonl"
     path.write_text('[1, 1, 2, 2, 3]\n\n{"tokens": [1, 1, 2, 2, 4, 4], "timestamp": 5000}\n')
-    trace = read_trace(path, page_size=2)
+    trace = read_trace(path, block_tokens=2)
     assert [request.time_s for request in trace.requests] == [0.0, 5.0]
     result = replay_policy(trace, "slru", 10)
     assert (result.block_hit_ratio, result.token_hit_ratio) == (2 / 5, 4 / 11)
@@ -154,55 +154,50 @@ def test_traces_that_cannot_be_read(tmp_path):
 @pytest.mark.parametrize(
     "options",
     [
-        {"policy": ["newest"]},
-        {"policy": [","]},
-        {"capacity": "1,x"},
-        {"capacity": "0"},
-        {"warm": 1.0},
-        {"queue": -1},
-        {"running": -1},
-        {"host": ["4y"]},
-        {"host": ["x"]},
-        {"host": ["4x,"]},
-        {"host": ["1.5"]},
-        {"host": ["-1"]},
-        {"host": ["1GiB"]},  # the trace does not say what a token takes
-        {"host": ["1KiB"], "bytes_per_token": 100},  # less than a block
-        {"host": ["1000000000x"]},
-        {"page_size": 0},
-        {"block_tokens": 0},
-        {"requests": 0},
+        "--policy newest",
+        "--policy ,",
+        "--capacity 1,x",
+        "--capacity 0",
+        "--warm 1",
+        "--running -1",
+        "--hints -1",
+        "--pool 0",
+        "--bytes-per-token 0",
+        "--host 4y",
+        "--host 4x,",
+        "--host 1.5",
+        "--host 1GiB",  # the trace does not say what a token takes
+        "--host 1KiB --bytes-per-token 100",  # less than a block
+        "--host 1000000000x",
+        "--block-tokens 0",
+        "--check --plot {tmp}/p.png",
     ],
 )
-def test_bad_options(tmp_path, options):
-    with pytest.raises(ConfigError):
-        replay([write_trace(tmp_path / "t.jsonl", 3)], **options)
+def test_bad_options_are_one_line_and_status_2(tmp_path, options, capsys):
+    path = write_trace(tmp_path / "t.jsonl", 3)
+    assert run_command(["replay", str(path), *options.format(tmp=tmp_path).split()]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_the_command_writes_its_results(tmp_path, capsys):
     path = write_trace(tmp_path / "t.jsonl", 60)
     pytest.importorskip("matplotlib")
-    replay(
-        [path],
-        policy=[f"lru,{OWN}", OPTIMUM],
-        capacity="10,50",
-        warm=0.5,
-        queue=0,
-        json_file=tmp_path / "r.json",
-        plot=tmp_path / "r.png",
+    words = (
+        f"replay {path} --policy lru,{OWN} --policy optimum --capacity 10,50 --warm 0.5 --pool 8"
     )
+    files = ["--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.svg")]
+    assert run_command([*words.split(), *files]) == 0
     results = json.loads((tmp_path / "r.json").read_text())
-    chosen = results[-1]["policy"]
     assert [(row["policy"], row["capacity_blocks"]) for row in results] == [
-        ("lru", 10), (OWN, 10), ("optimum", 10), ("lru", 50), (OWN, 50), ("optimum", 50),
-        (chosen, 25), (chosen, 100),
+        *product(("lru", OWN, "optimum"), [4]), *product(("lru", OWN, "optimum"), [8]),
+        *product(("lru", OWN, "optimum"), [10]), *product(("lru", OWN, "optimum"), [16]),
+        *product(("lru", OWN, "optimum"), [50]),
     ]  # fmt: skip
     assert set(results[0]) == {
         "trace", "policy", "capacity_blocks", "block_hit_ratio", "token_hit_ratio", "requests",
         "evicted_pages", "us_per_request", "hit_tokens", "prompt_tokens", "running",
         "running_blocks", "too_long", "host",
     }  # fmt: skip
-    assert {row["requests"] for row in results} == {30}
-    assert {row["running"] for row in results} == {1}
-    assert (tmp_path / "r.png").stat().st_size > 1000
+    assert {(row["requests"], row["running"]) for row in results} == {(30, 1)}
+    assert (tmp_path / "r.svg").read_text().rstrip().endswith("</svg>")
     assert OWN in capsys.readouterr().out

@@ -1,5 +1,4 @@
-"""What a replay makes of its results: the optimum, hints, mixes, the sentence, the plot, the
-options."""
+"""What a replay makes of its results: the optimum, hints, the table, the recommendation."""
 
 from __future__ import annotations
 
@@ -13,11 +12,17 @@ from pathlib import Path
 import pytest
 
 from prefixkv.cli.main import run_command
-from prefixkv.cli.replay import OPTIMUM, ReplayResult, make_trace, replay_optimum, replay_policy
-from prefixkv.cli.replay.curves import NOISE, best, middle, sentence
-from prefixkv.cli.replay.hints import client_hints
-from prefixkv.cli.replay.trace import footprint, mix
-from prefixkv.errors import ConfigError
+from prefixkv.cli.replay import (
+    OPTIMUM,
+    ReplayResult,
+    Trace,
+    client_hints,
+    make_trace,
+    replay_optimum,
+    replay_policy,
+)
+from prefixkv.cli.replay.report import NOISE, TraceResults, sentence, table
+from prefixkv.cli.replay.trace import footprint
 from prefixkv.policies import DEFAULT_POLICY
 
 
@@ -112,22 +117,7 @@ def test_a_share_of_the_hints_is_wrong_and_which_is_seeded():
     assert wrong == client_hints(trace, 5.0, 0.2) != client_hints(trace, 5.0, 0.2, seed=1)
 
 
-# --- mixes ----------------------------------------------------------------------------------------
-
-
-def test_a_mix_is_by_time_and_shares_nothing():
-    one, other = trace_of([1, 2], [1, 2], step_s=2.0), trace_of([1, 2], [1], step_s=3.0, name="u")
-    both = mix([one, other])
-    assert both.name == "t+u"
-    assert [request.time_s for request in both.requests] == [0.0, 0.0, 2.0, 3.0]
-    assert footprint(both) == footprint(one) + footprint(other) == 4
-    assert replay_policy(both, "lru", 9).block_hit_ratio == 3 / 7
-    assert replay_optimum(both, 9).block_hit_ratio == 3 / 7
-    with pytest.raises(ConfigError, match="different sizes"):
-        mix([one, make_trace("v", [], block_tokens=64)])
-
-
-# --- the sentence ---------------------------------------------------------------------------------
+# --- the table and the recommendation -------------------------------------------------------------
 
 
 def result(policy, capacity, ratio, tokens=100_000):
@@ -135,31 +125,71 @@ def result(policy, capacity, ratio, tokens=100_000):
     return ReplayResult("t", policy, capacity, ratio, ratio, 10, 0, 1.0, hit, tokens)
 
 
+def results(*rows, bytes_per_token=0):
+    return TraceResults(Trace("t", [], 1, 512, bytes_per_token), [result(*row) for row in rows])
+
+
 def test_the_default_is_taken_unless_another_is_better_by_more_than_noise():
     def chosen(default, other):
-        runs = [result(DEFAULT_POLICY, 9, default), result("lru", 9, other), result(OPTIMUM, 9, 1)]
-        found = best(runs, 9)
-        assert found is not None
-        return found.policy
+        return results((DEFAULT_POLICY, 9, default), ("lru", 9, other), (OPTIMUM, 9, 1)).best(9)
 
     assert chosen(0.30, 0.30 * (1 + NOISE / 2)) == DEFAULT_POLICY
     assert chosen(0.30, 0.30 * (1 + 2 * NOISE)) == "lru"
     assert chosen(0.89, 0.90) == "lru"  # a tenth more is sent
     assert chosen(0.31, 0.30) == DEFAULT_POLICY
-    tied = [result("fifo", 9, 0.5), result("lru", 9, 0.495), result(DEFAULT_POLICY, 9, 0.4)]
-    assert best(tied, 9) is tied[1]
-    assert best([result(OPTIMUM, 9, 1.0)], 9) is None
+    assert results(("fifo", 9, 0.5), ("lru", 9, 0.495), (DEFAULT_POLICY, 9, 0.4)).best(9) == "lru"
+    assert results((OPTIMUM, 9, 1.0)).best(9) is None
 
 
-def test_the_sentence_has_the_policy_the_bound_the_bytes_and_both_sizes():
-    runs = [result("lru", 5, 0.2), result("lru", 10, 0.4), result("lru", 20, 0.45),
-            result(DEFAULT_POLICY, 10, 0.3), result(OPTIMUM, 10, 0.5)]  # fmt: skip
-    said = sentence(runs, 10, 1 << 20, 512)
-    for shown in ("t, 10 blocks (5.0 GiB): take lru", "40.0%", "30.0%", "50.0%", "39.1 GiB",
-                  "20.0%, 19.5 GiB of KV less", "45.0%, 4.9 GiB of KV more"):  # fmt: skip
+def test_the_table_has_a_line_for_each_size_and_a_column_for_what_differs():
+    rows = [
+        (name, size, ratio)
+        for size, ratios in ((100, (0.2, 0.1, 0.2, 0.3)), (2000, (0.5, 0.5, 0.5, 0.5)))
+        for name, ratio in zip((DEFAULT_POLICY, "fifo", "lru", OPTIMUM), ratios, strict=True)
+    ]
+    assert table(results(*rows, bytes_per_token=1 << 20)) == [
+        f"blocks        size  {DEFAULT_POLICY}*   fifo  optimum    gap",
+        "   100    50.0 GiB      20.0%  10.0%    30.0%  10.0%",
+        " 2,000  1000.0 GiB      50.0%  50.0%    50.0%   0.0%",
+        "* is the default policy",
+        "gap: from the best policy to the optimum, which no policy exceeds",
+        f"lru: as {DEFAULT_POLICY}* in every row",
+    ]
+    assert table(results(*rows))[0].split() == [
+        "blocks",
+        f"{DEFAULT_POLICY}*",
+        "fifo",
+        "optimum",
+        "gap",
+    ]
+
+
+def test_the_recommendation_has_the_policy_the_bound_the_bytes_and_both_sizes():
+    sizes = (5, 0.2, 0.1, 0.3), (10, 0.4, 0.3, 0.5), (20, 0.45, 0.35, 0.6)
+    rows = [
+        (name, size, ratio)
+        for size, *ratios in sizes
+        for name, ratio in zip(("lru", DEFAULT_POLICY, OPTIMUM), ratios, strict=True)
+    ]
+    said = sentence(results(*rows, bytes_per_token=1 << 20), 10)
+    for shown in ("t, 10 blocks (5.0 GiB): take lru: it finds 40.0% of the blocks",
+                  "40,000 tokens, 39.1 GiB.", f"The default, {DEFAULT_POLICY}, finds 30.0%.",
+                  "could find more than 50.0%.", "Half the memory: 20.0%, 19.5 GiB less.",
+                  "Twice the memory: 45.0%, 4.9 GiB more."):  # fmt: skip
         assert shown in said
-    assert "saves the KV of 40,000 tokens;" in sentence(runs, 10)
-    assert middle([30, 10, 20]) == 20
+    assert "saves the KV of 40,000 tokens." in sentence(results(*rows), 10)
+    alone = sentence(results(("lru", 10, 0.4)), 10)
+    assert (
+        alone
+        == "t, 10 blocks: lru: it finds 40.0% of the blocks and saves the KV of 40,000 tokens."
+    )
+
+
+def test_the_recommendation_says_who_finds_as_much_or_more():
+    rows = [(DEFAULT_POLICY, 9, 0.3), ("fifo", 9, 0.3), ("lru", 9, 0.30001), ("slru", 9, 0.301)]
+    said = sentence(results(*rows), 9)
+    assert f"take {DEFAULT_POLICY}, the default: it finds 30.0%" in said
+    assert "lru and fifo find as much. slru finds 30.1%, too little more to choose by." in said
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -180,37 +210,26 @@ def write(tmp_path, name="own"):
 def test_without_capacities_they_come_from_the_trace_and_a_sentence_ends_it(tmp_path, capsys):
     path = write(tmp_path)
     out = tmp_path / "r.json"
-    words = f"replay {path} --policy {DEFAULT_POLICY},lru,optimum --json {out}"
+    words = f"replay {path} --policy {DEFAULT_POLICY},lru,optimum --hints 1 --json {out}"
     assert run_command(words.split()) == 0
     rows = json.loads(out.read_text())
     blocks = footprint(make_trace("t", map(json.loads, path.read_text().splitlines())))
-    assert max(row["capacity_blocks"] for row in rows) == blocks
+    assert blocks <= max(row["capacity_blocks"] for row in rows) < 2 * blocks
+    assert {row["hints_minutes"] for row in rows} == {1.0}
     text = capsys.readouterr().out
     assert f"own: 120 requests, {blocks} different blocks of 512 tokens" in text
-    assert f"{DEFAULT_POLICY}* " in text
-    (said,) = [line for line in text.splitlines() if "half the memory" in line]
-    assert "MiB of KV" in said  # the trace says how many bytes a token has
-    assert "no policy could find more" in said
+    (said,) = [line for line in text.splitlines() if "Half the memory" in line]
+    assert "GiB" in said  # the trace says how many bytes a token has
+    assert "No policy could find more" in said
+    assert "Twice the memory" in said
 
 
 def test_a_pool_is_asked_about_with_its_half_and_its_double(tmp_path, capsys):
     out = tmp_path / "r.json"
     words = f"replay {write(tmp_path)} --policy lru --capacity 5 --pool 40 --json {out}"
     assert run_command([*words.split(), "--bytes-per-token", "1"]) == 0
-    sizes = [row["capacity_blocks"] for row in json.loads(out.read_text())]
-    assert sizes == [5, 40, 20, 80]
-    assert "own, 40 blocks (20.0 KiB): take lru" in capsys.readouterr().out
-
-
-def test_hints_on_the_command_line(tmp_path, capsys):
-    out = tmp_path / "r.json"
-    words = f"replay {write(tmp_path)} --policy lru --capacity 30 --json {out}".split()
-    assert run_command([*words, "--hints", "1", "--hints-wrong", "0.1"]) == 0
-    rows = json.loads(out.read_text())
-    assert {(row["hints_minutes"], row["hints_wrong"]) for row in rows} == {(1.0, 0.1)}
-    for bad in ("--hints -1", "--hints-wrong 1.5", "--pool 0", "--bytes-per-token 0"):
-        assert run_command([*words, *bad.split()]) == 2
-        assert bad.split()[0] in capsys.readouterr().err
+    assert [row["capacity_blocks"] for row in json.loads(out.read_text())] == [5, 20, 40, 80]
+    assert "own, 40 blocks (20.0 KiB): lru: it finds" in capsys.readouterr().out
 
 
 def test_a_plot_without_matplotlib_is_one_line_before_anything_is_read(tmp_path):

@@ -14,7 +14,7 @@ import pytest
 from prefixkv.cache.eviction.policy import policy_names
 from prefixkv.cli.main import run_command
 from prefixkv.cli.replay import Trace, make_trace, replay_curves
-from prefixkv.cli.replay.hosts import host_sizes
+from prefixkv.cli.replay.tiers import host_sizes
 from prefixkv.errors import ConfigError
 
 
@@ -161,6 +161,8 @@ def test_what_is_said_of_host_tiers(tmp_path: Any, capsys: Any) -> None:
     words = f"replay {path} --policy lru --capacity 2 --json {tmp_path}/r.json --host 1x,2x"
     assert run_command([*words.split(), "--bytes-per-token", "2"]) == 0
     said = capsys.readouterr().out
-    assert "  + host 4 blocks (2x, 4.0 KiB): finds 0.6667 more, 0.6667 in all" in said
+    assert "  2  2.0 KiB   0.0%\n" in said
+    assert "+ 2x  4.0 KiB  66.7%\n" in said
+    assert "no policy found anything" not in said
     rows = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
     assert [one["written_bytes"] for one in rows[0]["host"]] == [9 * 1024, 3 * 1024]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from functools import partial
@@ -14,9 +13,9 @@ import pytest
 
 from benchmarks.policies.gated import Gated
 from prefixkv.cache.eviction.policy import policy_names
-from prefixkv.cli.main import run_command
 from prefixkv.cli.replay import (
     OPTIMUM,
+    RequestHits,
     Trace,
     make_trace,
     read_trace,
@@ -56,7 +55,7 @@ def test_the_curves_are_those_of_single_replays(tmp_path) -> None:
 def test_policies_and_capacities_may_be_none_one_or_have_names_of_ones_own() -> None:
     found = replay_curves(small())
     assert {one.policy for one in found} == {*policy_names(), OPTIMUM}
-    assert {one.capacity_blocks for one in found} == {1, 3}
+    assert {one.capacity_blocks for one in found} == {1, 2, 4}
     short = partial(Gated, fresh_s=0)
     found = replay_curves(small(), {"a": Gated, "b": short, "c": "lru", "d": "optimum"}, [2])
     assert [one.policy for one in found] == ["a", "b", "c", "d"]
@@ -97,28 +96,19 @@ def test_a_function_that_makes_one_object_again_and_again_is_refused() -> None:
 
 
 def test_what_each_request_finds_sums_up_to_the_results(tmp_path) -> None:
-    path = write_trace(tmp_path / "t.jsonl", 80)
-    per, out = tmp_path / "per.jsonl", tmp_path / "r.json"
-    words = f"replay {path} --policy lru,optimum --capacity 9,30 --warm 0.4"
-    assert run_command([*words.split(), "--per-request", str(per), "--json", str(out)]) == 0
-    rows = [json.loads(line) for line in per.read_text(encoding="utf-8").splitlines()]
-    results = json.loads(out.read_text(encoding="utf-8"))
-    trace = read_trace(path)
-    replays = [
-        [*of] for _, of in groupby(rows, lambda row: (row["policy"], row["capacity_blocks"]))
-    ]
-    assert len(replays) == len(results)  # half and twice of the pool too
-    for result, lines in zip(results, replays, strict=True):
-        assert (lines[0]["policy"], lines[0]["trace"]) == (result["policy"], "t")
-        assert lines[0]["capacity_blocks"] == result["capacity_blocks"]
-        assert [line["request"] for line in lines] == [*range(80)]
-        assert [line["time_s"] for line in lines] == [one.time_s for one in trace.requests]
-        assert [line["tokens"] for line in lines] == [one.num_tokens for one in trace.requests]
-        assert [line["counted"] for line in lines] == [at >= 32 for at in range(80)]
-        counted = [line for line in lines if line["counted"]]
-        assert sum(line["hit_tokens"] for line in counted) == result["hit_tokens"] > 0
-        blocks = sum(line["blocks"] for line in counted)
-        assert result["hit_tokens"] / 512 / blocks == pytest.approx(result["block_hit_ratio"])
+    trace = read_trace(write_trace(tmp_path / "t.jsonl", 80))
+    rows: list[RequestHits] = []
+    results = replay_curves(trace, ["lru", "optimum"], [9, 30], warm=0.4, each=rows.append)
+    found = [[*of] for _, of in groupby(rows, lambda row: (row.policy, row.capacity_blocks))]
+    for result, mine in zip(results, found, strict=True):
+        assert (mine[0].policy, mine[0].capacity_blocks) == (result.policy, result.capacity_blocks)
+        assert [(row.request, row.time_s, row.tokens, row.counted) for row in mine] == [
+            (at, one.time_s, one.num_tokens, at >= 32) for at, one in enumerate(trace.requests)
+        ]
+        counted = [row for row in mine if row.counted]
+        assert sum(row.hit_tokens for row in counted) == result.hit_tokens > 0
+        blocks = sum(row.blocks for row in counted)
+        assert result.hit_tokens / 512 / blocks == pytest.approx(result.block_hit_ratio)
 
 
 def test_the_command_line_is_not_needed() -> None:

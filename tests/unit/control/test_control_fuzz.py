@@ -44,7 +44,6 @@ from prefixkv.protocol.commands import (
     OpenRoom,
     RefuseRoom,
     SendChunk,
-    WithdrawRoom,
 )
 from prefixkv.protocol.events import (
     Bootstrapped,
@@ -55,7 +54,7 @@ from prefixkv.protocol.events import (
     RoomEnded,
     SourceFree,
 )
-from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
+from prefixkv.protocol.ids import ChunkTag, KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import (
     HelloRefused,
     HelloReply,
@@ -66,7 +65,6 @@ from prefixkv.protocol.messages import (
     Topology,
 )
 from prefixkv.protocol.receiver_machine import ReceiverMachine
-from prefixkv.protocol.tags import ChunkTag
 from prefixkv.staging.receiver import Scatter
 from prefixkv.staging.sender import Gather
 from prefixkv.transport.base import (
@@ -634,17 +632,16 @@ PREFILL_FEED: Feed = {
         st.tuples(ROOMS, st.sampled_from([0.5, 30.0])),
         lambda _, key, timeout_s: OfferRoom(RoomKey(*key.numbers), 10, PROMPT, timeout_s),
     ),
-    WithdrawRoom: (
-        st.tuples(ROOMS),
-        lambda _, key: WithdrawRoom(RoomKey(*key.numbers), "needed elsewhere"),
-    ),
     SendChunk: (
         st.tuples(ROOMS, st.just(1), st.just(False), st.booleans())
         | st.tuples(ROOMS, st.just(2), st.just(True), st.booleans()),
         PrefillWorld.chunk,
     ),
     DeclineRoom: (st.tuples(ROOMS), lambda _, key: DeclineRoom(sent(key), "no room")),
-    AbortRoom: (st.tuples(ROOMS), lambda _, key: AbortRoom(sent(key), "enough")),
+    AbortRoom: (
+        st.tuples(ROOMS, st.booleans()),
+        lambda _, key, offer: AbortRoom(RoomKey(*key.numbers) if offer else sent(key), "enough"),
+    ),
     MoveWeights: (
         st.tuples(VERSIONS, st.booleans()),
         lambda _, version, ends: MoveWeights(version, ends),

@@ -11,7 +11,7 @@ import pytest
 from prefixkv.errors import TransferError, TransferTimeoutError
 from prefixkv.protocol.commands import RefuseRoom
 from prefixkv.protocol.events import RoomDrained, RoomEnded
-from prefixkv.protocol.ids import KVPoll, RoomKey
+from prefixkv.protocol.ids import ChunkTag, KVPoll, RoomKey
 from prefixkv.protocol.machine import RoomTick
 from prefixkv.protocol.messages import (
     Abort,
@@ -24,11 +24,9 @@ from prefixkv.protocol.messages import (
 )
 from prefixkv.protocol.receiver_machine import (
     ChunkLanded,
-    OutcomeSaid,
     PeerReady,
     ReceiverMachine,
 )
-from prefixkv.protocol.tags import ChunkTag
 from prefixkv.transport.base import Arrived, WriteDrained
 from tests.unit.control.wire import (
     DECODE,
@@ -117,7 +115,7 @@ def test_a_rank_whose_outcome_is_here_is_not_asked_again() -> None:
     machine = ReceiverMachine(promise(), TIMING, 0.0)
     machine.on(PeerReady((0, 1)), 0.0)
     machine.on(ChunkLanded(0, 0, 0), 0.0)
-    machine.on(OutcomeSaid(Outcome(*KEY.numbers, 0, True, 1, 2, b"", "", True)), 0.0)
+    machine.on(Outcome(*KEY.numbers, 0, True, 1, 2, b"", "", True), 0.0)
     late_s = TIMING.transfer_timeout_s
     said = machine.on(RoomTick(late_s - 1), late_s)
     assert [say.rank for say in said] == [1]

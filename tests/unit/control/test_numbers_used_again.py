@@ -12,9 +12,9 @@ import pytest
 from prefixkv.control.effects import FrameFailed, FrameReceived
 from prefixkv.digest import prompt_digest
 from prefixkv.errors import InternalError, PromptMismatchError, RequestError
-from prefixkv.protocol.commands import AbortRoom, DeclineRoom, OfferRoom, OpenRoom, WithdrawRoom
+from prefixkv.protocol.commands import AbortRoom, DeclineRoom, OfferRoom, OpenRoom
 from prefixkv.protocol.events import Bootstrapped, RoomDrained, RoomEnded
-from prefixkv.protocol.ids import KVPoll
+from prefixkv.protocol.ids import ChunkTag, KVPoll
 from prefixkv.protocol.messages import (
     Abort,
     Drained,
@@ -23,7 +23,6 @@ from prefixkv.protocol.messages import (
     Promise,
     PromiseAck,
 )
-from prefixkv.protocol.tags import ChunkTag
 from prefixkv.transport.base import Arrived, WriteJob
 from tests.unit.control.wire import (
     ADDRESS,
@@ -189,7 +188,7 @@ def test_a_late_abort_of_a_room_ends_no_offer_of_its_number() -> None:
         peer.say(Abort(*KEY.numbers, "enough", FORMER))
         assert of(peer.on(OFFER), RoomEnded) == []
         assert kinds(peer.say(Abort(*KEY.numbers, "enough", FORMER))) == ["Drained"]
-        peer.on(WithdrawRoom(KEY, "once more"))
+        peer.on(AbortRoom(KEY, "once more"))
     peer.on(OFFER)
     assert opens(peer)
 
@@ -210,7 +209,7 @@ def test_an_offer_that_is_over_refuses_no_other_prompt_under_its_number(how: str
     peer = DecodePeer().known()
     peer.on(OfferRoom(KEY, 10, OTHER_PROMPT, 1.0))
     if how == "withdrawn":
-        peer.on(WithdrawRoom(KEY, "the blocks are needed"))
+        peer.on(AbortRoom(KEY, "the blocks are needed"))
     elif how == "overdue":
         peer.after(1.0)
     else:

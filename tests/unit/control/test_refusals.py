@@ -12,12 +12,10 @@ from prefixkv.errors import InternalError, TransferError
 from prefixkv.protocol.commands import AbortRoom, Fence, RefuseRoom
 from prefixkv.protocol.events import RoomDrained
 from prefixkv.protocol.ids import RoomKey
-from prefixkv.protocol.messages import Abort, Drained, Hello
+from prefixkv.protocol.messages import Abort, Drained, Hello, PromiseAck
 from prefixkv.protocol.receiver_machine import (
     ChunkLanded,
-    DrainedSaid,
     PeerReady,
-    PromiseAcked,
     RoomTick,
     SendToRank,
 )
@@ -106,7 +104,8 @@ def test_a_number_that_is_used_again_before_that_is_not_refused_any_more() -> No
 
 
 @pytest.mark.parametrize(
-    "event", [ChunkLanded(0, 0, 0), PromiseAcked(0), DrainedSaid(1), RoomTick()]
+    "event",
+    [ChunkLanded(0, 0, 0), PromiseAck(*KEY.numbers, 0), Drained(*KEY.numbers, 1), RoomTick()],
 )
 def test_what_means_nothing_to_a_refusal_changes_nothing(event: Any) -> None:
     machine = refusal()

@@ -23,10 +23,10 @@ from prefixkv.errors import (
 )
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
 from prefixkv.paging import pages_for
-from prefixkv.protocol import sender_events as sm
+from prefixkv.protocol import sender_machine as sm
 from prefixkv.protocol.commands import Fence, SendChunk
 from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
-from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
+from prefixkv.protocol.ids import ChunkTag, KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import (
     Abort,
     Drained,
@@ -35,11 +35,10 @@ from prefixkv.protocol.messages import (
     LeaseAsk,
     LeaseGrant,
     Outcome,
+    Promise,
     PromiseAck,
 )
-from prefixkv.protocol.sender_events import CancelWrite, PostWrite, SendToReader
-from prefixkv.protocol.sender_machine import SenderMachine
-from prefixkv.protocol.tags import ChunkTag
+from prefixkv.protocol.sender_machine import CancelWrite, PostWrite, SenderMachine, SendToReader
 from prefixkv.staging.sender import Gather
 from prefixkv.transport.base import WriteDrained, WriteJob
 from tests.unit.control.mesh_wire import (
@@ -99,9 +98,11 @@ class Machine:
             **self.changes,
             **changes,
         }
+        of_word = {name: fields.pop(name) for name in ("fill_len", "prefix_len")}
         return sm.Promised(
-            peer=(A, B)[reader], ticket=ticket, reader=reader, readers=(0, 1), writes=writes,
-            digest=PROMPT, **fields
+            peer=(A, B)[reader], reader=reader, readers=(0, 1), writes=writes,
+            word=Promise(*SENT.numbers, **of_word, pages=b"", ticket=ticket, digest=PROMPT),
+            **fields
         )  # fmt: skip
 
     def begun(self, **changes: Any) -> Machine:
@@ -121,7 +122,7 @@ class Machine:
 
     def abort(self, reader: int) -> list[Any]:
         peer = (A, B)[reader]
-        said = sm.AbortSaid(peer=peer, reason="no", ticket=1, reader=reader, readers=(0, 1))
+        said = sm.AbortSaid(peer, Abort(*SENT.numbers, "no", 1), reader, (0, 1))
         return self.on(said)
 
 

@@ -12,7 +12,7 @@ from prefixkv.errors import AbortedError, HandshakeError, PeerLostError, Transfe
 from prefixkv.memory.staging_area import BLOCK_BYTES
 from prefixkv.protocol.commands import AbortRoom, Fence, MeetPrefill
 from prefixkv.protocol.events import PrefillReady, RoomDrained, RoomEnded
-from prefixkv.protocol.ids import KVPoll, PeerId
+from prefixkv.protocol.ids import ChunkTag, KVPoll, PeerId
 from prefixkv.protocol.messages import (
     Abort,
     Drained,
@@ -24,7 +24,6 @@ from prefixkv.protocol.messages import (
     Promise,
     Topology,
 )
-from prefixkv.protocol.tags import ChunkTag
 from prefixkv.staging.receiver import Scatter
 from prefixkv.transport.base import Arrived
 from tests.unit.control.mesh_wire import (

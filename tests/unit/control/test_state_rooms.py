@@ -14,15 +14,15 @@ from prefixkv.memory.state_layout import StateBlock, StateEntry, StateLayout, St
 from prefixkv.protocol.commands import SendChunk
 from prefixkv.protocol.events import RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
-from prefixkv.protocol.messages import Outcome
-from prefixkv.protocol.sender_events import (
+from prefixkv.protocol.messages import Outcome, Promise
+from prefixkv.protocol.sender_machine import (
     Added,
     Fail,
     JobEnded,
     PostWrite,
     Promised,
+    SenderMachine,
 )
-from prefixkv.protocol.sender_machine import SenderMachine
 from tests.unit.control import wire
 from tests.unit.control.wire import DIGEST, HELLO, SENT, DecodePeer, add_room
 from tests.unit.protocol.rooms import PROMPT
@@ -47,8 +47,8 @@ def promise(
 ) -> Promised:
     peer = PeerId(f"d{reader}", 1)
     return Promised(
-        peer=peer, fill_len=8, prefix_len=8, pages=NO_PAGES, num_units=0, ticket=5, reader=reader,
-        readers=readers, unit_tokens=4, takes_state=takes_state, digest=PROMPT,
+        peer=peer, word=Promise(*SENT.numbers, 8, 8, b"", 5, PROMPT), pages=NO_PAGES, num_units=0,
+        reader=reader, readers=readers, unit_tokens=4, takes_state=takes_state,
         groups=() if state_slot < 0 else (np.array([state_slot], np.int32),),
     )  # fmt: skip
 

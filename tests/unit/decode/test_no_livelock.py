@@ -14,7 +14,7 @@ POLICIES = ["hit_aware", "fifo", "priority"]
 
 
 class Engine:
-    """The loop of docs/start.md: one token a step for all that run; transfers take one step.
+    """The loop of docs/integrate.md: one token a step for all that run; transfers take one step.
 
     `tries_again`: it takes back as many as it must within a step; that one takes back one, and
     sees to the rest in its next pass, after admission.

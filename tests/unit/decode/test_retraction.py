@@ -1,4 +1,4 @@
-"""What a retraction asks of prefill when nothing was evicted, as docs/integrate.md says."""
+"""What a retraction asks of prefill when nothing was evicted, as docs/integrate/endings.md says."""
 
 from __future__ import annotations
 

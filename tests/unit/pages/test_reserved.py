@@ -67,7 +67,7 @@ def test_a_node_with_reserved_pages(node: type, config: type) -> None:
 
 
 def test_a_page_behind_the_pool_is_the_engine_s_too() -> None:
-    """docs/integrate.md, Padding: views of tensors that have one page more."""
+    """docs/integrate/steps.md, Padding: views of tensors that have one page more."""
     blocks = [torch.zeros(5, 2, 4, 1, 16) for _ in range(2)]
     axes = ("page", "kv", "token", "head", "dim")
     pool = KVPool.from_tensors([one[:4] for one in blocks], axes=axes, page_size=4)

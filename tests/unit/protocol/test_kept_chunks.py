@@ -18,11 +18,12 @@ from prefixkv.errors import (
     TransferError,
     TransferTimeoutError,
 )
-from prefixkv.paging import Pages, pages_for
+from prefixkv.paging import Pages, pages_for, unit_pages
 from prefixkv.protocol.commands import SendChunk
 from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, PeerId
-from prefixkv.protocol.sender_events import (
+from prefixkv.protocol.messages import Abort, Promise
+from prefixkv.protocol.sender_machine import (
     AbortSaid,
     Added,
     CancelWrite,
@@ -32,9 +33,9 @@ from prefixkv.protocol.sender_events import (
     Promised,
     RoomTick,
     SenderEvent,
+    SenderMachine,
     SendToReader,
 )
-from prefixkv.protocol.sender_machine import SenderMachine
 from tests.unit.protocol.rooms import KEY, TIMING
 from tests.unit.protocol.rooms import PROMPT as DIGEST
 
@@ -73,9 +74,9 @@ class Prompt(NamedTuple):
         first_page = 200 + 100 * reader
         pages = np.arange(first_page, first_page - pages_for(self.num_units, fold), -1, np.int32)
         return Promised(
-            digest=DIGEST,
-            peer=DECODE[reader], fill_len=self.fill_len, prefix_len=self.prefix_len,
-            pages=pages, num_units=self.num_units, ticket=1, reader=reader,
+            peer=DECODE[reader],
+            word=Promise(*KEY.numbers, self.fill_len, self.prefix_len, b"", 1, DIGEST),
+            pages=pages, num_units=self.num_units, reader=reader,
             readers=tuple(range(self.num_readers)), unit_tokens=self.unit_tokens, fold=fold,
         )  # fmt: skip
 
@@ -167,7 +168,8 @@ def test_any_split_before_and_after_the_promise_posts_what_is_promised_in_order_
             assert actions == [] or i >= promised_at[-1], "something came before the promise"
     for reader in range(prompt.num_readers):
         posts = heard.posts(DECODE[reader])
-        units = prompt.promised(reader).units(0, prompt.num_units)
+        promised = prompt.promised(reader)
+        units = unit_pages(promised.pages, promised.fold, 0, prompt.num_units)
         assert joined([post.dst_pages for post in posts]) == units.tolist()
         assert joined([post.src_pages for post in posts]) == prompt.src_units()
         at = 0
@@ -243,7 +245,7 @@ def test_without_clip_pages_that_decode_has_fail_the_room_and_a_gap_does_so_alwa
     ("event", "after_s", "error"),
     [
         (Fail(AbortedError("enough")), 0.0, AbortedError),
-        (AbortSaid(peer=DECODE[0], reason="no"), 0.0, AbortedError),
+        (AbortSaid(DECODE[0], Abort(*KEY.numbers, "no")), 0.0, AbortedError),
         (RoomTick(), TIMING.bootstrap_timeout_s, TransferTimeoutError),
         (Prompt(17, 8, 4, 4).promised(0), 0.0, PromptMismatchError),
     ],

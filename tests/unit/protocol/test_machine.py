@@ -6,7 +6,7 @@ import pytest
 
 from prefixkv.errors import InternalError
 from prefixkv.protocol.ids import KVPoll
-from prefixkv.protocol.machine import IGNORED, Step, Table, run
+from prefixkv.protocol.machine import Step, Table, ignored, run
 from prefixkv.protocol.receiver_machine import ReceiverMachine
 from prefixkv.protocol.sender_machine import SenderMachine
 from tests.unit.protocol.rooms import KEY, drawn
@@ -25,7 +25,7 @@ class Switch:
         return [f"at {now_s}"]
 
     TABLE: Table = {
-        KVPoll.BOOTSTRAPPING: {int: Step(go, {KVPoll.FAILED}), str: IGNORED},
+        KVPoll.BOOTSTRAPPING: {int: Step(go, {KVPoll.FAILED}), **ignored(str)},
         KVPoll.FAILED: {},
     }
 

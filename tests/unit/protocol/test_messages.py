@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from prefixkv.control.handshake import check_pair
 from prefixkv.errors import ConfigError, HandshakeError, ProtocolError
 from prefixkv.protocol import messages
+from prefixkv.protocol.ids import TAG_BYTES, ChunkTag
 from prefixkv.protocol.messages import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
@@ -23,7 +24,6 @@ from prefixkv.protocol.messages import (
     decode,
     encode,
 )
-from prefixkv.protocol.tags import TAG_BYTES, ChunkTag
 from tests.unit.control.wire import ADDRESS, DECODE, DIGEST, HELLO, LAYOUT, TOPOLOGY, promise
 
 BODIES = [

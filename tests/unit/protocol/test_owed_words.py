@@ -11,15 +11,12 @@ from hypothesis import strategies as st
 
 from prefixkv.errors import AbortedError
 from prefixkv.protocol.events import RoomDrained, RoomEnded
-from prefixkv.protocol.messages import Abort, Outcome, OutcomeAck
+from prefixkv.protocol.messages import Abort, Drained, Outcome, OutcomeAck, PromiseAck
 from prefixkv.protocol.receiver_machine import (
     ChunkLanded,
-    DrainedSaid,
     Fail,
     FencedOff,
-    OutcomeSaid,
     PeerReady,
-    PromiseAcked,
     ReceiverMachine,
     RoomTick,
     SendToRank,
@@ -27,12 +24,13 @@ from prefixkv.protocol.receiver_machine import (
 from tests.unit.protocol.rooms import KEY, TIMING, promise, refusal
 
 MEANS_NOTHING = [
-    PromiseAcked(0),
+    PromiseAck(*KEY.numbers, 0),
     ChunkLanded(0, 0, 0),
-    OutcomeSaid(Outcome(*KEY.numbers, 0, True, 1, 2, b"", "", True)),
+    Outcome(*KEY.numbers, 0, True, 1, 2, b"", "", True),
 ]
 EVENTS = [
-    *MEANS_NOTHING, DrainedSaid(0), DrainedSaid(1), DrainedSaid(9), FencedOff(0), FencedOff(1),
+    *MEANS_NOTHING, *(Drained(*KEY.numbers, rank) for rank in (0, 1, 9)),
+    FencedOff(0), FencedOff(1),
     Fail(AbortedError("gone")), RoomTick(),
 ]  # fmt: skip
 
@@ -66,7 +64,7 @@ def test_any_sequence_ends_it_once_and_time_ends_it_at_last(
             continue
         if was_over:
             assert actions == []
-        if isinstance(event, DrainedSaid | FencedOff):
+        if isinstance(event, Drained | FencedOff):
             unanswered.discard(event.rank)
         words = [action for action in actions if isinstance(action, SendToRank)]
         assert {word.rank for word in words} in (set(), unanswered), "an answered rank is told"
@@ -83,6 +81,6 @@ def test_its_ranks_are_made_known_once(over: bool) -> None:
     machine = refusal()
     machine.on(PeerReady((0,)), 0.0)
     if over:
-        machine.on(DrainedSaid(0), 0.0)
+        machine.on(Drained(*KEY.numbers, 0), 0.0)
     assert machine.on(PeerReady((0,)), 0.0) == []
     assert machine.over is over

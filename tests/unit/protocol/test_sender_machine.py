@@ -25,8 +25,8 @@ from prefixkv.errors import (
 from prefixkv.protocol.commands import SendChunk
 from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
-from prefixkv.protocol.messages import Drained, Outcome, PromiseAck
-from prefixkv.protocol.sender_events import (
+from prefixkv.protocol.messages import Abort, Drained, Outcome, Promise, PromiseAck
+from prefixkv.protocol.sender_machine import (
     AbortSaid,
     Added,
     CancelWrite,
@@ -39,9 +39,9 @@ from prefixkv.protocol.sender_events import (
     Promised,
     RoomTick,
     SenderEvent,
+    SenderMachine,
     SendToReader,
 )
-from prefixkv.protocol.sender_machine import SenderMachine
 from tests.unit.protocol.rooms import (
     DECODE,
     KEY,
@@ -59,8 +59,8 @@ PAGES = (3, 9, 5, 6)  # decode's, for tokens 4 to 18 of 18
 
 def promised(fill_len: int = 18, prefix_len: int = 4, pages: Sequence[int] = PAGES) -> Promised:
     return Promised(
-        peer=DECODE, fill_len=fill_len, prefix_len=prefix_len, num_units=len(pages),
-        pages=np.array(pages, dtype=np.int32), digest=PROMPT,
+        peer=DECODE, word=Promise(*KEY.numbers, fill_len, prefix_len, b"", digest=PROMPT),
+        num_units=len(pages), pages=np.array(pages, dtype=np.int32),
     )  # fmt: skip
 
 
@@ -183,7 +183,7 @@ class Laws:
 
 POSTED = [Added(18, PROMPT), promised(), chunk(1, 2)]
 FULL_HIT = promised(fill_len=16, prefix_len=16, pages=())
-ABORT_SAID = AbortSaid(peer=DECODE, reason="enough")
+ABORT_SAID = AbortSaid(DECODE, Abort(*KEY.numbers, "enough"))
 BROKEN = TransferError("broken")
 SCRIPTS: dict[str, list[Any]] = {
     "nothing known": [],
@@ -454,7 +454,7 @@ def test_a_full_hit_sends_no_page_and_still_says_its_outcome() -> None:
         ([*POSTED, chunk(4, 1)], TransferError, "units 3 to 4 .* unit 2 of 4 is next"),
         ([*POSTED, chunk(3, 3)], TransferError, "units 2 to 5"),
         ([*POSTED, chunk(3, 1, last=True)], TransferError, "3 of 4 units"),
-        ([*POSTED, AbortSaid(peer=DECODE, reason="why")], AbortedError, "why"),
+        ([*POSTED, AbortSaid(DECODE, Abort(*KEY.numbers, "why"))], AbortedError, "why"),
     ],
 )
 def test_what_cannot_be_fails_the_room_and_says_why(

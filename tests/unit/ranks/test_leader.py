@@ -27,6 +27,7 @@ from prefixkv.protocol.events import (
     MAX_ERROR_CHARS,
     Bootstrapped,
     DecodeEvent,
+    HostCopyDone,
     RoomDrained,
     RoomEnded,
     RoomOverdue,
@@ -34,7 +35,6 @@ from prefixkv.protocol.events import (
     decode_error,
     encode_error,
 )
-from prefixkv.protocol.host_copy import HostCopyDone
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.ranks.leader import RankLeader, pack_rank_events
 from tests.unit.control.wire import Alike, members, of

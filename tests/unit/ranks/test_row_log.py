@@ -31,7 +31,7 @@ from prefixkv.protocol.commands import (
     RefuseRoom,
     SendChunk,
 )
-from prefixkv.protocol.host_copy import HostCopy
+from prefixkv.protocol.events import HostCopy
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.ranks.row_log import RankLog, RankSizes, RowFollower
 from prefixkv.request import Request

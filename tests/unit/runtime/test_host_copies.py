@@ -21,7 +21,7 @@ from prefixkv.memory.host_pool import HostPool
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.page_copy import PageCopy
 from prefixkv.paging import Pages
-from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
+from prefixkv.protocol.events import HostCopy, HostCopyDone
 from prefixkv.runtime import copies
 from prefixkv.runtime.copies import run_settled
 from prefixkv.runtime.host_copies import HostCopies

@@ -11,11 +11,11 @@ import pytest
 
 from prefixkv import DecodeNode
 from prefixkv.config import DecodeConfig, PrefillConfig, TransportConfig
+from prefixkv.conformance.hashing import PrefixHasher
 from prefixkv.errors import TransferError
 from prefixkv.memory.mesh import Mesh
 from prefixkv.ranks.row_log import RankLog
 from prefixkv.request import Request
-from prefixkv.testing.hashing import PrefixHasher
 from tests.support.gpu import GPU
 from tests.support.mesh_process import RankProcess, rank_processes
 from tests.support.mesh_workers import SALT

@@ -13,6 +13,7 @@ import pytest
 
 from prefixkv import DecodeNode, PrefillNode
 from prefixkv.config import DecodeConfig, PrefillConfig
+from prefixkv.conformance.hashing import PrefixHasher
 from prefixkv.errors import (
     AbortedError,
     ConfigError,
@@ -22,7 +23,6 @@ from prefixkv.memory.mesh import Mesh
 from prefixkv.protocol.ids import PeerId
 from prefixkv.request import Request
 from prefixkv.spi import DecodeGroup, DecodeRank, PrefillGroup
-from prefixkv.testing.hashing import PrefixHasher
 from prefixkv.transfer import DecodeTransfers, PrefillTransfers
 from tests.support.node_pair import (
     DecodeDriver,

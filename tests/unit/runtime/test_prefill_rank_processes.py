@@ -11,6 +11,7 @@ import pytest
 
 from prefixkv import DecodeNode, PrefillNode
 from prefixkv.config import DecodeConfig, PrefillConfig
+from prefixkv.conformance.hashing import PrefixHasher
 from prefixkv.errors import CallerError, DrainingError, PeerLostError
 from prefixkv.memory.kv_pool import KVPool, PoolGroup
 from prefixkv.memory.mesh import Mesh
@@ -19,7 +20,6 @@ from prefixkv.protocol.ids import PeerId
 from prefixkv.ranks.row_log import RankLog
 from prefixkv.request import Request
 from prefixkv.spi import PrefillRank
-from prefixkv.testing.hashing import PrefixHasher
 from tests.support.node_pair import tokens_of
 from tests.support.patience import until
 from tests.support.patterns import make_pools, pattern_in

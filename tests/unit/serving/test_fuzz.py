@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from prefixkv.engines.hf import Sampling
 from prefixkv.engines.hf.small import CHAT_TEMPLATE, small_tokenizer
 from prefixkv.serving.http import ApiError
-from prefixkv.serving.openai import _NEUTRAL, ChatRequest, CompletionRequest, parse
+from prefixkv.serving.openai import _UNSERVED, ChatRequest, CompletionRequest, parse
 from prefixkv.serving.text import TextError, Texts
 
 PARSERS_WORDS = re.compile(r"Expected `|msgspec|\bgot `|JSON is malformed|codec|recursion")
@@ -55,7 +55,7 @@ prompts = (
     st.text(max_size=30) | anything
     | st.lists(st.text(max_size=3) | st.integers() | st.lists(st.integers() | anything, max_size=3))
 )  # fmt: skip
-names = st.sampled_from([*KNOWN, *_NEUTRAL]) | st.text(max_size=8)
+names = st.sampled_from([*KNOWN, *_UNSERVED]) | st.text(max_size=8)
 bodies = st.builds(
     lambda base, more: {**base, **more},
     st.fixed_dictionaries(

@@ -134,7 +134,7 @@ async def test_every_error_has_openais_form(site: Site, client: httpx.AsyncClien
     assert error(await client.get("/fail")) == (500, None)
     assert error(await client.get("/refuse")) == (418, "teapot")
     assert error(await client.post("/echo", content=b"{")) == (400, None)
-    assert error(await client.post("/echo", content=b"[1]")) == (400, None)
+    assert error(await client.post("/echo", content=b"[1]")) == (400, "invalid_value")
 
 
 @served()

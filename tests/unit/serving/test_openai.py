@@ -10,9 +10,10 @@ import msgspec
 import pytest
 
 from prefixkv.engines.hf.requests import Sampling
+from prefixkv.serving import openai
 from prefixkv.serving.http import ApiError
 from prefixkv.serving.openai import (
-    _NEUTRAL,
+    _UNSERVED,
     Answers,
     ChatRequest,
     CompletionRequest,
@@ -20,7 +21,7 @@ from prefixkv.serving.openai import (
     parse,
 )
 
-WORDS_OF_A_PARSER = re.compile(r"`|\b(int|str|bool|dict|null|array|Expected|got|malformed)\b")
+WORDS_OF_A_PARSER = re.compile(r"`|\b(int|str|bool|dict|array|Expected|got|malformed)\b")
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
@@ -67,7 +68,10 @@ def test_what_asks_for_nothing_is_taken_and_what_is_not_served_is_refused_by_nam
     chat(skip_special_tokens=True, use_beam_search=False, guided_json=None, verbosity="medium")
     chat(best_of=3, n=3, stop=[], length_penalty=1.0, include_stop_str_in_output=False)
     for name, value in (
-        ("echo", True), ("presence_penalty", 0.5), ("best_of", 3), ("guided_regex", "a"),
+        ("echo", True), ("presence_penalty", 0.5), ("frequency_penalty", 1), ("min_p", 0.1),
+        ("repetition_penalty", 1.1), ("suffix", "x"), ("modalities", ["text", "audio"]),
+        ("audio", {"voice": "a"}), ("guided_json", {}), ("structured_outputs", {"regex": "a"}),
+        ("prediction", {"type": "content", "content": "x"}), ("best_of", 3), ("guided_regex", "a"),
         ("response_format", {"type": "json_object"}), ("logit_bias", {"5": 1}),
         ("include_stop_str_in_output", True), ("truncate_prompt_tokens", 5),
         ("chat_template", "{{ 1 }}"), ("tool_choice", "required"), ("add_special_tokens", True),
@@ -77,10 +81,13 @@ def test_what_asks_for_nothing_is_taken_and_what_is_not_served_is_refused_by_nam
     assert refusal(b'{"model": "m"}')["param"] == "messages"
 
 
-def test_what_changes_no_answer_is_taken_whatever_it_is() -> None:
+def test_what_changes_no_answer_is_taken_whatever_it_is_and_named_once_in_the_log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openai, "_warned", set())
     metadata = {"user": "u", "trace": {"a": [1, "x" * 1000]}}
     more = {
-        "metadata": metadata, "store": True, "service_tier": "flex", "prediction": {"content": "x"},
+        "metadata": metadata, "store": True, "service_tier": "flex",
         "prompt_cache_retention": "24h", "parallel_tool_calls": False, "priority": 5, "rid": "r",
         "data_parallel_rank": 1, "stream_interval": 4, "include_reasoning": False,
         "mm_processor_kwargs": {"a": 1},
@@ -88,12 +95,17 @@ def test_what_changes_no_answer_is_taken_whatever_it_is() -> None:
     assert chat(**more) == chat()
     body = json.dumps({"model": "m", "prompt": "x", **more}).encode()
     assert parse(body, CompletionRequest) == parse(b'{"model":"m","prompt":"x"}', CompletionRequest)
+    assert sorted(line.partition(" ")[0] for line in caplog.messages) == sorted(more)
 
 
 RANGES = {
-    "top_p": "is {}, must be in (0, 1]", "temperature": "is {}, must be in [0, 2]",
-    "top_k": "is -2, must be in [-1, 2147483647]", "n": "is {}, must be in [1, 128]",
+    "top_p": "has to be a number, {}", "temperature": "has to be a number, {}",
+    "top_k": "has to be a whole number, -1 at least", "n": "has to be a whole number, {}",
     "seed": "must be in [-9223372036854775808, 18446744073709551615]",
+}  # fmt: skip
+BOUNDS = {
+    0: "1 at least", 129: "128 at most", -0.1: "0.0 at least", 2.1: "2.0 at most",
+    1.1: "1.0 at most",
 }  # fmt: skip
 
 
@@ -110,7 +122,7 @@ def test_no_type_is_looked_at_for_a_request(monkeypatch: pytest.MonkeyPatch) -> 
     ("name", "value"),
     [
         ("max_tokens", 0), ("max_tokens", -5), ("max_completion_tokens", -1), ("n", 0),
-        ("n", 129), ("temperature", -0.1), ("temperature", 2.1), ("top_p", 0.0), ("top_p", 1.1),
+        ("n", 129), ("temperature", -0.1), ("temperature", 2.1), ("top_p", 1.1),
         ("top_k", -2), ("seed", 10**40),
         ("stop", ""), ("stop", ["a", ""]), ("stop", ["a"] * 17), ("cache_salt", ""),
         ("seed", 2**64), ("min_tokens", -1), ("stop_token_ids", [-1]),
@@ -121,9 +133,10 @@ def test_no_type_is_looked_at_for_a_request(monkeypatch: pytest.MonkeyPatch) -> 
 )  # fmt: skip
 def test_what_is_out_of_range_is_refused_by_name(name: str, value: Any) -> None:
     told = refusal(json.dumps({"model": "m", "messages": HELLO, name: value}).encode())
-    assert (told["param"], told["code"]) == (name, "invalid_value")
+    assert (told["param"].partition("[")[0], told["code"]) == (name, "invalid_value")
     if name in RANGES:
-        assert told["message"] == f"{name} {RANGES[name].format(value)}"
+        shown = RANGES[name].format(BOUNDS.get(value) if isinstance(value, int | float) else "")
+        assert told["message"] == f"{name} {shown}"
 
 
 @pytest.mark.parametrize(
@@ -201,7 +214,7 @@ def test_a_prompt_is_one_or_several_texts_or_lists_of_tokens() -> None:
     ("prompt", "param"),
     [
         ([], "prompt"), ({}, "prompt"), (7, "prompt"), (True, "prompt"), ([True], "prompt[0]"),
-        (["a", 1], "prompt[1]"), ([1, "a"], "prompt[1]"), ([[1, "a"]], "prompt[0][1]"),
+        (["a", 1], "prompt"), ([1, "a"], "prompt"), ([[1, "a"]], "prompt[0][1]"),
         ([1.5], "prompt[0]"), ([None], "prompt[0]"), (["a"] * 129, "prompt"),
         ([[1]] * 129, "prompt"), ([1] * 9, "prompt"), ([[1] * (1 << 20), [1]], "prompt"),
     ],
@@ -233,9 +246,9 @@ def test_what_a_template_is_given_is_bounded(more: Any, param: str) -> None:
 
 def test_null_is_as_good_as_nothing() -> None:
     names = {field.name for field in msgspec.structs.fields(ChatRequest)} - {"model", "messages"}
-    nothing = dict.fromkeys(names | _NEUTRAL.keys())
+    nothing = dict.fromkeys(names | _UNSERVED.keys())
     assert chat(**nothing) == chat()
-    assert refused(messages=None) == ("messages", "missing_required_parameter")
+    assert refused(messages=None) == ("messages", "invalid_value")
 
 
 def test_options_of_a_stream_are_taken_without_one() -> None:

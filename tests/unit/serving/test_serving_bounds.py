@@ -175,6 +175,13 @@ def test_a_text_of_megabytes_is_not_kept(front: Serving, name: str) -> None:
 
 
 @pytest.mark.slow
+def test_a_body_that_is_too_large_is_read_and_not_kept(front: Serving) -> None:
+    memory = Memory(front.pid)
+    assert front.post("/v1/completions", b"x" * (100 * MIB))[0] == 413
+    assert memory.grown() < 64 * MIB
+
+
+@pytest.mark.slow
 def test_bodies_that_are_never_finished(front: Serving) -> None:
     memory = Memory(front.pid)
     address = (urlsplit(front.url).hostname, urlsplit(front.url).port)

@@ -372,9 +372,9 @@ def test_variables_ask_for_traces(
         ({"OTEL_TRACES_EXPORTER": "zipkins"}, "exporter 'zipkins' is not installed; there are con"),
         ({"OTEL_TRACES_EXPORTER": "otlp,"}, "exporter '' is not installed"),
         ({"OTEL_TRACES_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"},
-         "protocol 'http/json': it is one of http/protobuf, grpc"),
+         "exporter 'http/json' is not installed"),
         ({"OTEL_TRACES_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "grpc"},
-         "pip install opentelemetry-exporter-otlp-proto-grpc"),
+         "exporter 'otlp_proto_grpc' is not installed"),
         ({"OTEL_TRACES_EXPORTER": "otlp", "OTEL_BSP_MAX_QUEUE_SIZE": "0"}, "max_queue_size"),
     ],
 )  # fmt: skip

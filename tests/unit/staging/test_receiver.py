@@ -11,11 +11,10 @@ import pytest
 from prefixkv.errors import LeaseError, ProtocolError, TransferError
 from prefixkv.memory.mesh import Shard
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
-from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
+from prefixkv.protocol.ids import ChunkTag, KVPoll, PeerId, RoomKey
 from prefixkv.protocol.machine import Fail
 from prefixkv.protocol.messages import Hello, HelloReply, LeaseAsk, Promise, Topology
 from prefixkv.protocol.receiver_machine import RoomDrained, RoomEnded, RoomOverdue, UnitsStaged
-from prefixkv.protocol.tags import ChunkTag
 from prefixkv.staging.leases import LeaseCut, LeaseState, Section
 from prefixkv.staging.receiver import (
     Grant,

@@ -13,10 +13,9 @@ from prefixkv.control.effects import Cancel, StagingSlots
 from prefixkv.errors import AbortedError, HandshakeError, InternalError, PeerLostError
 from prefixkv.memory.mesh import Mesh, sent_shares, writers_to
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea, whole_blocks
-from prefixkv.protocol.ids import PeerId, RoomKey
+from prefixkv.protocol.ids import ChunkTag, PeerId, RoomKey
 from prefixkv.protocol.messages import LeaseGrant
-from prefixkv.protocol.sender_events import JobDrained, JobEnded
-from prefixkv.protocol.tags import ChunkTag
+from prefixkv.protocol.sender_machine import JobDrained, JobEnded
 from prefixkv.staging.leases import LeaseCut
 from prefixkv.staging.sender import (
     READY_POLL_S,

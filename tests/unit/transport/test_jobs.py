@@ -6,15 +6,14 @@ import numpy as np
 import pytest
 
 from prefixkv.errors import AbortedError
-from prefixkv.protocol.ids import PeerId
-from prefixkv.protocol.tags import ChunkTag
+from prefixkv.protocol.ids import ChunkTag, PeerId
 from prefixkv.transport.base import TransportEvent, WriteDone, WriteFailed, WriteJob
 from prefixkv.transport.jobs import ActiveJob, JobTable, Outbox
-from prefixkv.transport.runs import Routes, paired_runs, part_indices
+from prefixkv.transport.runs import paired_runs, part_indices
 from tests.support.transport_pools import make_pool
 
 LAYOUT = make_pool("page_major", 8).layout
-ROUTES = Routes(paired_runs(LAYOUT, LAYOUT))
+ROUTES = {"pages": paired_runs(LAYOUT, LAYOUT)}
 PAGE_BYTES = LAYOUT.page_bytes
 
 
@@ -154,4 +153,4 @@ def test_parts_never_outnumber_what_a_tag_can_count() -> None:
             side.tolist() for side in part_indices(runs, part, pages, pages)
         ]
         assert tag == active.part_tag(number).pack()
-        active.posted()
+        active.next_part += 1

@@ -17,7 +17,7 @@ from prefixkv.engines.vllm import host_worker as host_worker_module
 from prefixkv.engines.vllm import worker as worker_module
 from prefixkv.memory.host_pool import HostPool
 from prefixkv.memory.page_copy import page_copy
-from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
+from prefixkv.protocol.events import HostCopy, HostCopyDone
 from prefixkv.runtime import decode_transfers, prefill_transfers, transfers
 from prefixkv.runtime.channel import DealerChannel, RouterChannel
 from prefixkv.runtime.control_thread import ControlThread

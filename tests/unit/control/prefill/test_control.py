@@ -42,10 +42,9 @@ from prefixkv.protocol.commands import (
     MoveWeights,
     OfferRoom,
     OpenRoom,
-    WithdrawRoom,
 )
 from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
-from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
+from prefixkv.protocol.ids import ChunkTag, KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import (
     Abort,
     Drained,
@@ -60,7 +59,6 @@ from prefixkv.protocol.messages import (
     PromiseAck,
     Topology,
 )
-from prefixkv.protocol.tags import ChunkTag
 from prefixkv.transport.base import (
     Arrived,
     PeerMemory,
@@ -908,7 +906,7 @@ INPUTS: dict[str, tuple[Any, list[str]]] = {
     "a request": (add_room(RoomKey(8, 0, SENT.decode)), []),
     "pages": (send_chunk(SENT, 2, [31], False, b""), ["WriteJob"]),
     "a prompt whose room the engine has drawn": (OfferRoom(RoomKey(8, 0), 10, PROMPT, 30.0), []),
-    "an offer that stands no more": (WithdrawRoom(RoomKey(8, 0), "needed elsewhere"), []),
+    "an offer that stands no more": (AbortRoom(RoomKey(8, 0), "needed elsewhere"), []),
     "a request that is not taken": (DeclineRoom(RoomKey(8, 0, SENT.decode), "no"), []),
     "a room to end": (ENOUGH, ["RoomEnded", "Cancel", "Outcome"]),
     "other weights": (MoveWeights("v2"), ["RoomEnded", "Cancel", "Outcome"]),

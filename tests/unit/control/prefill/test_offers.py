@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from prefixkv.digest import prompt_digest
-from prefixkv.protocol.commands import OfferRoom, WithdrawRoom
+from prefixkv.protocol.commands import AbortRoom, OfferRoom
 from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.messages import Abort, Drained, Outcome, OutcomeAck, Promise
@@ -114,17 +114,17 @@ def test_a_number_that_is_in_use_is_not_offered() -> None:
 def test_it_is_withdrawn() -> None:
     peer = both_known()
     peer.on(OFFER)
-    ended, free = peer.on(WithdrawRoom(KEY, "the blocks are needed"))
+    ended, free = peer.on(AbortRoom(KEY, "the blocks are needed"))
     assert (str(ended.error), free) == ("the blocks are needed", SourceFree(KEY))
     assert refusal(peer.say(promise())) == "the blocks are needed"
-    assert peer.on(WithdrawRoom(KEY, "again")) == []
+    assert peer.on(AbortRoom(KEY, "again")) == []
 
 
 def test_what_is_open_already_is_not_withdrawn() -> None:
     peer = both_known()
     peer.on(OFFER)
     peer.say(promise())
-    assert peer.on(WithdrawRoom(KEY, "the blocks are needed")) == []
+    assert peer.on(AbortRoom(KEY, "the blocks are needed")) == []
     send_all(peer, SENT)
 
 
@@ -171,7 +171,7 @@ EVENTS: dict[str, Any] = {
     "ours": lambda peer: peer.say(promise()),
     "theirs": lambda peer: peer.say(promise(), OTHER),
     "wrong": lambda peer: peer.say(WRONG, OTHER),
-    "withdraw": lambda peer: peer.on(WithdrawRoom(KEY, "enough")),
+    "withdraw": lambda peer: peer.on(AbortRoom(KEY, "enough")),
     "abort": lambda peer: peer.say(Abort(*KEY.numbers, "no more", promise().ticket)),
     "late": lambda peer: peer.after(TIMEOUT_S),
 }

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from prefixkv.protocol.commands import OfferRoom, WithdrawRoom
+from prefixkv.protocol.commands import AbortRoom, OfferRoom
 from prefixkv.protocol.ids import RoomKey
 from tests.support.steps import num_steps
 from tests.unit.control.wire import DecodePeer, add_room
@@ -15,7 +15,7 @@ from tests.unit.protocol.rooms import PROMPT
 OFFER = OfferRoom(RoomKey(10**6, 0), 10, PROMPT, 30.0)
 CALLS: dict[str, Callable[[DecodePeer], object]] = {
     "an offer": lambda peer: peer.control.on(OFFER, peer.now_s),
-    "its withdrawal": lambda peer: peer.control.on(WithdrawRoom(OFFER.key, "no"), peer.now_s),
+    "its withdrawal": lambda peer: peer.control.on(AbortRoom(OFFER.key, "no"), peer.now_s),
     "a request": lambda peer: peer.control.on(add_room(RoomKey(10**7, 0, "d1")), peer.now_s),
     "the number of rooms": lambda peer: peer.control.num_rooms,
 }

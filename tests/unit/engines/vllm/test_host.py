@@ -20,7 +20,7 @@ from prefixkv.engines.vllm.orders import CopyEnd, CopyOrder, WorkerReport
 from prefixkv.engines.vllm.scheduler import SchedulerSide
 from prefixkv.errors import ConfigError
 from prefixkv.memory.page_copy import CpuPageCopy
-from prefixkv.protocol.host_copy import HostCopy
+from prefixkv.protocol.events import HostCopy
 from prefixkv.spi import HostMemory, Inbox
 from tests.support.patience import until
 from tests.unit.engines.vllm.conftest import MakeServers, Servers

@@ -17,8 +17,7 @@ import pytest
 
 from prefixkv.config import TransportConfig
 from prefixkv.errors import ClosedError, InternalError, TransferTimeoutError
-from prefixkv.protocol.ids import PeerId
-from prefixkv.protocol.tags import ChunkTag
+from prefixkv.protocol.ids import ChunkTag, PeerId
 from prefixkv.transport.base import (
     PeerMemory,
     PeerUnreachable,

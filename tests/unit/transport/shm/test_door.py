@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import secrets
 import select
 import socket
-import time
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -20,8 +17,7 @@ import pytest
 from prefixkv.errors import ConfigError, HandshakeError
 from prefixkv.memory.kv_layout import ADDRESS_END
 from prefixkv.memory.shared import SharedBlock, block_of
-from prefixkv.protocol.ids import PeerId
-from prefixkv.protocol.tags import TAG_BYTES, ChunkTag
+from prefixkv.protocol.ids import TAG_BYTES, ChunkTag, PeerId
 from prefixkv.runtime import rank_spec
 from prefixkv.transport.base import RankMemory, WriteDone
 from prefixkv.transport.shm import wire as shm_wire
@@ -37,7 +33,7 @@ from prefixkv.transport.shm.wire import (
     tags_of,
     take,
 )
-from tests.support.patience import NEVER_S, PATIENCE_S, until
+from tests.support.patience import PATIENCE_S, until
 from tests.support.shm_liar import num_descriptors
 from tests.support.transport_driver import Node, ShmDriver
 from tests.support.transport_pools import make_pool, shared_zeros
@@ -145,26 +141,6 @@ def test_a_packet_of_tags_is_one_that_the_door_reads_whole() -> None:
         tags_of(b"")
 
 
-# --- how many, and for how long -------------------------------------------------------------------
-
-
-def test_a_stranger_that_says_nothing_is_turned_out_and_a_writer_is_not(
-    driver: ShmDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writer, target = driver.pair()
-    write_one(driver, writer, target, 1)
-    links = links_of(target)
-    monkeypatch.setattr(shm_wire, "_PATIENCE_S", 0.05)
-    assert len(links) == 1
-    with stranger_at(target) as stranger:
-        assert stranger.recv(10) == b""  # nothing else wakes the thread meanwhile
-    time.sleep(0.1)
-    with stranger_at(target) as stranger:
-        assert stranger.recv(10) == b""
-    write_one(driver, writer, target, 2)
-    assert links_of(target) == links
-
-
 def links_of(target: Node) -> set[str]:
     """The kernel's numbers of the sockets that this node's door has accepted."""
     name = "@prefixkv-shm-" + offer_of(target).door
@@ -173,65 +149,6 @@ def links_of(target: Node) -> set[str]:
         inode for *_, flags, _, _, inode, path in (row for row in rows if row[-1] == name)
         if inode != "0" and not int(flags, 16) & 0x10000  # it is not in the queue, and no listener
     }  # fmt: skip
-
-
-def test_the_thread_wakes_for_the_stranger_that_came_first(driver: ShmDriver) -> None:
-    target = driver.node("decode")
-    found: list[Any] = []
-    target.transport._call(lambda loop: found.append(loop._door))
-    until(lambda: found)
-    [door] = found
-    with stranger_at(target):
-        until(lambda: len(door._links) == 1)
-        first_s = door.wake_s()
-        with stranger_at(target):
-            until(lambda: len(door._links) == 2)
-            assert door.wake_s() == first_s
-
-
-def test_waits_for_strangers_are_bounded_and_the_oldest_makes_room(
-    driver: ShmDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shm_wire, "_MAX_STRANGERS", 3)
-    target = driver.node("decode")
-    token = MAGIC + offer_of(target).token
-    with ExitStack() as opened:
-        known = [opened.enter_context(stranger_at(target)) for _ in range(3)]
-        another = opened.enter_context(stranger_at(target))
-        assert known[0].recv(10) == b""
-        assert answer_to(another, token).startswith(MAGIC)
-        for stranger in known[1:]:
-            assert answer_to(stranger, token).startswith(MAGIC)
-
-
-def test_a_writer_is_let_in_however_many_strangers_come(
-    driver: ShmDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """64 at a time, again and again, of the same user: it does not wait until they are out."""
-    monkeypatch.setattr(shm_wire, "_PATIENCE_S", NEVER_S)
-    target = driver.node("decode")
-    token = MAGIC + offer_of(target).token
-    with ExitStack() as opened:
-        for _ in range(10):
-            for _ in range(64):
-                opened.enter_context(stranger_at(target))
-            writer = opened.enter_context(stranger_at(target))
-            assert answer_to(writer, token).startswith(MAGIC)
-
-
-def test_links_are_bounded_and_a_stranger_makes_room_for_a_writer(
-    driver: ShmDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shm_wire, "_MAX_LINKS", 2)
-    target = driver.node("decode")
-    token = MAGIC + offer_of(target).token
-    with stranger_at(target) as first, stranger_at(target) as second:
-        assert answer_to(first, token).startswith(MAGIC)
-        with stranger_at(target) as third:
-            assert answer_to(third, token).startswith(MAGIC)
-            assert second.recv(10) == b""
-            with stranger_at(target) as fourth:
-                assert answer_to(fourth, token) == b"", "all are writers"
 
 
 def test_a_writer_that_leaves_its_answer_unread_is_dropped(
@@ -252,7 +169,6 @@ def test_a_stranger_that_has_left_again_is_not_missed() -> None:
         door = ShmListener(PeerId("d", 1), [], [], epoll)
         try:
             assert door.on_ready(door._listener.fileno(), lambda tag: None)
-            assert door.wake_s() is None
         finally:
             door.close()
 
@@ -391,34 +307,3 @@ def test_an_offer_of_another_version_is_refused(driver: ShmDriver) -> None:
     assert raw.startswith(b"pkvshm1|")
     with pytest.raises(HandshakeError, match="shm offer"):
         read_offer(b"pkvshm2|" + raw[len(MAGIC) :], target.me)
-
-
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
-def test_where_there_are_no_descriptors_the_listener_is_left_alone_for_a_while(number: int) -> None:
-    """One that waits at the door would keep the thread turning."""
-    with select.epoll() as epoll, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
-        door = ShmListener(PeerId("d", 1), [], [], epoll)
-        listener = door._listener
-        try:
-            offer = msgspec.msgpack.decode(door.offer[len(MAGIC) :], type=ShmOffer)
-            stranger.connect("\0prefixkv-shm-" + offer.door)
-            assert epoll.poll(0)
-
-            def accept() -> None:
-                raise OSError(number, "no descriptors")
-
-            door._listener = SimpleNamespace(accept=accept, fileno=listener.fileno)  # type: ignore[assignment]
-            assert door.on_ready(listener.fileno(), lambda _: None)
-            assert not epoll.poll(0)
-            again_s = door.wake_s()
-            assert again_s is not None
-            door.turn_out(again_s - 0.01)
-            assert not epoll.poll(0)
-            door._listener = listener
-            door.turn_out(again_s)
-            assert epoll.poll(0)
-            door.on_ready(listener.fileno(), lambda _: None)
-            assert door._links
-        finally:
-            door._listener = listener
-            door.close()

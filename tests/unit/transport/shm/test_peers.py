@@ -24,7 +24,7 @@ from prefixkv.config import TransportConfig
 from prefixkv.errors import HandshakeError, PeerLostError, TransferTimeoutError
 from prefixkv.memory.mesh import Shard
 from prefixkv.memory.shared import SEALS
-from prefixkv.protocol.tags import ChunkTag
+from prefixkv.protocol.ids import ChunkTag
 from prefixkv.transport.base import (
     Arrived,
     PeerMemory,

@@ -19,8 +19,7 @@ from prefixkv.errors import (
     HandshakeError,
 )
 from prefixkv.memory.shared import SharedBlock
-from prefixkv.protocol.ids import PeerId
-from prefixkv.protocol.tags import ChunkTag
+from prefixkv.protocol.ids import ChunkTag, PeerId
 from prefixkv.transport.base import PeerMemory, PeerUnreachable, RankMemory, WriteDone
 from prefixkv.transport.shm import wire as shm_wire
 from prefixkv.transport.shm.copy import CopyPlan

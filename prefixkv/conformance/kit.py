@@ -1,0 +1,221 @@
+"""Runs of an engine through the scenarios, and the report of what broke."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal, NamedTuple
+
+from prefixkv import TransportConfig
+from prefixkv.conformance.interface import Finding
+from prefixkv.conformance.scenario_run import MakeSides, ScenarioOverError, ScenarioRun
+from prefixkv.conformance.scenarios import SCENARIOS
+
+Backend = Literal["nixl", "shm", "auto"]
+
+PATIENCE_S: Final = 30.0
+"""How long nothing at all may happen before an engine counts as stalled, in seconds."""
+
+PAGE_SIZE: Final = 4  # of most scenarios
+_SHOWN_LOG_LINES: Final = 20  # of one run, the last ones
+_LOGGER: Final = logging.getLogger("prefixkv")
+_NUMBER: Final = re.compile(r"\d+")
+_RID: Final = re.compile(r"r\d+\b")  # names of a run's prompts
+
+
+@dataclass(slots=True)
+class ConformanceReport:
+    """What scenarios have found. `str()` of it is for people.
+
+    `passed` has the names of the runs ("full hit, seed 0") without a finding; `skipped` those that
+    the engine does not take part in, with its reason; `logs` what the library logged in runs with
+    findings.
+    """
+
+    passed: list[str] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+    logs: dict[str, list[str]] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return not self.findings
+
+    @property
+    def laws(self) -> set[str]:
+        """The broken laws, as `LAWS` names them."""
+        return {found.law for found in self.findings}
+
+    def __str__(self) -> str:
+        lines = []
+        for first, *alike in _of_one_cause(self.findings):
+            lines.append(f"in {first.scenario!r}, seed {first.seed}: {first}")
+            if alike:
+                lines.append(f"    and {len(alike)} more of the kind: {_named(alike)}")
+        for name, logged in self.logs.items():
+            lines.append(f"logged in {name}:")
+            lines += [f"    {line}" for line in logged[-_SHOWN_LOG_LINES:]]
+        lines += [f"not run: {name}: {why}" for name, why in self.skipped.items()]
+        broken = {(found.scenario, found.seed) for found in self.findings}
+        lines.append(
+            f"{len(self.passed)} passed, {len(broken)} broken, {len(self.skipped)} not run, "
+            f"{self.seconds:.1f} s"
+        )
+        return "\n".join(lines)
+
+
+def _of_one_cause(findings: Iterable[Finding]) -> Iterator[list[Finding]]:
+    """Group findings that differ in names and numbers only, in order of the first."""
+    groups: dict[Finding, list[Finding]] = {}
+    for found in findings:
+        kind = found._replace(what=_NUMBER.sub("#", found.what))
+        groups.setdefault(kind, []).append(found)
+    yield from groups.values()
+
+
+def _named(findings: Sequence[Finding]) -> str:
+    """Return the requests that findings begin with, else the first of their texts."""
+    names = [match[0] for found in findings if (match := _RID.match(found.what))]
+    return ", ".join(dict.fromkeys(names)) or findings[0].what
+
+
+class _HeldLog(logging.Handler):
+    """Keeps what is logged, instead of showing it: many scenarios go wrong on purpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self._before: tuple[bool, list[logging.Handler]]
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(f"{record.levelname} {record.name}: {record.getMessage()}")
+
+    def __enter__(self) -> _HeldLog:
+        self._before = _LOGGER.propagate, _LOGGER.handlers
+        _LOGGER.propagate, _LOGGER.handlers = False, [self]
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _LOGGER.propagate, _LOGGER.handlers = self._before
+
+
+class Case(NamedTuple):
+    """One scenario and one seed, to parametrise a test with."""
+
+    scenario: str
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.scenario}, seed {self.seed}"
+
+    def check(
+        self, make: MakeSides, *, patience_s: float = PATIENCE_S, probe: bool = True,
+        backend: Backend = "nixl", page_size: int = PAGE_SIZE,
+    ) -> None:  # fmt: skip
+        """Raises AssertionError, with the report, if a law is broken. An engine that does not take
+        part in the scenario (`make` raises NotImplementedError) passes it."""
+        report = run(
+            make, only=[self.scenario], seeds=[self.seed], patience_s=patience_s, probe=probe,
+            backend=backend, page_size=page_size,
+        )  # fmt: skip
+        if not report.ok:
+            raise AssertionError(str(report))
+
+
+def scenarios(seeds: Iterable[int] = (0,)) -> list[Case]:
+    """Return every scenario with each of these seeds."""
+    return [Case(name, seed) for name in SCENARIOS for seed in seeds]
+
+
+def check_run(only: Sequence[str], page_size: int) -> None:
+    for name in only:
+        if name not in SCENARIOS:
+            known = ", ".join(repr(one) for one in SCENARIOS)
+            raise ValueError(f"there is no scenario {name!r}, there are {known}")
+    if page_size < PAGE_SIZE or page_size % PAGE_SIZE:
+        raise ValueError(f"page_size is {page_size}, a multiple of {PAGE_SIZE} is needed")
+
+
+def run(
+    make: MakeSides, *, only: Sequence[str] = (), seeds: Iterable[int] = (0,),
+    patience_s: float = PATIENCE_S, probe: bool = True, backend: Backend = "nixl",
+    page_size: int = PAGE_SIZE,
+) -> ConformanceReport:  # fmt: skip
+    """Run an engine through the scenarios. What the library logs meanwhile is held back, and is in
+    the report where something was found; nothing is raised for what an engine does wrong.
+
+    Args:
+        make: makes both workers; called once for each scenario and seed. It may raise
+            NotImplementedError for settings that the engine does not know.
+        only: names of scenarios (`SCENARIOS`); all of them by default.
+        seeds: each scenario is run once with each.
+        patience_s: how long nothing at all may happen before the engine counts as stalled.
+        probe: look at bytes, too: fill with junk what the engine has to write, and compare what it
+            may not write. False for an engine whose device is still busy when a call of a node
+            returns, and that gives no `ready=`.
+        backend: transport between the two workers (`TransportConfig.backend`). With "shm" and
+            "auto" the pools have to be shared memory (`ScenarioSettings.shared`).
+        page_size: tokens per page in most scenarios, a multiple of 4; all other sizes grow with it.
+            A few have pages of a quarter or of half of it, or twice as large.
+
+    Raises: ValueError for a scenario that there is not, or another page size; SidesError, a
+    TypeError, where `make` returns no EngineSides; what `make` raises.
+    """
+    check_run(only, page_size)
+    report = ConformanceReport()
+    began_s = time.monotonic()
+    for case in scenarios(seeds):
+        if not only or case.scenario in only:
+            found = len(report.findings)
+            with _HeldLog() as held:
+                _run_case(case, make, report, patience_s, probe, backend, page_size)
+            if held.lines and len(report.findings) > found:
+                report.logs[str(case)] = held.lines
+    report.seconds = time.monotonic() - began_s
+    return report
+
+
+def _run_case(
+    case: Case, make: MakeSides, report: ConformanceReport, patience_s: float, probe: bool,
+    backend: Backend, page_size: int,
+) -> None:  # fmt: skip
+    scenario = SCENARIOS[case.scenario]
+    settings, factor = scenario.settings, page_size // PAGE_SIZE
+    settings = replace(
+        settings, page_size=settings.page_size * factor,
+        prefill_page_size=settings.prefill_page_size * factor,
+        chunk_tokens=settings.chunk_tokens * factor,
+    )  # fmt: skip
+    if backend != "nixl":
+        transport = TransportConfig(backend=backend)
+        settings = replace(
+            settings, shared=True, decode=replace(settings.decode, transport=transport),
+            prefill=replace(settings.prefill, transport=transport),
+        )  # fmt: skip
+    try:
+        one = ScenarioRun(case.scenario, case.seed, settings, make, patience_s, probe, factor)
+    except NotImplementedError as error:
+        report.skipped[str(case)] = str(error) or "not implemented"
+        return
+    try:
+        scenario.play(one)
+        one.rest()
+    except ScenarioOverError:
+        pass
+    except NotImplementedError as error:
+        report.skipped[str(case)] = str(error) or "not implemented"
+        return
+    finally:
+        try:
+            one.sides.close()
+        except Exception as error:
+            one.tell("calls", f"close raised {type(error).__name__}: {error}")
+    options = "" if factor == 1 else f", page_size={page_size}"
+    options += "" if backend == "nixl" else f", backend={backend!r}"
+    report.findings += [found._replace(options=options) for found in one.findings]
+    if not one.findings:
+        report.passed.append(str(case))

@@ -1,0 +1,181 @@
+"""KV of the stand-in engine: bytes that follow from a token's whole prefix, the layer, K or V, and
+the head.
+
+One word of KV is (hash of the prefix up to and including the token) XOR (a constant of its place in
+the token: layer, K or V, head, lane). A page that is stale, shifted, unwritten, of another prefix
+or of another layer thus differs in nearly every word. The `salt` makes each pass over a pool
+different, so that bytes of an earlier pass are never right by luck.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from msgspec.structs import astuple, replace
+
+from prefixkv import Mesh
+from prefixkv.conformance.hashing import Hashes, splitmix64
+from prefixkv.errors import CallerError
+from prefixkv.spi import KVLayout, Slab, pages_for
+
+Pages = npt.NDArray[np.int32]
+WordArray = npt.NDArray[Any]  # of unsigned words, 1 to 8 bytes
+
+_CHECK_BYTES: Final = 1 << 18  # compared at a time, so that the expected bytes stay in cache
+
+
+class _PatternSlabs(NamedTuple):
+    """Slabs at equal distances, as one array."""
+
+    view: WordArray  # [slabs, page, token, head, lane]
+    places: WordArray  # [slabs, 1, 1, head, lane]
+
+
+class KVPattern:
+    """Writer and checker of the pattern in one pool on the CPU. Keeps `owner` alive, since it works
+    on addresses.
+
+    `hashes` are prefix hashes (`PrefixHasher`), uint64, one per token. Token i of a request lies in
+    slot i % page_size of `pages[i // page_size]`.
+    """
+
+    def __init__(
+        self, layout: KVLayout, salt: int, owner: object, place: tuple[Mesh, int] | None = None
+    ) -> None:
+        """`place`: the mesh, and the rank of the pool; None: the pool holds the whole model."""
+        self._owner = owner
+        self.page_size = layout.page_size
+        self._salt = splitmix64(np.array([salt], dtype=np.uint64))
+        self._dtype = _word_dtype(layout)
+        lanes = layout.head_bytes // self._dtype.itemsize
+        kinds = layout.slabs_per_layer
+        self._check_pages = max(1, _CHECK_BYTES // (layout.slab_page_bytes * kinds))
+        # Constants are numbered over the whole model, then cut to this rank's share: two ranks, or
+        # two meshes, agree on every head's bytes.
+        mesh, rank = place or (Mesh(layout.num_layers, layout.num_kv_heads), 0)
+        shard = mesh.shard(rank)
+        count = mesh.num_layers * kinds * mesh.num_kv_heads * lanes
+        places = splitmix64(np.arange(count, dtype=np.uint64)).astype(self._dtype)
+        places = places.reshape(mesh.num_layers * kinds, 1, 1, mesh.num_kv_heads, lanes)
+        heads = slice(shard.first_head, shard.first_head + shard.num_heads)
+        places = places[shard.first_layer * kinds :, :, :, heads]
+        places = np.ascontiguousarray(places[: len(layout.slabs)])
+        self._groups = [
+            _PatternSlabs(
+                _as_array(layout, first, step, end - start, self._dtype), places[start:end]
+            )
+            for start, end, first, step in _even_runs(layout)
+        ]
+
+    def fill(self, pages: Pages, start: int, hashes: Hashes) -> None:
+        """Write tokens `start` to `len(hashes)`. Raises CallerError if `pages` has too few."""
+        values = self._values(pages, hashes)
+        for page_at, run, slot, count in _spans(pages, start, len(hashes), self.page_size):
+            first = page_at * self.page_size + slot
+            # One value per token, broadcast over slabs, heads and lanes.
+            own = values[first : first + run * count].reshape(1, run, count, 1, 1)
+            page = int(pages[page_at])
+            for view, places in self._groups:
+                np.bitwise_xor(own, places, out=view[:, page : page + run, slot : slot + count])
+
+    def fill_tokens(self, pages: Pages, slots: npt.NDArray[np.int64], hashes: Hashes) -> None:
+        """Write token `hashes[i]` to slot `slots[i]` of page `pages[i]`, for each i."""
+        values = splitmix64(hashes ^ self._salt).astype(self._dtype).reshape(1, -1, 1, 1)
+        for view, places in self._groups:
+            view[:, pages, slots] = values ^ places[:, 0]
+
+    def mismatches(self, pages: Pages, hashes: Hashes) -> int:
+        """Count the pages with a wrong byte in any of tokens 0 to `len(hashes)`."""
+        values = self._values(pages, hashes)
+        wrong = 0
+        for page_at, run, slot, count in _spans(pages, 0, len(hashes), self.page_size):
+            for step in range(0, run, self._check_pages):
+                size = min(self._check_pages, run - step)
+                first = (page_at + step) * self.page_size + slot
+                own = values[first : first + size * count].reshape(1, size, count, 1, 1)
+                page = int(pages[page_at + step])
+                bad = np.zeros(size, dtype=bool)
+                for view, places in self._groups:
+                    # Two slabs at a time, as a rule K and V: the expected words stay in cache.
+                    for i in range(0, len(places), 2):
+                        actual = view[i : i + 2, page : page + size, slot : slot + count]
+                        expected = own ^ places[i : i + 2]
+                        # The common case is equal, which needs no mask per page.
+                        if not np.array_equal(expected, actual):
+                            bad |= (expected != actual).any(axis=(0, 2, 3, 4))
+                wrong += int(bad.sum())
+        return wrong
+
+    def _values(self, pages: Pages, hashes: Hashes) -> WordArray:
+        """Raises CallerError if `pages` has too few."""
+        needed = pages_for(len(hashes), self.page_size)
+        if len(pages) < needed:
+            raise CallerError(f"{len(pages)} pages, {len(hashes)} tokens need {needed}")
+        return splitmix64(hashes ^ self._salt).astype(self._dtype)
+
+
+def _spans(
+    pages: Pages, start: int, end: int, page_size: int
+) -> Iterator[tuple[int, int, int, int]]:
+    """Cut tokens [start, end) into (position in `pages`, pages, first slot, slots); whole pages
+    that are neighbours in the pool make one span."""
+    at = start
+    while at < end:
+        page_at, slot = divmod(at, page_size)
+        count = min(page_size - slot, end - at)
+        run = 1
+        # Only whole pages join: a span is one rectangle of the pool.
+        if count == page_size:
+            limit = end // page_size
+            while page_at + run < limit and pages[page_at + run] == pages[page_at] + run:
+                run += 1
+        yield page_at, run, slot, count
+        at += run * count
+
+
+def _word_dtype(layout: KVLayout) -> np.dtype[Any]:
+    """Return the widest unsigned type that divides a head's bytes and every address."""
+    steps = [layout.head_bytes]
+    for slab in layout.slabs:
+        steps += [slab.base, slab.page_stride, slab.token_stride, slab.head_stride]
+    size = next(size for size in (8, 4, 2, 1) if all(step % size == 0 for step in steps))
+    return np.dtype(f"u{size}")
+
+
+def _even_runs(layout: KVLayout) -> Iterator[tuple[int, int, Slab, int]]:
+    """Yield slabs as (start, end, first slab, bytes between two bases), in the longest runs."""
+    slabs = layout.slabs
+    start = 0
+    while start < len(slabs):
+        first = slabs[start]
+        step = slabs[start + 1].base - first.base if start + 1 < len(slabs) else 0
+        end = start + 1
+        # A run goes on while the next slab differs in its base alone, by the same step.
+        while end < len(slabs) and slabs[end] == replace(
+            first, base=first.base + (end - start) * step
+        ):
+            end += 1
+        yield start, end, first, step
+        start = end
+
+
+def _as_array(
+    layout: KVLayout, first: Slab, step: int, count: int, dtype: np.dtype[Any]
+) -> WordArray:
+    """Return a writable view of `count` slabs: [slab, page, token, head, lane]."""
+    lanes = layout.head_bytes // dtype.itemsize
+
+    # numpy views foreign memory through this interface; `owner` keeps the memory alive.
+    class ArrayView:
+        __array_interface__ = {
+            "version": 3,
+            "data": (first.base, False),
+            "typestr": dtype.str,
+            "shape": (count, layout.num_pages, layout.page_size, layout.num_kv_heads, lanes),
+            "strides": (step, *astuple(first)[1:], dtype.itemsize),
+        }
+
+    return np.asarray(ArrayView())

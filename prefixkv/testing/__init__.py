@@ -1,2 +1,0 @@
-"""Tools for tests of engines that integrate prefixkv: byte patterns, an engine without weights, and
-a conformance kit."""
