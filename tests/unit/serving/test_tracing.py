@@ -42,6 +42,7 @@ from prefixkv.serving.worker import PrefillWorker
 from tests.support.collector import Collector
 from tests.support.patience import NEVER_S, PATIENCE_S
 from tests.support.patience import until as wait_until
+from tests.support.scenes import until
 from tests.unit.proxy.test_server import (
     Engine,
     Say,
@@ -51,7 +52,6 @@ from tests.unit.proxy.test_server import (
     refusing,
     run,
     streaming,
-    until,
     well,
 )
 
