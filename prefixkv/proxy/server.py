@@ -40,15 +40,14 @@ from prefixkv.proxy.metrics import ProxyMetrics
 from prefixkv.serving import interrupts
 from prefixkv.serving.client import make_client
 from prefixkv.serving.failures import ApiError, Rate, failed, refused
-from prefixkv.serving.http import Stream, count_samples, make_app, read_body, run_until_disconnect
+from prefixkv.serving.http import Stream, count_samples, read_body, run_until_disconnect
 from prefixkv.serving.ids import HEADER, id_of
-from prefixkv.serving.outcomes import Outcomes, RequestLine, line_of
-from prefixkv.serving.request_file import RequestFile
+from prefixkv.serving.outcomes import RequestLine, line_of
 from prefixkv.serving.router import BoundedAffinityRouter
 from prefixkv.serving.router import Route as ServerRoute
-from prefixkv.serving.status import bind, status_app
+from prefixkv.serving.status import Entrance
 from prefixkv.serving.streams import TooMuchError, read_all
-from prefixkv.serving.tracing import TracedEndpoint, current, make_tracing
+from prefixkv.serving.tracing import TracedEndpoint, current
 from prefixkv.spi import TOKEN_BYTES, page_keys
 
 logger = logging.getLogger("prefixkv.proxy")
@@ -151,45 +150,30 @@ class _ServerSide:
         return self._avoided_until_s.get(name, 0.0) > time.monotonic()
 
 
-class Proxy:
+class Proxy(Entrance):
     """Used on the running loop. Raises ConfigError if a role has no server, a server is named
     twice, or an address cannot be bound."""
 
     def __init__(
         self, config: ProxyConfig, prefill: Sequence[ServerAt], decode: Sequence[ServerAt]
     ) -> None:
-        listen, self._limits = config.listen, config.listen.limits
-        self.draining = False
         self.sides: dict[Role, _ServerSide] = {
             "prefill": _ServerSide("prefill", prefill), "decode": _ServerSide("decode", decode),
         }  # fmt: skip
         # Runs that decode has not answered yet: `ProxyMetrics`.
         self.waiting: dict[_ProxiedRequest, tuple[str, float]] = {}
         self.metrics = ProxyMetrics(self.sides, self.waiting)
-        self._file = RequestFile(listen.request_log) if listen.request_log else None
-        self._outcomes = Outcomes("proxy", {"node": "proxy", "side": "proxy"}, self._file)
-        # Request ids: unique over proxies by the prefix, within this one by the number.
-        self._prefix, self._num = secrets.token_hex(8), 0
         self._lines: dict[str, Rate] = {}  # of the log, by server
-        tracing = self._tracing = make_tracing("proxy")
-        app = make_app(
-            [
-                *(
-                    Route(f"/v1/{path}", TracedEndpoint(tracing, self._serve), methods=["POST"])
-                    for path in ("chat/completions", "completions")
-                ),
-                *(Route(path, self._health, methods=["GET", "POST"]) for path in _OPEN),
-                *(Route(path, self._pass_on, methods=["GET", "POST"]) for path in _TO_DECODE),
-                Route("/{path:path}", _unknown, methods=["GET", "POST", "PUT", "PATCH", "DELETE"]),
-            ],
-            listen.api_key, _OPEN, self._limits.max_requests_per_client,
-        )  # fmt: skip
-        status = status_app(self.health, (), listen, [*self.metrics.collectors, self._outcomes])
-        try:
-            self.server, self.status = bind(self._outcomes.watch(app), status, listen)
-        except BaseException:  # its thread has no other end
-            tracing.give_up()
-            raise
+        super().__init__("proxy", config.listen)
+        serve = TracedEndpoint(self._tracing, self._serve)
+        routes = [
+            Route("/v1/chat/completions", serve, methods=["POST"]),
+            Route("/v1/completions", serve, methods=["POST"]),
+            *(Route(path, self._health, methods=["GET", "POST"]) for path in _OPEN),
+            *(Route(path, self._pass_on, methods=["GET", "POST"]) for path in _TO_DECODE),
+            Route("/{path:path}", _unknown, methods=["GET", "POST", "PUT", "PATCH", "DELETE"]),
+        ]
+        self._bind(routes, _OPEN, self.metrics.collectors)
         # No bound on connections: a request holds two at once, and under a bound requests that hold
         # one could wait for each other.
         trace = aiohttp.TraceConfig()
@@ -210,16 +194,8 @@ class Proxy:
         await self.status.start()
         await self.server.start()
 
-    async def stop(self, grace_s: float = 0.0) -> None:
-        """Accept no more requests, and give those in progress `grace_s` seconds to end."""
-        self.draining = True
-        await self.server.stop(grace_s)
-        await self.status.stop()
-        # Last: the answers that the server still sends come through this client.
+    async def _close(self) -> None:
         await self._client.close()
-        if self._file is not None:
-            await asyncio.to_thread(self._file.close)
-        await self._tracing.close()
 
     def warn(self, server: str, why: str) -> None:
         if self._lines.setdefault(server, Rate(1.0, _LINES_PER_S)).take(time.monotonic()):
@@ -269,9 +245,7 @@ class Proxy:
         if self.draining:
             raise ApiError(503, "the proxy is ending", "server_error", "not_ready")
         line = line_of(request.scope)
-        self._num += 1
-        # It begins with the id in the header, and is unique, even if clients use that again.
-        rid = f"{id_of(request.scope)[:100]}-{self._prefix}-{self._num}"
+        rid = self._new_rid(id_of(request.scope)[:100])
         line.fields |= {"id": rid, "stream": bool(body.get("stream"))}
         return await run_until_disconnect(request, self._count(request, body, field, line))
 
