@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
@@ -34,7 +33,6 @@ from prefixkv.serving.http import (
     Stream,
     count_samples,
     json_response,
-    make_app,
     read_body,
     run_until_disconnect,
 )
@@ -53,21 +51,20 @@ from prefixkv.serving.openai import (
     too_long,
     unknown_model,
 )
-from prefixkv.serving.outcomes import Outcomes, RequestLine, line_of
+from prefixkv.serving.outcomes import RequestLine, line_of
 from prefixkv.serving.page import PAGE_PATHS, page_routes
-from prefixkv.serving.request_file import RequestFile
-from prefixkv.serving.status import bind, status_app
+from prefixkv.serving.status import Entrance
 from prefixkv.serving.streams import numbered
 from prefixkv.serving.text import TextError, Texts, TooManyTokensError
-from prefixkv.serving.tracing import TracedEndpoint, current, make_tracing
+from prefixkv.serving.tracing import TracedEndpoint, current
 from prefixkv.serving.wire import Ask, TokenEvent, part_rid, salt_digest
 
 _SHORT: Final = 4096  # characters of a text that is tokenized in the event loop
 _MESSAGE: Final = 64  # template time of one message, in characters of tokenizer time
 
 
-class Front:
-    """Used on one event loop. Raises ConfigError if an address cannot be bound.
+class Front(Entrance):
+    """Raises ConfigError if an address cannot be bound.
 
     `answer_tokens` is the most tokens of a chat's answer without a bound of its own; 0: all the
     room. `defaults` say how tokens are drawn for requests that do not. `routes` are Starlette's;
@@ -79,41 +76,32 @@ class Front:
         answer_tokens: int = 0, routes: Sequence[BaseRoute] = (), open_paths: Sequence[str] = (),
         status_routes: Sequence[BaseRoute] = (), defaults: SamplingDefaults = OPENAI,
     ) -> None:  # fmt: skip
+        super().__init__("front", listen)
         self.fleet, self.texts, self.name = fleet, texts, name
         self._defaults = defaults
         self._token_texts = TokenTexts(texts.tokenizer)
-        self.draining = False
-        self._limits, self._answer_tokens = listen.limits, answer_tokens
+        self._answer_tokens = answer_tokens
         self._created = int(time.time())
         # Held while a long text is tokenized in a thread, by the magnitude of its size: a text
         # waits for those of its own size alone, at most 8 times as long as itself takes.
         self._waiting_bytes = 0  # of bodies; see `_untokenized`
         self._encoding: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
-        # Request ids: unique over fronts by the prefix, within this one by the number.
-        self._prefix, self._num = secrets.token_hex(8), 0
         self.metrics = _FrontMetrics(fleet)
-        self._file = RequestFile(listen.request_log) if listen.request_log else None
-        self._outcomes = Outcomes("front", {"node": "front", "side": "front"}, self._file)
-        tracing = self._tracing = make_tracing("front")
+        chat, complete = (
+            TracedEndpoint(self._tracing, handler) for handler in (self._chat, self._complete)
+        )
         everything = [
-            Route("/v1/chat/completions", TracedEndpoint(tracing, self._chat), methods=["POST"]),
-            Route("/v1/completions", TracedEndpoint(tracing, self._complete), methods=["POST"]),
+            Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/v1/completions", complete, methods=["POST"]),
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/v1/models/{name:path}", self._model, methods=["GET"]),
             Route("/health", self._show_health, methods=["GET"]),
             *page_routes(),
             *routes,
         ]
-        most = listen.limits.max_requests_per_client
-        app = make_app(everything, listen.api_key, (*PAGE_PATHS, "/health", *open_paths), most)
-        collectors = [*self.metrics.collectors, self._outcomes]
+        open_paths = (*PAGE_PATHS, "/health", *open_paths)
         status_routes = [Route("/sd", self._discover), *status_routes]
-        status = status_app(self.health, (), listen, collectors, status_routes)
-        try:
-            self.server, self.status = bind(self._outcomes.watch(app), status, listen)
-        except BaseException:  # its thread has no other end
-            tracing.give_up()
-            raise
+        self._bind(everything, open_paths, self.metrics.collectors, status_routes)
 
     def health(self) -> tuple[bool, dict[str, Any]]:
         ok = self.fleet.ready and not self.draining
@@ -133,16 +121,8 @@ class Front:
         }  # fmt: skip
         return ok, {"status": state, "model": self.name, "workers": workers}
 
-    async def stop(self, grace_s: float) -> None:
-        """Accept no more requests, and give those in progress `grace_s` seconds to end."""
-        self.draining = True
-        # The server first: its answers still come from the fleet.
-        await self.server.stop(grace_s)
-        await self.status.stop()
+    async def _close(self) -> None:
         await self.fleet.close()
-        if self._file is not None:
-            await asyncio.to_thread(self._file.close)
-        await self._tracing.close()
 
     async def _discover(self, request: Request) -> Response:
         """Answer GET /sd for Prometheus' `http_sd_configs`: the status port of each process, also
@@ -280,7 +260,8 @@ class Front:
         sampling = asked.sampling(**self._defaults._asdict())
         # The salt is the client's secret: workers and their caches see only a digest of it.
         salt = salt_digest(asked.cache_salt) if asked.cache_salt else ""
-        rid = self._new_rid(id_of(request.scope))
+        # Workers separate the parts of their own ids by "/".
+        rid = self._new_rid(id_of(request.scope).replace("/", "%2F"))
         # Checked here, since a worker would report it only after the request was placed.
         num = self.fleet.vocab_size
         if not all(0 <= min(tokens) <= max(tokens) < num for tokens in prompts if tokens):
@@ -319,12 +300,6 @@ class Front:
             raise too_long(num_prompt, max(most or 0, least), self.fleet.context, param)
         # A client that asks for many tokens at least has not asked for the default of most.
         return most if most is not None else min(room, max(least, self._answer_tokens or room))
-
-    def _new_rid(self, request_id: str) -> str:
-        """It begins with the id in the header, and is unique, even if clients use that again."""
-        self._num += 1
-        # Workers separate the parts of their own ids by "/".
-        return f"{request_id.replace('/', '%2F')}-{self._prefix}-{self._num}"
 
 
 class _FrontRequest:
