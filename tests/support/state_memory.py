@@ -10,6 +10,7 @@ import numpy as np
 
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateEntry, StateLayout, StateTensor
+from tests.support.transport_pools import Zeros
 
 GUARD = 64
 CANARY = 0xCA
@@ -29,6 +30,7 @@ class StateMemory:
 
     def __init__(
         self, tensors: Sequence[StateTensor], num_slots: int, mesh: Mesh, rank: int = 0,
+        zeros: Zeros = np.zeros,
     ) -> None:  # fmt: skip
         self.tensors, self.mesh, self.rank = tuple(tensors), mesh, rank
         self.held = [
@@ -37,7 +39,7 @@ class StateMemory:
             if (shard := tensor.shard(mesh, rank)) is not None
         ]
         sizes = [tensors[i].head_bytes * shard.num_heads for i, shard in self.held]
-        self.raw = [np.zeros((num_slots, GUARD + size + GUARD), np.uint8) for size in sizes]
+        self.raw = [zeros((num_slots, GUARD + size + GUARD), np.uint8) for size in sizes]
         for raw in self.raw:
             raw[:] = CANARY
         self.slots = [raw[:, GUARD:-GUARD] for raw in self.raw]
