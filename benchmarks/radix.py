@@ -27,7 +27,7 @@ from benchmarks.report import JsonFile, Row, check_json, tell, write
 from benchmarks.samples import no_collector
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.errors import ConfigError
-from prefixkv.spi import DEFAULT_POLICY, policy_names
+from prefixkv.spi import DEFAULT_POLICY
 
 LEAF_TOKENS = 64
 VOCABULARY = 150_000
@@ -143,12 +143,6 @@ class Bench:
             self.insert(page_size)
         for depth in (1, 64):
             self.lock(depth)
-        for policy in ("lru", DEFAULT_POLICY):
-            sizes = (1_000, 10_000) if self._quick else (1_000, 100_000, 1_000_000)
-            for leaves in sizes:
-                self.evict_one(policy, leaves)
-        for policy in policy_names():
-            self.evict_all(policy)
 
     def _add(
         self,
@@ -248,20 +242,6 @@ class Bench:
         theirs_us = took.get("peer")
         self._add("lock_unlock", took["ours"], theirs_us, theirs_us, depth=depth)
 
-    def evict_one(self, policy: str, leaves: int) -> None:
-        cache = bushy(leaves, policy)
-        took = _turn_about({"ours": lambda: cache.evict(1)}, self._rounds(100))
-        self._add("evict_one_page", took["ours"], None, 20.0, policy=policy, leaves=leaves)
-
-    def evict_all(self, policy: str) -> None:
-        """Leaves of 64 tokens, all at once."""
-        leaves, took = 9_000 if self._quick else 90_000, []
-        for _ in range(1 if self._quick else 3):
-            cache = bushy(leaves, policy)
-            with no_collector():
-                took.append(_time_us(partial(cache.evict, cache.num_pages)) / leaves)
-        self._add("evict_all", median(took), None, 2.0, policy=policy, leaves=leaves)
-
 
 def bushy(leaves: int, policy: str) -> RadixCache:
     """So many leaves of 64 tokens, page 16, under one root."""
@@ -282,7 +262,7 @@ def radix(
         Path | None, typer.Option(help="Folder of the stubs for what it imports.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the tokens.")] = 0,
-    quick: Annotated[bool, typer.Option(help="A tenth of the rounds and of the leaves.")] = False,
+    quick: Annotated[bool, typer.Option(help="A tenth of the rounds.")] = False,
 ) -> None:
     """What the radix cache costs: time an operation, memory a leaf, beside SGLang's tree if it is
     there."""

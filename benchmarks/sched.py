@@ -32,7 +32,6 @@ from benchmarks.radix import bushy
 from benchmarks.replay import generated
 from benchmarks.report import JsonFile, check_json, tell, write
 from benchmarks.samples import COLD_BYTES, Samples, no_collector
-from prefixkv.cache.events import EventFeed
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.cli.replay import replay_policy
 from prefixkv.config import DecodeConfig, KVEventsConfig, PageOptions, PrefillConfig
@@ -485,17 +484,18 @@ def publishing(size: Size) -> Times:
         publisher = KVEventPublisher(
             KVEventsConfig(free, free, free), PeerId("decode-0", 1), "model", PAGE_SIZE
         )
-        feed = EventFeed(workers[which].pages.cache, "decode-0", 1)
-        feed.listen(publisher)
+        publisher.listen(workers[which].pages.cache)
         reader = subprocess.Popen([sys.executable, "-c", _READER, publisher.endpoint])
 
-        def call(at: int, name: str, made: Callable[[], Any], which: int, feed: EventFeed) -> Any:
-            """As a node makes it: the feed passes on what changed, before and after."""
+        def call(
+            at: int, name: str, made: Callable[[], Any], which: int, publisher: KVEventPublisher
+        ) -> Any:
+            """As a node makes it: the publisher takes what changed, before and after."""
 
             def passing_on() -> Any:
-                feed.pass_on()
+                publisher.pass_on()
                 result = made()
-                feed.pass_on()
+                publisher.pass_on()
                 return result
 
             if at == which:
@@ -512,16 +512,16 @@ def publishing(size: Size) -> Times:
                     worker.tick()
                     tail = worker.tokens(PROMPT_TOKENS - CACHED_TOKENS)
                     req = worker.add(np.concatenate([past, tail]))
-                    call(at, "admission", worker.admit, which, feed)
+                    call(at, "admission", worker.admit, which, publisher)
                     worker.succeed(req)
                     worker.scheduler.pop_transferred()
                     worker.generate([req], OUTPUT_TOKENS)
                     left = whole_pages(req.kv_len - CACHED_TOKENS, PAGE_SIZE)
                     end = partial(worker.scheduler.finish, req)
-                    call(at, "finish", end, which, feed)
+                    call(at, "finish", end, which, publisher)
                     worker.evict(left)
                     if at == which:
-                        feed.pass_on()
+                        publisher.pass_on()
         finally:
             reader.kill()
             reader.wait()

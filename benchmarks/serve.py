@@ -7,9 +7,8 @@ small model that has answered one chat. There are two in a row: the second meets
 left behind, such as idle connections. Sides run turn about, each with a server of its own: this
 tree, this tree once more, and with `--against` another commit's between them.
 
-`idle`: the processor time of the front and its two workers, user and system, of all their threads.
-`idle`: nothing is asked. `waits`: decode has promised most of its pool to a prompt that nothing
-computes, and eight clients wait. `decode stopped`: decode stands still and prefill writes to it.
+`idle`: the processor time of the front and its two workers while nothing is asked, user and system,
+of all their threads.
 """
 
 from __future__ import annotations
@@ -18,19 +17,16 @@ import asyncio
 import json
 import os
 import resource
-import signal
 import statistics
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 from urllib.parse import urlsplit
 
 import typer
@@ -43,8 +39,7 @@ _FILES: Final = 20_000
 BOUND: Final = 0.05
 """Of a core, a process that waits."""
 REST_S: Final = 4.0
-"""From a request, or from the server's first answer, until it is measured."""
-PAGES, PAGE, CLIENTS = 64, 16, 8  # of each pool; tokens; that wait at the front
+"""From the server's start until it is measured."""
 
 
 # --- chats that begin at once ---------------------------------------------------------------------
@@ -183,127 +178,19 @@ def _cpu_s(pid: int) -> float:
     return (user + system) / os.sysconf("SC_CLK_TCK")
 
 
-class _Front:
-    """`prefixkv serve` with small pools, and its workers."""
-
-    def __init__(self, process: subprocess.Popen[str], url: str, status: str) -> None:
-        self.url = url
-        workers = _ask(f"{status}/health")["workers"]
-        environ_of = Path(f"/proc/{workers['decode-0']['pid']}/environ").read_bytes().split(b"\0")
-        (key,) = (one for one in environ_of if one.startswith(b"PREFIXKV_API_KEY="))
-        self.key = key.decode().partition("=")[2]
-        self.infos = {
-            name: _ask(f"{worker['url']}/info", key=self.key) for name, worker in workers.items()
-        }
-        self.pids = {"front": process.pid} | {
-            info["role"]: info["pid"] for info in self.infos.values()
-        }
-
-    def complete(self, word: int, num_tokens: int) -> threading.Thread:
-        """Ask the front for one token, in a thread of its own."""
-        prompt = [3 + (word * 7919 + i * 31) % 300 for i in range(num_tokens)]
-        body = {"model": "small", "prompt": prompt, "max_tokens": 1, "temperature": 0}
-
-        def ask() -> None:
-            with suppress(urllib.error.HTTPError):  # a worker that stands still is given up
-                _ask(f"{self.url}/completions", body)
-
-        thread = threading.Thread(target=ask)
-        thread.start()
-        return thread
-
-    @contextmanager
-    def promised(self, num_tokens: int, prefill_url: str) -> Iterator[None]:
-        """A prompt that decode has promised its pages to, and that no prefill worker hears of."""
-        decode, prefill = self.infos["decode-0"], self.infos["prefill-0"]
-        body = {
-            "rid": "promised", "tokens": [3 + i % 300 for i in range(num_tokens)],
-            "max_new_tokens": 1, "prefill": prefill["endpoint"], "prefill_url": prefill_url,
-        }  # fmt: skip
-        with _open(f"{decode['url']}/generate", body, self.key):
-            yield
-
-    def is_computing(self) -> bool:
-        """Whether prefill has a prompt, as its metrics say."""
-        with urllib.request.urlopen(f"{self.infos['prefill-0']['status_url']}/metrics") as answer:
-            name = 'prefixkv_pages{node="prefill-0",state="owned"} '
-            return any(
-                line.startswith(name) and float(line.removeprefix(name))
-                for line in answer.read().decode().splitlines()
-            )
-
-
-def _open(url: str, body: dict[str, Any] | None = None, key: str = "") -> Any:
-    headers = {"content-type": "application/json"}
-    if key:
-        headers["authorization"] = f"Bearer {key}"
-    data = None if body is None else json.dumps(body).encode()
-    return urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=PATIENCE_S)
-
-
-def _ask(url: str, body: dict[str, Any] | None = None, key: str = "") -> Any:
-    with _open(url, body, key) as answer:
-        return json.loads(answer.read())
-
-
-@contextmanager
-def _deaf_prefill() -> Iterator[str]:
-    """An address that takes every job and computes none."""
-
-    class Deaf(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["content-length"]))
-            self.send_response(202)
-            self.send_header("content-length", "0")
-            self.end_headers()
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Deaf)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
 def idle_rows(seconds: float) -> list[Row]:
-    """The processes' shares of a core in each state."""
-    rows: list[Row] = []
-
-    def measure(state: str, but: str = "") -> None:
+    """The shares of a core of a front and its workers that no client asks."""
+    with serving(ROOT) as (process, _url, status):
+        with urllib.request.urlopen(f"{status}/health", timeout=PATIENCE_S) as answer:
+            workers = json.load(answer)["workers"]
+        pids = {"front": process.pid} | {name: one["pid"] for name, one in workers.items()}
         time.sleep(REST_S)
-        servers = {name: (pid,) for name, pid in front.pids.items() if name != but}
-        for name, share in cpu_shares(servers, seconds).items():
-            row = {"part": "idle", "server": name, "state": state, "share": round(share, 4)}
-            rows.append(row | {"bound": BOUND, "met": share < BOUND})
-
-    sizes = ("--page-size", str(PAGE), "--prefill-pages", str(PAGES), "--decode-pages", str(PAGES))
-    with serving(ROOT, *sizes) as (process, url, status), _deaf_prefill() as deaf:
-        front = _Front(process, url, status)
-        measure("idle")
-        # Decode has promised most of its pool to a prompt that nothing computes: what clients ask
-        # for waits on decode for pages, on prefill for decode's promise, and at the front.
-        with front.promised((PAGES - 16) * PAGE, deaf):
-            asked = [front.complete(word, PAGES // 2 * PAGE) for word in range(CLIENTS)]
-            measure("waits")
-            if not all(thread.is_alive() for thread in asked):
-                raise SystemExit("a request that should wait has ended")
-        for thread in asked:
-            thread.join()
-        # Decode stands still when prefill has begun to compute for it.
-        last = front.complete(CLIENTS, 60 * PAGE)
-        while not front.is_computing():
-            time.sleep(0.01)
-        os.kill(front.pids["decode"], signal.SIGSTOP)
-        try:
-            measure("decode stopped", but="decode")
-        finally:
-            os.kill(front.pids["decode"], signal.SIGCONT)
-        last.join()
-    return rows
+        shares = cpu_shares({name: (pid,) for name, pid in pids.items()}, seconds)
+    return [
+        {"part": "idle", "server": name, "share": round(share, 4), "bound": BOUND,
+         "met": share < BOUND}
+        for name, share in shares.items()
+    ]  # fmt: skip
 
 
 def serve(
@@ -340,4 +227,4 @@ def serve(
         tokens=tokens, rounds=rounds, seconds=seconds,
         ttft="of those answered, medians over the servers of a side",
     )  # fmt: skip
-    return 0 if all(row.get("met", True) for row in rows if row.get("state") != "idle") else 1
+    return int(not all(row.get("met", True) for row in rows))

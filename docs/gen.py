@@ -370,17 +370,16 @@ def laws() -> str:
     spec.loader.exec_module(module)
     rows: dict[str, list[list[str]]] = {law: [] for law in read_laws()}
     for mutant in module.MUTANTS:
-        test = module.find_test(ROOT, mutant.tests)
-        rows.setdefault(mutant.law, []).append(
-            [mutant.what, f"`{mutant.functions[0]}`", f"`{test}`"]
-        )
+        test = module.find_test(ROOT, mutant.test)
+        rows.setdefault(mutant.law, []).append([mutant.what, f"`{mutant.function}`", f"`{test}`"])
     parts = [
         "Each [law](../architecture.md#the-laws), the mistakes against it that "
         "`fuzz/twenty_mutants.py` makes in the code, and the test that fails with each.\n"
     ]
     for law, text in read_laws().items():
         shown = table(["mistake", "made in", "test"], rows[law])
-        parts.append(f"## Law {law}\n\n{text}\n\n{shown}")
+        linked = text.replace("](#", "](../architecture.md#")
+        parts.append(f"## Law {law}\n\n{linked}\n\n{shown}")
     return "\n".join(parts)
 
 

@@ -3,11 +3,10 @@ Each law has at least one (docs/reference/laws.md).
 
 Run it before a refactoring and after it. A mutant is one edit of one function; a law is broken by
 it (numbers as in docs/architecture.md), and one test has to fail. Functions are found by their
-qualified name and tests by theirs, wherever the modules are. Where names were changed, a mutant has
-several, the present one first. The tests are first run without any mutant. At most ten minutes on
-2 cores:
+qualified name, and tests by theirs. The tests are first run without any mutant. At most ten minutes
+on 2 cores:
 
-    python fuzz/twenty_mutants.py [--tree ANOTHER_CHECKOUT] [--only 7] [--processes 2]
+    python fuzz/twenty_mutants.py [--only 7] [--processes 2]
 """
 
 from __future__ import annotations
@@ -33,389 +32,326 @@ COPIED = ("prefixkv", "tests", "docs", "fuzz", "benchmarks", "pyproject.toml", "
 
 
 class Mutant(NamedTuple):
-    """In the source of a function `old` becomes `new`; then the test fails.
-
-    `functions` and `tests` are the names at different commits, the present one first. A test is a
-    file below `tests/`, and a function in it.
-    """
+    """In the source of `function`, `old`, which it has once, becomes `new`; then `test` fails: a
+    file below `tests/`, or a function in it."""
 
     law: str
     what: str
-    functions: tuple[str, ...]
-    old: str | tuple[str, ...]  # text of the function; several: as trees of other commits have it
+    function: str
+    old: str
     new: str
-    tests: tuple[str, ...]
+    test: str
 
 
 MUTANTS = (
     Mutant(
-        "1", "held pages are counted as owned", ("PageAllocator.hold",),
+        "1", "held pages are counted as owned", "PageAllocator.hold",
         "self._set(ascending, len(ascending), _OWNED, _HELD)", "pass",
-        ("pages/test_manager.py::test_what_is_held_comes_back_by_release_only",),
+        "unit/pages/test_manager.py::test_what_is_held_comes_back_by_release_only",
     ),
     Mutant(
-        "1", "a deadline frees the pages of a room", ("PageManager.quarantine",),
+        "1", "a deadline frees the pages of a room", "PageManager.quarantine",
         "return self.allocator.quarantine(owner)", "return self.allocator.release(owner)",
-        ("pages/test_manager.py::test_what_is_held_comes_back_by_release_only",),
+        "unit/pages/test_manager.py::test_what_is_held_comes_back_by_release_only",
     ),
     Mutant(
-        "2", "the end of a lock leaves its pages protected", ("RadixTree._release",),
+        "2", "the end of a lock leaves its pages protected", "RadixTree._release",
         "self.protected_pages -= num_pages", "pass",
-        (
-            "cache/test_radix_cache.py::"
-            "test_a_conversation_is_one_node_until_something_branches_off",
-        ),
+        ("unit/cache/test_radix_cache.py::test_a_conversation_is_one_node_until_something_"
+         "branches_off"),
     ),
     Mutant(
-        "2", "a request that ends keeps its lock", ("PageManager._close",),
-        "self._unlock(pages.lock)", "pass",
-        ("pages/test_manager.py::test_whole_pages_become_the_trees_and_the_tail_stays",),
+        "2", "a request that ends keeps its lock", "PageManager._close", "self._unlock(pages.lock)",
+        "pass", "unit/pages/test_manager.py::test_whole_pages_become_the_trees_and_the_tail_stays",
     ),
     Mutant(
-        "3", "the end of a lock leaves a chain that could be merged", ("RadixCache.unlock",),
+        "3", "the end of a lock leaves a chain that could be merged", "RadixCache.unlock",
         "self._merge_if_idle(node)", "pass",
-        (
-            "cache/test_radix_cache.py::"
-            "test_a_conversation_is_one_node_until_something_branches_off",
-        ),
+        ("unit/cache/test_radix_cache.py::test_a_conversation_is_one_node_until_something_"
+         "branches_off"),
     ),
     Mutant(
-        "3", "an eviction leaves chains that could be merged", ("RadixCache.evict",),
-        "self._merge_if_idle(node)", "pass",
-        ("cache/test_radix_machine.py::",),
+        "3", "an eviction leaves chains that could be merged", "RadixCache.evict",
+        "self._merge_if_idle(node)", "pass", "unit/cache/test_radix_machine.py",
     ),
     Mutant(
-        "4", "a leaf that is locked is evicted", ("LeafHeap.first",),
-        " and not node.lock_ref", "",
-        ("cache/eviction/test_policies.py::test_no_eviction_takes_a_leaf_that_is_locked",),
+        "4", "a leaf that is locked is evicted", "LeafHeap.first", " and not node.lock_ref", "",
+        "unit/cache/eviction/test_policies.py::test_no_eviction_takes_a_leaf_that_is_locked",
     ),
     Mutant(
-        "4", "a match is locked after its pages were evicted for it", ("PageManager.open",),
-        """                lock = self.cache.lock_at(match, place, now_s, visit)
-            if start is not None:
-                points = self.checkpoints
-                self.groups.open(row, start, None if points is None else points.make_room)
-            new = self._take(num_new_pages, now_s)
-""",
-        """                pass
-            if start is not None:
-                points = self.checkpoints
-                self.groups.open(row, start, None if points is None else points.make_room)
-            new = self._take(num_new_pages, now_s)
-            if match is not None:
-                lock = self.cache.lock_at(match, self.cache.locate(match), now_s, visit)
-""",
-        (
-            "pages/test_manager.py::"
-            "test_a_match_is_locked_before_pages_are_evicted_for_what_it_lacks",
-        ),
+        "4", "a match is locked after its pages were evicted for it", "PageManager.open",
+        ("                lock = self.cache.lock_at(match, place, now_s, visit)\n"
+         "            if start is not None:\n"
+         "                points = self.checkpoints\n"
+         "                self.groups.open(row, start, None if points is None else points.make_"
+         "room)\n"
+         "            new = self._take(num_new_pages, now_s)\n"),
+        ("                pass\n"
+         "            if start is not None:\n"
+         "                points = self.checkpoints\n"
+         "                self.groups.open(row, start, None if points is None else points.make_"
+         "room)\n"
+         "            new = self._take(num_new_pages, now_s)\n"
+         "            if match is not None:\n"
+         "                lock = self.cache.lock_at(match, self.cache.locate(match), now_s, "
+         "visit)\n"),
+        ("unit/pages/test_manager.py::test_a_match_is_locked_before_pages_are_evicted_for_what_it_"
+         "lacks"),
     ),
     Mutant(
-        "5", "a chunk that was posted is posted again",
-        ("SenderMachine._on_chunk", "SenderMachine._chunk"),
+        "5", "a chunk that was posted is posted again", "SenderMachine._on_chunk",
         " or start != self._units_written", "",
-        (
-            "protocol/test_kept_chunks.py::"
-            "test_a_chunk_that_is_left_out_or_comes_twice_fails_the_room_however_it_is_kept",
-        ),
+        ("unit/protocol/test_kept_chunks.py::test_a_chunk_that_is_left_out_or_comes_twice_fails_"
+         "the_room_however_it_is_kept"),
     ),
     Mutant(
-        "5", "a page of a group that was posted is posted again", ("SenderMachine._on_chunk",),
+        "5", "a page of a group that was posted is posted again", "SenderMachine._on_chunk",
         "if first != begin or end > most:", "if end > most:",
-        (
-            "control/prefill/test_window_groups.py::"
-            "test_a_chunk_that_is_not_the_next_one_fails_the_room",
-        ),
+        ("unit/control/prefill/test_window_groups.py::test_a_chunk_that_is_not_the_next_one_fails_"
+         "the_room"),
     ),
     Mutant(
-        "6", "prefill begins before what decode has", ("SendPlan.__init__",),
+        "6", "prefill begins before what decode has", "SendPlan.__init__",
         "whole_pages(decode_prefix_len, page_size)", "0",
-        (
-            "prefill/test_prefill_scheduler.py::"
-            "test_decode_gets_each_page_it_lacks_once_from_the_pages_the_engine_computed",
-        ),
+        ("unit/prefill/test_prefill_scheduler.py::test_decode_gets_each_page_it_lacks_once_from_"
+         "the_pages_the_engine_computed"),
     ),
     Mutant(
-        "6", "a flight of another prompt is joined", ("Flights._common_pages",),
-        (
-            "if not data.startswith(memoryview(flight_data)[: (start + 1) * page_bytes]):",
-            "if not data.startswith(memoryview(theirs)[: (start + 1) * page_bytes]):",
-        ),
-        "if False:",
-        (
-            "decode/test_inflight.py::"
-            "test_the_whole_prefix_has_to_be_equal_not_the_page_where_it_begins_alone",
-        ),
+        "6", "a flight of another prompt is joined", "Flights._common_pages",
+        "if not data.startswith(memoryview(flight_data)[: (start + 1) * page_bytes]):", "if False:",
+        ("unit/decode/test_inflight.py::test_the_whole_prefix_has_to_be_equal_not_the_page_where_"
+         "it_begins_alone"),
     ),
     Mutant(
-        "7", "decode succeeds with one rank's outcome", ("ReceiverMachine._maybe_success",),
-        ("not self._all_reported", "not self._all_said"), "not self._outcomes",
-        (
-            "protocol/test_receiver_machine.py::"
-            "test_success_waits_for_every_rank_and_aux_is_the_first_ranks",
-        ),
+        "7", "decode succeeds with one rank's outcome", "ReceiverMachine._maybe_success",
+        "not self._all_reported", "not self._outcomes",
+        ("unit/protocol/test_receiver_machine.py::test_success_waits_for_every_rank_and_aux_is_"
+         "the_first_ranks"),
     ),
     Mutant(
-        "7", "a room on prefill has no deadline", ("SenderMachine._tick_open",),
+        "7", "a room on prefill has no deadline", "SenderMachine._tick_open",
         "if now_s < self._wait.due_s:", "if True:",
-        ("protocol/test_sender_machine.py::test_every_waiting_state_has_its_deadline",),
+        "unit/protocol/test_sender_machine.py::test_every_waiting_state_has_its_deadline",
     ),
     Mutant(
-        "8", "success does not wait for notifications", ("ReceiverMachine._maybe_success",),
+        "8", "success does not wait for notifications", "ReceiverMachine._maybe_success",
         "if landed.num_units == outcome.num_units:", "if True:",
-        (
-            "protocol/test_receiver_machine.py::"
-            "test_success_waits_for_the_notifications_of_all_that_was_written",
-        ),
+        ("unit/protocol/test_receiver_machine.py::test_success_waits_for_the_notifications_of_all_"
+         "that_was_written"),
     ),
     Mutant(
-        "8", "KV of old weights is cached", ("PageManager._can_cache",),
+        "8", "KV of old weights is cached", "PageManager._can_cache",
         " and pages.epoch == self.epoch", "",
-        (
-            "pages/test_manager.py::"
-            "test_after_a_flush_those_that_run_cache_nothing_and_their_pages_come_back",
-        ),
+        ("unit/pages/test_manager.py::test_after_a_flush_those_that_run_cache_nothing_and_their_"
+         "pages_come_back"),
     ),
     Mutant(
-        "8", "a flight is committed before the one it joined", ("Flights.arrived",),
+        "8", "a flight is committed before the one it joined", "Flights.arrived",
         "if flight.joined is None:", "if True:",
-        (
-            "decode/test_sharing.py::"
-            "test_rooms_may_succeed_in_any_order_and_none_runs_before_all_its_pages_are_there",
-        ),
+        ("unit/decode/test_sharing.py::test_rooms_may_succeed_in_any_order_and_none_runs_before_"
+         "all_its_pages_are_there"),
     ),
     Mutant(
-        "10", "what prefill's engine has aborted is cached", ("PrefillScheduler._give_up",),
+        "10", "what prefill's engine has aborted is cached", "PrefillScheduler._give_up",
         "self._computed.pop(req, None)", "pass",
-        ("prefill/test_given_up.py::test_only_what_was_cached_before_stays",),
+        "unit/prefill/test_given_up.py::test_only_what_was_cached_before_stays",
     ),
     Mutant(
-        "10", "what decode's engine has aborted goes on for others", ("Ending.leave",),
+        "10", "what decode's engine has aborted goes on for others", "Ending.leave",
         "or not flight.source.outlives_request",
         "or (flight.is_open and not flight.source.outlives_request)",
-        (
-            "decode/test_given_up.py::"
-            "test_what_is_computed_here_goes_to_no_tree_and_to_none_that_joined",
-        ),
+        ("unit/decode/test_given_up.py::test_what_is_computed_here_goes_to_no_tree_and_to_none_"
+         "that_joined"),
     ),
     Mutant(
-        "proof", "a room is drained while a write is under way", ("SenderMachine.drained",),
+        "proof", "a room is drained while a write is under way", "SenderMachine.drained",
         " and not self.in_flight", "",
-        (
-            "protocol/test_sender_machine.py::"
-            "test_no_acknowledgement_before_the_last_write_has_ended",
-        ),
+        ("unit/protocol/test_sender_machine.py::test_no_acknowledgement_before_the_last_write_has_"
+         "ended"),
     ),
     Mutant(
-        "proof", "a closed room's leases are free at once", ("LeaseTable.close",),
+        "proof", "a closed room's leases are free at once", "LeaseTable.close",
         "lease.state = LeaseState.HELD", "self._free(lease)",
-        (
-            "staging/test_leases.py::"
-            "test_a_closed_room_waits_no_more_and_its_leases_are_held_until_drained",
-        ),
+        ("unit/staging/test_leases.py::test_a_closed_room_waits_no_more_and_its_leases_are_held_"
+         "until_drained"),
     ),
     Mutant(
-        "order", "pages that come back wake no request", ("Admission._version",),
+        "order", "pages that come back wake no request", "Admission._version",
         "return pages + budget", "return budget",
-        (
-            "decode/test_prealloc_queue.py::"
-            "test_whatever_makes_room_lets_the_head_be_looked_at_again",
-        ),
+        ("unit/decode/test_prealloc_queue.py::test_whatever_makes_room_lets_the_head_be_looked_at_"
+         "again"),
     ),
     Mutant(
-        "trust", "a repeated frame is taken", ("PeerClock.take", "Liveness.take"),
-        "frame.seq <= self.in_seq", "False",
-        ("control/decode/test_control.py::test_a_frame_that_is_overtaken_or_repeated_is_dropped",),
+        "trust", "a repeated frame is taken", "PeerClock.take", "frame.seq <= self.in_seq", "False",
+        ("unit/control/decode/test_control.py::test_a_frame_that_is_overtaken_or_repeated_is_"
+         "dropped"),
     ),
     Mutant(
-        "T1", "host pages are used before they are ready", ("HostTier.__init__",),
+        "T1", "host pages are used before they are ready", "HostTier.__init__",
         "self.allocator.alloc(num_pages)", "pass",
-        ("decode/test_host_tier.py::test_host_pages_are_used_once_they_are_ready",),
+        "unit/decode/test_host_tier.py::test_host_pages_are_used_once_they_are_ready",
     ),
     Mutant(
-        "T2", "a load lets go of what it reads", ("HostTier.load",),
+        "T2", "a load lets go of what it reads", "HostTier.load",
         "        self._order(True, key, end - num_pages, src, device_pages, host_lock, None)",
-        """        self.cache.unlock(host_lock)
-        host_lock = self.cache.pin(self.cache.match_prefix(key.prefix(0)), now_s)
-        self._order(True, key, end - num_pages, src, device_pages, host_lock, None)""",
-        ("decode/test_scheduler_fuzz.py::test_what_comes_from_host_memory_is_what_was_written",),
+        ("        self.cache.unlock(host_lock)\n"
+         "        host_lock = self.cache.pin(self.cache.match_prefix(key.prefix(0)), now_s)\n"
+         "        self._order(True, key, end - num_pages, src, device_pages, host_lock, None)"),
+        "unit/decode/test_scheduler_fuzz.py::test_what_comes_from_host_memory_is_what_was_written",
     ),
     Mutant(
-        "T2", "pages of an aborted load are free before its copy ends",
-        ("HostSource.give_up",),
+        "T2", "pages of an aborted load are free before its copy ends", "HostSource.give_up",
         "return Release.HOLD", "return Release.DROP",
-        (
-            "decode/test_host_tier.py::"
-            "test_an_aborted_load_keeps_its_pages_until_the_copy_has_ended",
-        ),
+        ("unit/decode/test_host_tier.py::test_an_aborted_load_keeps_its_pages_until_the_copy_has_"
+         "ended"),
     ),
     Mutant(
-        "T2", "a write does not wait for the device", ("Ending.release_after",),
+        "T2", "a write does not wait for the device", "Ending.release_after",
         "if after is not None:", "if after is not None and not self._sources:",
-        ("decode/test_host_tier.py::test_a_write_waits_for_the_device",),
+        "unit/decode/test_host_tier.py::test_a_write_waits_for_the_device",
     ),
     Mutant(
-        "T3", "a copy of old weights goes to the tree", ("HostTier.ended",),
+        "T3", "a copy of old weights goes to the tree", "HostTier.ended",
         " and copy.epoch == self.pages.epoch", "",
-        ("decode/test_host_tier.py::test_a_flush_between_order_and_end_of_a_write",),
+        "unit/decode/test_host_tier.py::test_a_flush_between_order_and_end_of_a_write",
     ),
     Mutant(
-        "T4", "what two need is loaded twice", ("Planner.take",),
-        "shareable=True", "shareable=False",
-        ("decode/test_host_tier.py::test_what_two_need_is_loaded_once",),
+        "T4", "what two need is loaded twice", "Planner.take", "shareable=True", "shareable=False",
+        "unit/decode/test_host_tier.py::test_what_two_need_is_loaded_once",
     ),
     Mutant(
-        "T5", "a request is committed before its load", ("HostSource.begin",),
+        "T5", "a request is committed before its load", "HostSource.begin",
         "self._open[flight.room_key] = flight", "self._ledger.flights.arrived(flight)",
-        ("decode/test_host_tier.py::test_what_the_pool_forgets_is_loaded_again",),
+        "unit/decode/test_host_tier.py::test_what_the_pool_forgets_is_loaded_again",
     ),
     Mutant(
-        "T3", "one rank's good end is that of all", ("RankLeader._end_copy",),
+        "T3", "one rank's good end is that of all", "RankLeader._end_copy",
         "next(iter(errors), None)", "ends[0].error",
-        ("decode/test_host_tier.py::test_a_second_rank_that_failed_ends_the_load",),
+        "unit/decode/test_host_tier.py::test_a_second_rank_that_failed_ends_the_load",
     ),
     Mutant(
-        "9", "what was computed here is free before the device is done", ("ComputeSource.give_up",),
+        "9", "what was computed here is free before the device is done", "ComputeSource.give_up",
         "return Release.AFTER_DEVICE if", "return Release.DROP if",
-        ("decode/test_compute.py::test_an_abort_frees_its_pages_once_the_device_is_done",),
+        "unit/decode/test_compute.py::test_an_abort_frees_its_pages_once_the_device_is_done",
     ),
     Mutant(
-        "T6", "the end of a load leaves its path locked in host memory", ("HostTier.ended",),
+        "T6", "the end of a load leaves its path locked in host memory", "HostTier.ended",
         "self._free(self.cache.unlock(copy.host_lock))", "pass",
-        ("decode/test_host_tier.py::test_what_the_pool_forgets_is_loaded_again",),
+        "unit/decode/test_host_tier.py::test_what_the_pool_forgets_is_loaded_again",
     ),
     Mutant(
-        "T7", "what a write reads may be evicted", ("HostTier._begin_write",),
+        "T7", "what a write reads may be evicted", "HostTier._begin_write",
         "device_lock = self.pages.pin_key(key, now_s)",
         "device_lock = self.pages.pin_key(key, now_s); self.pages.unpin(device_lock)",
-        ("decode/test_host_tier.py::test_no_eviction_takes_what_a_copy_reads",),
+        "unit/decode/test_host_tier.py::test_no_eviction_takes_what_a_copy_reads",
     ),
     Mutant(
-        "T8", "pages of a write that failed can be promised", ("HostTier._wrote",),
-        "if is_good:", "if True:",
-        ("decode/test_host_tier.py::test_a_write_that_fails_leaves_nothing_in_host_memory",),
+        "T8", "pages of a write that failed can be promised", "HostTier._wrote", "if is_good:",
+        "if True:",
+        "unit/decode/test_host_tier.py::test_a_write_that_fails_leaves_nothing_in_host_memory",
     ),
     Mutant(
-        "H9", "a checkpoint outlives its page", ("Checkpoints.dropped",),
+        "H9", "a checkpoint outlives its page", "Checkpoints.dropped",
         "self._remove(self._at[page])", "pass",
-        ("cache/test_checkpoints.py::test_it_goes_with_its_page",),
+        "unit/cache/test_checkpoints.py::test_it_goes_with_its_page",
     ),
     Mutant(
-        "H10", "window pages that nothing has any more are kept", ("TailGroup.add_counts",),
+        "H10", "window pages that nothing has any more are kept", "TailGroup.add_counts",
         "(gone := ids[self.refs[ids] == 0])", "(gone := ids[:0])",
-        ("pages/test_groups.py::test_no_page_of_another_path_depth_or_request_is_ever_read",),
+        "unit/pages/test_groups.py::test_no_page_of_another_path_depth_or_request_is_ever_read",
     ),
     Mutant(
-        "H11", "a row that moves on loses the pages that it has passed", ("TailGroup.slide",),
+        "H11", "a row that moves on loses the pages that it has passed", "TailGroup.slide",
         "moved = np.concatenate([ids[passed:], out[~is_shared]])", "moved = ids[passed:].copy()",
-        ("pages/test_groups.py::test_no_page_of_another_path_depth_or_request_is_ever_read",),
+        "unit/pages/test_groups.py::test_no_page_of_another_path_depth_or_request_is_ever_read",
     ),
     Mutant(
-        "H12", "a second state at a page keeps its slot", ("Checkpoints.save",),
+        "H12", "a second state at a page keeps its slot", "Checkpoints.save",
         "self.give_back(slot)", "pass",
-        ("cache/test_checkpoints.py::test_a_second_one_at_a_page_gives_its_slot_back",),
+        "unit/cache/test_checkpoints.py::test_a_second_one_at_a_page_gives_its_slot_back",
     ),
     Mutant(
-        "H13", "a checkpoint that is locked is evicted", ("Checkpoints._evict_one",),
+        "H13", "a checkpoint that is locked is evicted", "Checkpoints._evict_one",
         "for one in self._at.values() if not one.locks", "for one in self._at.values()",
-        ("cache/test_checkpoints.py::test_a_locked_one_stays",),
+        "unit/cache/test_checkpoints.py::test_a_locked_one_stays",
     ),
     Mutant(
-        "H14", "prefill goes on behind pages without a state",
-        ("PrefillBootstrapQueue._usable_tokens",),
-        "return 0 if self._found is None else self._found.depth * self._pages.page_size",
-        "return self._dense_pages * self._pages.page_size",
-        ("prefill/test_state_checkpoints.py::test_pages_without_a_state_are_not_gone_on_from",),
+        "H14", "prefill goes on behind pages without a state", "PrefillBootstrapQueue._find",
+        "usable = 0 if checkpoint is None else checkpoint.depth * page_size", "pass",
+        "unit/prefill/test_state_checkpoints.py::test_pages_without_a_state_are_not_gone_on_from",
     ),
     Mutant(
-        "ranks", "a row that was overwritten is not told", ("RankLog.take",),
+        "ranks", "a row that was overwritten is not told", "RankLog.take",
         "goes_on = was_in_use & (now[1] == told[1])", "goes_on = was_in_use",
-        ("ranks/test_row_log.py::test_a_row_that_is_overwritten_is_told",),
+        "unit/ranks/test_row_log.py::test_a_row_that_is_overwritten_is_told",
     ),
     Mutant(
-        "ranks", "a row that has ended is not told", ("RankLog.take",),
+        "ranks", "a row that has ended is not told", "RankLog.take",
         "np.flatnonzero(was_in_use & ~in_use).tolist()", "[]",
-        ("ranks/test_row_log.py::test_after_any_pass_of_a_storm_the_rows_are_equal",),
+        "unit/ranks/test_row_log.py::test_after_any_pass_of_a_storm_the_rows_are_equal",
     ),
     Mutant(
-        "ranks", "a message that was left out is not missed", ("RowFollower.apply",),
+        "ranks", "a message that was left out is not missed", "RowFollower.apply",
         "check_next(message.number, self.num_batches)", "pass",
-        ("ranks/test_row_log.py::test_messages_are_read_once_each_and_in_order",),
+        "unit/ranks/test_row_log.py::test_messages_are_read_once_each_and_in_order",
     ),
     Mutant(
-        "ranks", "commands come in another order", ("RowFollower.apply",),
+        "ranks", "commands come in another order", "RowFollower.apply",
         "for one in message.commands]", "for one in reversed(message.commands)]",
-        ("ranks/test_row_log.py::test_all_commands_of_schedulers_travel_in_order_and_no_other",),
+        "unit/ranks/test_row_log.py::test_all_commands_of_schedulers_travel_in_order_and_no_other",
     ),
     Mutant(
-        "1", "what the engine gave up leaves pages to nobody",
-        ("PrefillScheduler._maybe_release",),
+        "1", "what the engine gave up leaves pages to nobody", "PrefillScheduler._maybe_release",
         "self.pages.drop(req.pages_held)", "pass",
-        ("prefill/test_given_up.py::test_only_what_was_cached_before_stays",),
+        "unit/prefill/test_given_up.py::test_only_what_was_cached_before_stays",
     ),
     Mutant(
-        "2", "a flight without a request keeps its lock", ("Ledger.commit",),
+        "2", "a flight without a request keeps its lock", "Ledger.commit",
         "pages.drop(flight.pages)", "pass",
-        (
-            "decode/test_sharing.py::"
-            "test_an_aborted_owner_ends_at_once_and_its_room_goes_on_for_the_others",
-        ),
+        ("unit/decode/test_sharing.py::test_an_aborted_owner_ends_at_once_and_its_room_goes_on_"
+         "for_the_others"),
     ),
     Mutant(
-        "4", "pages are free before what kernels hold has landed", ("DecodeControl._take_drained",),
+        "4", "pages are free before what kernels hold has landed", "DecodeControl._take_drained",
         "drained.settle and room.poll.ended", "False",
-        (
-            "control/decode/test_control.py::"
-            "test_a_drained_that_took_the_end_of_an_agent_waits_likewise",
-        ),
+        ("unit/control/decode/test_control.py::test_a_drained_that_took_the_end_of_an_agent_waits_"
+         "likewise"),
     ),
     Mutant(
-        "proof", "a room that is opened twice is said to be drained", ("DecodeControl._enter",),
+        "proof", "a room that is opened twice is said to be drained", "DecodeControl._enter",
         "known is not None:", "known is not None:\n            self.say(RoomDrained(promise.key))",
-        (
-            "control/test_numbers_used_again.py::"
-            "test_a_number_whose_pages_may_still_be_written_is_not_promised_again",
-        ),
+        ("unit/control/test_numbers_used_again.py::test_a_number_whose_pages_may_still_be_written_"
+         "is_not_promised_again"),
     ),
     Mutant(
         "proof", "a promise that is refused drains what has to settle",
-        ("PrefillControl._refuse_promise",),
-        "drained = not self._rooms.may_need_settle", "drained = True",
-        (
-            "control/prefill/test_control.py::"
-            "test_a_write_that_proves_nothing_is_not_acknowledged_before_its_agent_is_destroyed",
-        ),
+        "PrefillControl._refuse_promise", "drained = not self._rooms.may_need_settle",
+        "drained = True",
+        ("unit/control/prefill/test_control.py::test_a_write_that_proves_nothing_is_not_"
+         "acknowledged_before_its_agent_is_destroyed"),
     ),
     Mutant(
-        "trust", "a repeat of a promise that is over opens a room",
-        ("PrefillControl._take_promise",),
+        "trust", "a repeat of a promise that is over opens a room", "PrefillControl._take_promise",
         "self._check_over(self._tombs.over((key, peer.id, ticket)))", "pass",
-        (
-            "control/prefill/test_tombs.py::"
-            "test_a_repeat_of_the_promise_before_is_not_the_next_ones",
-        ),
+        ("unit/control/prefill/test_tombs.py::test_a_repeat_of_the_promise_before_is_not_the_next_"
+         "ones"),
     ),
     Mutant(
-        "H9", "after a flush a state is entered at a page of before", ("RequestCheckpoints.enter",),
+        "H9", "after a flush a state is entered at a page of before", "RequestCheckpoints.enter",
         " or held.epoch != self._pages.epoch", "",
-        ("decode/test_sent_ends.py::test_what_was_kept_before_a_flush_is_forgotten",),
+        "unit/decode/test_sent_ends.py::test_what_was_kept_before_a_flush_is_forgotten",
     ),
     Mutant(
-        "H12", "decode goes on from another depth's state", ("DecodeCheckpoints.go_on_from_sent",),
+        "H12", "decode goes on from another depth's state", "DecodeCheckpoints.go_on_from_sent",
         "req.prefix_len, req.checkpoint_slot = at, req.state_slot", "req.prefix_len = at",
-        (
-            "decode/test_sent_ends.py::"
-            "test_what_was_sent_leaves_a_checkpoint_before_the_end_is_computed",
-        ),
+        ("unit/decode/test_sent_ends.py::test_what_was_sent_leaves_a_checkpoint_before_the_end_is_"
+         "computed"),
     ),
     Mutant(
-        "H13", "a checkpoint stays locked on a path that is not",
-        ("PrefillScheduler._maybe_release",),
+        "H13", "a checkpoint stays locked on a path that is not", "PrefillScheduler._maybe_release",
         "self.checkpoints.end(req)", "pass",
-        (
-            "prefill/test_state_checkpoints.py::"
-            "test_no_window_of_another_path_or_depth_is_ever_gone_on_from",
-        ),
+        ("unit/prefill/test_state_checkpoints.py::test_no_window_of_another_path_or_depth_is_ever_"
+         "gone_on_from"),
     ),
 )  # fmt: skip
 
@@ -423,23 +359,25 @@ MUTANTS = (
 # --- what is where in a tree ----------------------------------------------------------------------
 
 
-def find_function(tree: pathlib.Path, names: tuple[str, ...]) -> tuple[pathlib.Path, int, int]:
-    """Return the file of the first of these functions that there is, and its first and last line.
+def mutated(tree: pathlib.Path, mutant: Mutant) -> tuple[pathlib.Path, str]:
+    """Return the file that a mutant is in, and its text with the mutant.
 
-    Raises LookupError unless exactly one function has that name.
+    Raises LookupError unless exactly one function of this name has `old` once in its source.
     """
-    for name in names:
-        found = []
-        short = name.rpartition(".")[2]
-        for path in sorted((tree / "prefixkv").rglob("*.py")):
-            text = path.read_text(encoding="utf-8")
-            if f"def {short}(" in text:
-                found += [(path, *lines) for lines in lines_of(ast.parse(text), name)]
-        if len(found) == 1:
-            return found[0]
-        if found:
-            raise LookupError(f"{len(found)} functions are called {name}")
-    raise LookupError(f"there is no {' or '.join(names)}")
+    found = []
+    for path in sorted((tree / "prefixkv").rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        if mutant.old not in text:
+            continue
+        lines = text.splitlines(keepends=True)
+        for first, last in lines_of(ast.parse(text), mutant.function):
+            source = "".join(lines[first - 1 : last])
+            if source.count(mutant.old) == 1:
+                source = source.replace(mutant.old, mutant.new)
+                found.append((path, "".join([*lines[: first - 1], source, *lines[last:]])))
+    if len(found) != 1:
+        raise LookupError(f"{len(found)} functions {mutant.function} have {mutant.old!r} once")
+    return found[0]
 
 
 def lines_of(node: ast.AST, name: str) -> list[tuple[int, int]]:
@@ -456,37 +394,16 @@ def lines_of(node: ast.AST, name: str) -> list[tuple[int, int]]:
     return found
 
 
-def mutated(tree: pathlib.Path, mutant: Mutant) -> tuple[pathlib.Path, str]:
-    """Return the file that a mutant is in, and its text with the mutant.
-
-    Raises LookupError unless the function's source has `old` exactly once.
-    """
-    path, first, last = find_function(tree, mutant.functions)
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    source = "".join(lines[first - 1 : last])
-    olds = (mutant.old,) if isinstance(mutant.old, str) else mutant.old
-    found = [old for old in olds if source.count(old) == 1]
-    if len(found) != 1:
-        raise LookupError(f"{mutant.functions[0]} has not one of {olds!r} once")
-    source = source.replace(found[0], mutant.new)
-    return path, "".join([*lines[: first - 1], source, *lines[last:]])
-
-
-def find_test(tree: pathlib.Path, names: tuple[str, ...]) -> str:
-    """Return what pytest is to run: the first of these tests that there is. A file that was moved
-    is found by its last name. Raises LookupError where there is none of them."""
-    for name in names:
-        file, _, function = name.partition("::")
-        path = tree / "tests" / file
-        near = [path] if path.exists() else sorted((tree / "tests").rglob(path.name))
-        tests = sorted((tree / "tests").rglob("test_*.py")) if function else []
-        for one in [*near, *tests]:
-            relative = str(one.relative_to(tree))
-            if not function:
-                return relative
-            if re.search(rf"^(async )?def {function}\(", one.read_text("utf-8"), re.MULTILINE):
-                return f"{relative}::{function}"
-    raise LookupError(f"there is no test {names[0]}")
+def find_test(tree: pathlib.Path, test: str) -> str:
+    """Return what pytest is to run; a test that was moved is found by its own name."""
+    file, _, function = test.partition("::")
+    for path in [tree / "tests" / file, *sorted((tree / "tests").rglob("test_*.py"))]:
+        has_it = rf"^(async )?def {function}\("
+        if path.exists() and re.search(has_it, path.read_text("utf-8"), re.MULTILINE):
+            return f"{path.relative_to(tree)}::{function}"
+        if path.exists() and not function:
+            return str(path.relative_to(tree))
+    raise LookupError(f"there is no test {test}")
 
 
 # --- running --------------------------------------------------------------------------------------
@@ -509,7 +426,7 @@ def pytest(tree: pathlib.Path, tests: list[str], patience_s: float) -> tuple[int
 def found_by_test(tree: pathlib.Path, mutant: Mutant) -> str:
     """Return "" if the test fails with the mutant; else what happened."""
     try:
-        test = find_test(tree, mutant.tests)
+        test = find_test(tree, mutant.test)
         path, text = mutated(tree, mutant)
     except LookupError as error:
         return f"NOT TRIED: {error}"
@@ -544,7 +461,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tree", type=pathlib.Path, default=ROOT, help="another checkout")
     parser.add_argument("--only", type=int, action="append", help="number of a mutant; repeatable")
     parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args()
@@ -557,12 +473,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="prefixkv-mutants-") as folder:
         copies: SimpleQueue[pathlib.Path] = SimpleQueue()
         for number in range(args.processes):
-            copies.put(copy_of(args.tree, pathlib.Path(folder) / str(number)))
+            copies.put(copy_of(ROOT, pathlib.Path(folder) / str(number)))
         tree = pathlib.Path(folder) / "0"
         tests = set()
         for _, mutant in chosen:
             try:
-                tests.add(find_test(tree, mutant.tests))
+                tests.add(find_test(tree, mutant.test))
             except LookupError as error:
                 print(f"{mutant.what}: {error}")
         status, said = pytest(tree, sorted(tests), 10 * PATIENCE_S)

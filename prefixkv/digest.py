@@ -32,7 +32,6 @@ def prompt_digest(tokens: TokensLike, namespace: Hashable = None) -> bytes:
     RequestError: another namespace: its bytes are not the same in every process.
     """
     key = tokens if type(tokens) is RadixKey and namespace is None else RadixKey(tokens, namespace)
-    key.check()
     path_hash = begin_hash(key.namespace)
     path_hash.update(key.data)
     return path_hash.digest()

@@ -52,8 +52,6 @@ class AuxTooLargeError(CallerError):
 
     def __init__(self, size_bytes: int, limit_bytes: int) -> None:
         super().__init__(f"aux payload of {size_bytes} bytes, the limit is {limit_bytes}")
-        self.size_bytes = size_bytes
-        self.limit_bytes = limit_bytes
 
 
 class TraceError(CallerError):
@@ -262,14 +260,9 @@ class WeightsVersionError(TransferError):
             f"{name} differs: the request is of {request_version!r}, "
             f"{whose} has {current_version!r}"
         )
-        self.request_version = request_version
-        self.current_version = current_version
-        self.whose = whose
-
-    @property
-    def versions(self) -> tuple[str, str]:
+        self.versions = request_version, current_version
         """Version that the request has, and the other version."""
-        return self.request_version, self.current_version
+        self.whose = whose
 
     def named(self, options: Mapping[str, str]) -> WeightsVersionError:
         """Return this error with the engine's option for `weights_version`, if there is one."""

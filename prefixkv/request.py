@@ -83,7 +83,6 @@ class Request:
         # Everything is checked here, where the stack still shows the caller at fault; what comes
         # later, down to the frames, relies on it.
         self.key = key = RadixKey(self.tokens, self.namespace)
-        key.check()
         _check_text("rid", self.rid)
         if not len(key):
             raise RequestError(f"request {self.rid!r} has no tokens")

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from prefixkv.cache.eviction.queues import EvictionQueue as EvictionQueue
     from prefixkv.cache.eviction.queues import LeafOrders as LeafOrders
     from prefixkv.cache.node import TreeNode as TreeNode
-    from prefixkv.cache.page_flags import packed_range as packed_range
-    from prefixkv.cache.page_flags import page_runs as page_runs
+    from prefixkv.cache.page_runs import packed_range as packed_range
+    from prefixkv.cache.page_runs import page_runs as page_runs
     from prefixkv.cache.radix_cache import RadixCache as RadixCache
     from prefixkv.cache.radix_key import TOKEN_BYTES as TOKEN_BYTES
     from prefixkv.cache.radix_key import TOKEN_LIMIT as TOKEN_LIMIT
@@ -90,7 +90,6 @@ if TYPE_CHECKING:
     from prefixkv.runtime.host_copies import HostMemory as HostMemory
     from prefixkv.runtime.metrics import NodeCollector as NodeCollector
     from prefixkv.runtime.one_thread import Closing as Closing
-    from prefixkv.runtime.transfers import MakeTransport as MakeTransport
     from prefixkv.runtime.transfers import secret_number as secret_number
     from prefixkv.transport.base import Transport as Transport
     from prefixkv.variables import check_environ as check_environ
@@ -108,7 +107,7 @@ _HOMES = homes_of(
         "admission": "AdmissionPolicy register_admission",
         # A transport.
         "transport.base": "Transport",
-        "runtime.transfers": "MakeTransport secret_number",
+        "runtime.transfers": "secret_number",
         # A source of what a request lacks; host memory is one.
         "decode.sources": "Lack Sources",
         "decode.host_tier": "HostTier",
@@ -128,7 +127,7 @@ _HOMES = homes_of(
         "cache.radix_key": "RadixKey TOKEN_BYTES TOKEN_LIMIT common_pages shortened",
         "cache.node": "TreeNode",
         "cache.results": "InsertResult MatchResult PrefixLock packed_ids",
-        "cache.page_flags": "packed_range page_runs",
+        "cache.page_runs": "packed_range page_runs",
         # Pages, layouts and meshes.
         "paging": "MAX_INDEX PageIds Pages as_pages page_table pages_for slot_mapping",
         "pages.groups": "GroupPages",

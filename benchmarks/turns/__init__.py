@@ -3,7 +3,6 @@ off.
 
     python -m benchmarks turns --json benchmarks/results/turns.json
     python -m benchmarks turns --unequal --json benchmarks/results/turns_unequal.json
-    python -m benchmarks turns --chats --json benchmarks/results/turns_chats.json
 
 A stand-in for an inference engine: real bytes and real scheduling in two processes, no model.
 Every KV byte is verified in a first pass. Then the request rate that either side can sustain is
@@ -11,13 +10,11 @@ measured, and the latencies at .7 of what it is without decode's cache. TTFT is 
 arrival to its KV committed on decode; prefill's own cache stays on.
 
 `--unequal` runs the verified passes alone, once for each pair of ranks, attention, layouts and way
-to send slices. `--chats` plays the chats of `prefixkv demo` with its small model in place of the
-stand-in, passes with the cache on and off turn about.
+to send slices.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from itertools import count, product
@@ -117,18 +114,9 @@ def turns(
     unequal_ranks: Annotated[
         bool, typer.Option("--unequal", help="Only verified passes, between unequal ranks.")
     ] = False,
-    chats: Annotated[bool, typer.Option(help="The chats of `prefixkv demo`, a model.")] = False,
-    pairs: Annotated[int, typer.Option(min=1, help="With --chats: of passes, on and off.")] = 6,
 ) -> int:
     """Hit rate by turn, bytes and first tokens of conversations, every byte verified."""
     check_json(json_file)
-    if chats:
-        from benchmarks.turns.chats import measure
-
-        row, recipe = measure(pairs, seed)
-        print(json.dumps(row, indent=1))
-        write(json_file, f"turns --chats --pairs {pairs}", [row], seed=seed, **recipe)
-        return 0
     rows: list[Row] = []
     if unequal_ranks:
         for case, options in unequal(quick):

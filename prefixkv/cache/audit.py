@@ -78,7 +78,7 @@ def _tree_laws(tree: RadixTree, orphans: list[TreeNode]) -> Iterator[str]:
         yield f"the counters count: {len(ids)} pages, {len(nodes)} nodes"
     if tree._in_tree is not None:
         both = np.sort(packed_ids([node.pages for node in [*nodes, *orphans]]))
-        if not np.array_equal(both, np.flatnonzero(tree._in_tree.array)):
+        if not np.array_equal(both, np.flatnonzero(tree._in_tree)):
             yield "the bitmap has the pages of the tree and of orphans, and no others"
 
 

@@ -12,20 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from hashlib import blake2b
-from typing import Any, NamedTuple, Protocol, TypeAlias, assert_never
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias, assert_never
 
 import msgspec
 import numpy as np
 
-from prefixkv.cache.node import PAGE_ID_BYTES, Packed
+from prefixkv.cache.node import Packed
 from prefixkv.cache.radix_key import TOKEN_BYTES
 from prefixkv.errors import ProtocolError
 
 PAGE_KEY_BYTES = 16
-
-UNTAKEN_LIMIT_PAGES = 1 << 20
-"""Pages of changes that wait for `EventFeed.take` while a listener hears them; beyond, it starts
-over."""
 
 PageHash: TypeAlias = Callable[[bytes, bytes], bytes]
 """(The key of the page before, a page's packed tokens) -> that page's key."""
@@ -254,32 +250,68 @@ class PagePaths:
         self._checkpoints.clear()
 
 
+LOG_PAGES: Final = 1 << 20
+"""Pages of changes that wait for a reader at most; one further behind gets the whole tree again."""
+
+
+class ChangeLog:
+    """The changes of one cache for one reader. Owner: the cache's thread.
+
+    Nothing is recorded before the first `take`. `recording` are the logs that record; `whole` makes
+    the changes that add up to all that there is, the first of them Cleared.
+    """
+
+    def __init__(
+        self, recording: list[ChangeLog], whole: Callable[[], list[Change]], limit_pages: int
+    ) -> None:
+        self._recording, self._whole, self._limit_pages = recording, whole, limit_pages
+        self._changes: list[Change] = []
+        self._num_pages = 0
+        self.overruns = 0  # how often the reader was too far behind
+
+    def add(self, change: Change, num_pages: int = 0) -> None:
+        self._changes.append(change)
+        self._num_pages += num_pages
+        if self._num_pages > self._limit_pages:
+            self.overruns += 1
+            self.restart()
+
+    def restart(self) -> None:
+        """Forget what was not taken: the next `take` returns the whole tree."""
+        if self in self._recording:
+            self._recording.remove(self)
+        self._changes, self._num_pages = [], 0
+
+    def take(self) -> list[Change]:
+        """Return what changed since the last call; the first one returns the whole tree."""
+        if self not in self._recording:
+            self._recording.append(self)
+            return self._whole()
+        changes, self._changes, self._num_pages = self._changes, [], 0
+        return changes
+
+
 class EventSource(Protocol):
-    """The part of a RadixCache that a feed reads."""
+    """The part of a RadixCache that readers of its changes need."""
 
     page_size: int
 
-    def drain_changes(self, snapshot: bool = False) -> list[Change]: ...
+    def record(self, limit_pages: int = LOG_PAGES) -> ChangeLog: ...
 
 
 class Listener(Protocol):
-    """A receiver of changes besides `EventFeed.take`: a `KVEventPublisher`."""
+    """A reader of a cache's changes besides `EventFeed.take`: a `KVEventPublisher`."""
 
-    def hand_over(self, changes: list[Change]) -> bool:
-        """Take these changes, without blocking. False if they are lost: then all is useless up to a
-        list that begins with Cleared."""
+    def listen(self, cache: EventSource) -> None:
+        """Read this cache's changes from now on."""
 
-    @property
-    def idle(self) -> bool:
-        """True if all changes that were handed over have been dealt with."""
+    def pass_on(self) -> None:
+        """Take what has changed, without blocking."""
 
 
 class EventFeed:
-    """One cache's changes, recorded from the first request for them. Owner: the cache's thread.
-
-    Two readers may share it: a caller of `take` gets numbered batches, a `Listener` gets the
-    changes as they are. The cache hands out each change once, so what one of them draws is kept or
-    passed on for the other.
+    """One cache's changes as numbered batches, recorded from the first request for them. Owner: the
+    cache's thread.
 
     `is_host`: the cache is that of the worker's host memory. `at_checkpoints`: see `EventBatch`.
     """
@@ -292,65 +324,24 @@ class EventFeed:
         is_host: bool = False,
         at_checkpoints: bool = False,
     ) -> None:
-        self._cache = cache
+        self.cache = cache
+        self._log = cache.record()
         self._is_host = is_host
         self._at_checkpoints = at_checkpoints
         self._worker = worker
         self._incarnation = incarnation
         self._seq = 0
         self._paths = PagePaths(cache.page_size)
-        self._listener: Listener | None = None
-        # The listener missed changes: it gets none until it is idle, and then everything.
-        self._listener_missed_changes = False
-        # Changes that the listener drew and `take` has not returned yet. Beyond the limit they are
-        # dropped and only the count stays, so that the next `take` starts over.
-        self._untaken: list[Change] = []
-        self._num_untaken_pages = 0
 
     def take(self, snapshot: bool = False) -> EventBatch:
         """Return the events since the last batch, possibly none. O(pages) of those. The first
         batch, any with `snapshot` and one after too many changes have the whole tree."""
-        snapshot = snapshot or not self._seq or self._num_untaken_pages > UNTAKEN_LIMIT_PAGES
-        # The listener hears of these too: the cache will not give them again. A full list begins
-        # with `Cleared`, which also repairs a listener that had lost something.
-        changes = self._cache.drain_changes(snapshot=snapshot)
-        self._hand_over(changes, snapshot)
-        if not snapshot:
-            changes = self._untaken + changes
-        self._untaken, self._num_untaken_pages = [], 0
-        events = tuple(self._events(changes))
+        if snapshot:
+            self._log.restart()
+        events = tuple(self._events(self._log.take()))
         batch = EventBatch(self._worker, self._incarnation, self._seq, events, self._at_checkpoints)
         self._seq += 1
         return batch
-
-    def listen(self, listener: Listener) -> None:
-        """Hand `listener` the whole tree now, and the changes since with each `pass_on`."""
-        self._listener = listener
-        self._hand_over(self._cache.drain_changes(snapshot=True), True)
-
-    def pass_on(self) -> None:
-        """Hand the listener what has changed since. O(changes), without hashing. One that lost
-        something gets the whole tree, once it has dealt with the rest."""
-        listener = self._listener
-        if listener is None:
-            return
-        # While the listener is busy a full list would be lost as well, so wait until it is idle.
-        snapshot = self._listener_missed_changes and listener.idle
-        changes = self._cache.drain_changes(snapshot=snapshot)
-        if not changes:
-            return
-        self._hand_over(changes, snapshot)
-        # Keep them for `take`, up to the limit.
-        if self._seq and self._num_untaken_pages <= UNTAKEN_LIMIT_PAGES:
-            self._untaken += changes
-            self._num_untaken_pages += stored_pages(changes)
-            if self._num_untaken_pages > UNTAKEN_LIMIT_PAGES:
-                self._untaken = []
-
-    def _hand_over(self, changes: list[Change], snapshot: bool) -> None:
-        listener = self._listener
-        if listener is not None and changes and (snapshot or not self._listener_missed_changes):
-            self._listener_missed_changes = not listener.hand_over(changes)
 
     def _events(self, changes: list[Change]) -> Iterator[CacheEvent]:
         for change in changes:
@@ -394,11 +385,6 @@ def page_key(parent: bytes, page_tokens: bytes) -> bytes:
     """Return the key of a page, which depends on all tokens up to the page's end. `parent`: the key
     of the page before it, NO_PARENT for the first. `page_tokens`: packed (little-endian int32)."""
     return blake2b(parent + page_tokens, digest_size=PAGE_KEY_BYTES).digest()
-
-
-def stored_pages(changes: list[Change]) -> int:
-    """Return how many pages were stored, as many as are taken out in the long run: a backlog."""
-    return sum(len(c.pages) for c in changes if type(c) is Inserted) // PAGE_ID_BYTES
 
 
 def _ids(pages: Packed) -> list[int]:

@@ -21,7 +21,9 @@ import numpy as np
 
 from prefixkv.cache import audit
 from prefixkv.cache.events import (
+    LOG_PAGES,
     Change,
+    ChangeLog,
     CheckpointEvicted,
     CheckpointSaved,
     Cleared,
@@ -30,7 +32,6 @@ from prefixkv.cache.events import (
 from prefixkv.cache.eviction.policy import Policy, Use
 from prefixkv.cache.eviction.queues import forget
 from prefixkv.cache.node import PAGE_ID_BYTES, TreeNode, Want
-from prefixkv.cache.page_flags import Runs
 from prefixkv.cache.radix_key import RadixKey, TokensLike
 from prefixkv.cache.results import (
     NO_PAGES,
@@ -41,7 +42,7 @@ from prefixkv.cache.results import (
     as_page_ids,
     check_page_ids,
 )
-from prefixkv.cache.tree import RadixTree
+from prefixkv.cache.tree import RadixTree, inserted
 from prefixkv.errors import (
     CallerError,
     LockError,
@@ -52,10 +53,6 @@ from prefixkv.errors import (
 )
 from prefixkv.paging import Pages, Where
 from prefixkv.settings import Continues, check_continues, check_flag, check_time, whole_count
-
-EVENT_LIMIT_PAGES = 1 << 20
-"""Pages of events that wait for a listener at most; one further behind is sent the whole tree
-again."""
 
 
 class _Insertion(NamedTuple):
@@ -358,7 +355,6 @@ class RadixCache(RadixTree):
         check_flag("visit", visit, or_none=True)
         check_flag("extend_lock", extend_lock)
         key = self._key(tokens, namespace)
-        key.check()
         num_pages, held_pages = len(key.data) // self._page_bytes, 0
         if lock is not None:
             if not isinstance(lock, PrefixLock):
@@ -369,22 +365,16 @@ class RadixCache(RadixTree):
                     f"{lock!r} is not a lock of the first of {len(key)} tokens in this tree"
                 )
         pages = as_page_ids(pages, num_pages - held_pages)
-        runs = None
-        if self._in_tree is not None:
-            runs = self._in_tree.free_runs(pages.tobytes())
-        if runs is None:
-            check_page_ids(pages)
+        check_page_ids(pages)
         place = self._walk_behind(key, lock)
         # 2. The last check. Ids of pages that the tree has already are not taken over, so only the
         #    new ones may not be in the tree.
-        num_there = place[1] // self._page_bytes - held_pages
-        if runs is None or num_there:
-            self._check_new(pages, num_there)
+        self._check_new(pages, place[1] // self._page_bytes - held_pages)
         # Less than a page: nothing to share, and no use.
         if not num_pages:
             return InsertResult(self, key.data, key.namespace, place[0], 0, self.version, 0)
         insertion = _Insertion(priority, now_s, visit, lock, extend_lock)
-        return self._insert(key, place, pages.tobytes(), runs, insertion)
+        return self._insert(key, place, pages.tobytes(), None, insertion)
 
     def insert_owned(
         self, key: RadixKey, pages: bytes, where: Where, priority: int, now_s: float,
@@ -411,7 +401,7 @@ class RadixCache(RadixTree):
         key: RadixKey,
         place: tuple[TreeNode | None, int],
         pages: bytes,
-        where: Where | Runs | None,
+        where: Where | None,
         insertion: _Insertion,
     ) -> InsertResult:
         """Insert at a place of `_walk_behind` the pages behind the lock, packed, and as an index if
@@ -498,8 +488,8 @@ class RadixCache(RadixTree):
             reported = taken[::-1]
         else:
             reported = taken = self._evict_in_order(num_pages, merge_candidates)
-        if self._log is not None:
-            self._log.append(TakenOut(reported))
+        if self._logs:
+            self._note(TakenOut(reported))
         # Merge last. A node that lost one child may lose the others in the same call, and
         # `_evict_in_order` must not meet nodes that died in a merge.
         for node in merge_candidates:
@@ -546,8 +536,7 @@ class RadixCache(RadixTree):
         # Results become stale, and locks of before are orphans from here on.
         self.version += 1
         self._epoch += 1
-        if self._log is not None:
-            self._log.append(Cleared())
+        self._note(Cleared())
         # Waiting requests begin again at the top of their namespaces.
         for want in self._wants.values():
             want.attach(self._root(want.namespace), 0)
@@ -620,28 +609,22 @@ class RadixCache(RadixTree):
 
     # --- listening and looking on ----------------------------------------------------------------
 
-    def drain_changes(self, snapshot: bool = False) -> list[Change]:
-        """Return what was stored and removed since the last call, for an `EventFeed`.
+    def record(self, limit_pages: int = LOG_PAGES) -> ChangeLog:
+        """Return a log of what is stored and removed, for one more reader."""
+        return ChangeLog(self._logs, self._whole, limit_pages)
 
-        The first call starts the recording and returns the whole tree as insertions. A listener
-        that fell more than `EVENT_LIMIT_PAGES` behind, or passes `snapshot`, gets `Cleared` and
-        then the whole tree. Before the first call nothing is recorded.
-        """
-        check_flag("snapshot", snapshot)
-        if snapshot or self._log is None or self._logged_pages > EVENT_LIMIT_PAGES:
-            self._log = [] if self._log is None and not snapshot else [Cleared()]
-            # Parents before children, since an insertion names the page that it follows.
-            for node in self.nodes():
-                assert node.parent is not None
-                self._log_stored(node, node.parent.pages, node.key, node.pages)
-            self._log += map(CheckpointSaved, self.checkpoint_pages())
-        changes, self._log, self._logged_pages = self._log, [], 0
-        return changes
+    def _whole(self) -> list[Change]:
+        # Parents before children, since an insertion names the page that it follows.
+        stored = [
+            inserted(node, above.pages, node.key, node.pages)
+            for node in self.nodes()
+            if (above := node.parent) is not None
+        ]
+        return [Cleared(), *stored, *map(CheckpointSaved, self.checkpoint_pages())]
 
     def note_checkpoint(self, change: CheckpointSaved | CheckpointEvicted) -> None:
         """Note a change of `Checkpoints` for listeners, in the order of the cache's own changes."""
-        if self._log is not None:
-            self._log.append(change)
+        self._note(change)
 
     def stats(self) -> CacheStats:
         """Return a snapshot of sizes and counts. O(1)."""

@@ -40,8 +40,7 @@ class RadixKey:
 
     Equal tokens in two namespaces (LoRA adapters, tenants, cache salts, images) are different keys.
     `tokens`: 1-D; ints, or an integer array. Copied. `namespace`: anything hashable; None is the
-    common one. Raises TokenError: floats, bools, or values beyond int32. `check` finds negative
-    ones.
+    common one. Raises TokenError unless all are integers in [0, TOKEN_LIMIT).
 
     >>> key = RadixKey([1, 2, 3])
     >>> key.append(4)
@@ -49,7 +48,7 @@ class RadixKey:
     (4, b'\\x04\\x00\\x00\\x00')
     """
 
-    __slots__ = ("_checked_bytes", "_data", "_tail", "namespace")
+    __slots__ = ("_data", "_tail", "namespace")
 
     namespace: Hashable
 
@@ -57,13 +56,8 @@ class RadixKey:
         # The key is `_data` followed by `_tail`. Joining them costs a copy, so it waits until
         # somebody asks for `data`: a request appends token by token between two looks at its key.
         self._data = pack(tokens)
-        # Bytes from the start that are known to hold no negative token; `check` goes on from there.
-        self._checked_bytes = 0
-        if type(tokens) is RadixKey:
-            self._checked_bytes = tokens._checked_bytes
-            namespace = tokens.namespace if namespace is None else namespace
-        elif _packing_checks(tokens):
-            self._checked_bytes = len(self._data)
+        if type(tokens) is RadixKey and namespace is None:
+            namespace = tokens.namespace
         self._tail = bytearray()
         self.namespace = namespace
 
@@ -81,11 +75,7 @@ class RadixKey:
 
     def extend(self, tokens: TokensLike) -> None:
         """Add tokens; amortised O(them). Adds none, and raises TokenError, if one is invalid."""
-        # All checks come first: nothing is added if one fails.
-        more = pack(tokens)
-        if not _packing_checks(tokens):
-            check_packed(more)
-        self.extend_packed(more)
+        self.extend_packed(pack(tokens))
 
     def extend_checked(self, tokens: Sequence[int]) -> None:
         """Add tokens that the caller has checked to be ints in [0, TOKEN_LIMIT)."""
@@ -96,24 +86,12 @@ class RadixKey:
         """Build a key from packed tokens, checked to be in [0, TOKEN_LIMIT). No copy."""
         key = RadixKey.__new__(RadixKey)
         key.namespace, key._tail = namespace, bytearray()
-        key._data, key._checked_bytes = data, len(data)
+        key._data = data
         return key
 
     def extend_packed(self, more: bytes) -> None:
         """Add packed tokens that the caller has checked, as for `of_packed`."""
-        # The checked part is a prefix. If there is an unchecked gap before the new tokens, `check`
-        # has to look at them again.
-        if self._checked_bytes == len(self._data) + len(self._tail):
-            self._checked_bytes += len(more)
         self._tail += more
-
-    def check(self) -> None:
-        """Raise TokenError, with value and place, for a negative token. Looks only at what is new
-        since the last check."""
-        data = self.data
-        if self._checked_bytes < len(data):
-            check_packed(data, self._checked_bytes)
-            self._checked_bytes = len(data)
 
     def prefix(self, num_tokens: int) -> RadixKey:
         """Return the key of the first `num_tokens`; this object if those are all. O(num_tokens).
@@ -129,9 +107,7 @@ class RadixKey:
         if num_tokens * TOKEN_BYTES >= len(data):
             return self
         # Past `__init__`, which would pack again.
-        key = RadixKey.of_packed(data[: num_tokens * TOKEN_BYTES], self.namespace)
-        key._checked_bytes = min(self._checked_bytes, len(key._data))
-        return key
+        return RadixKey.of_packed(data[: num_tokens * TOKEN_BYTES], self.namespace)
 
     def tokens(self) -> npt.NDArray[np.int32]:
         """Return an int32 array that the caller may change."""
@@ -148,8 +124,7 @@ def pack(tokens: TokensLike) -> bytes:
     """Pack tokens as little-endian int32 bytes. O(tokens); one memcpy for an int32 array. A wider
     one takes two passes.
 
-    Raises TokenError: not one-dimensional, floats, bools, or beyond int32. Negative int32 values
-    pass (see `check_packed`).
+    Raises TokenError: not one-dimensional, floats, bools, or values out of [0, TOKEN_LIMIT).
     """
     if type(tokens) is RadixKey:
         return tokens.data
@@ -191,9 +166,7 @@ def token_list(tokens: TokensLike) -> list[int]:
         # the place.
         except msgspec.ValidationError:
             pass
-    packed = pack(tokens)
-    check_packed(packed)
-    return np.frombuffer(packed, _LE_INT32).tolist()  # type: ignore[no-any-return]
+    return np.frombuffer(pack(tokens), _LE_INT32).tolist()  # type: ignore[no-any-return]
 
 
 def common_pages(
@@ -222,23 +195,13 @@ def common_pages(
     return equal
 
 
-def check_packed(data: bytes, start_byte: int = 0) -> None:
-    """Raise TokenError if a packed token from `start_byte` on is negative."""
-    values = np.frombuffer(data, _LE_INT32, offset=start_byte)
-    if len(values) and values.min() < 0:
-        place = int(np.argmax(values < 0))
-        raise TokenError(
-            f"token {values[place]} at {start_byte // TOKEN_BYTES + place} is not in [0, "
-            f"{TOKEN_LIMIT})"
-        )
-
-
 def _pack_array(values: npt.NDArray[Any]) -> bytes:
     if values.ndim != 1:
         raise TokenError(f"tokens have shape {values.shape}, one dimension is needed")
-    # int32 is copied as it is. It may hold negative values, which `check` looks for later, and only
-    # once.
     if values.dtype == _LE_INT32:
+        if len(values) and values.min() < 0:
+            place = int(np.argmax(values < 0))
+            raise TokenError(f"token {values[place]} at {place} is not in [0, {TOKEN_LIMIT})")
         return values.tobytes()
     if values.dtype.kind not in "iu":
         raise TokenError(f"tokens are {values.dtype}, integers are needed")
@@ -249,11 +212,6 @@ def _pack_array(values: npt.NDArray[Any]) -> bytes:
     return values.astype(_LE_INT32).tobytes()
 
 
-def _packing_checks(tokens: TokensLike) -> bool:
-    """Return whether `pack` has refused negative tokens already: for arrays wider than int32."""
-    return isinstance(tokens, (np.ndarray, array)) and tokens.itemsize > TOKEN_BYTES
-
-
 def _pack_sequence(values: list[Any]) -> bytes:
     try:
         packed = struct.pack(f"<{len(values)}i", *values)
@@ -261,6 +219,7 @@ def _pack_sequence(values: list[Any]) -> bytes:
     # converts to an int (numpy scalars).
     except struct.error:
         packed = struct.pack(f"<{len(values)}i", *map(_checked_int, values, range(len(values))))
+    _pack_array(np.frombuffer(packed, _LE_INT32))  # none is negative
     # A bool packs as 0 or 1, so only those places can hide one; looking at all of them would cost
     # as much as packing.
     for place in np.flatnonzero(np.frombuffer(packed, _LE_INT32).view(np.uint32) <= 1):

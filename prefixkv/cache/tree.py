@@ -8,12 +8,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from prefixkv.cache.events import Change, Inserted
+from prefixkv.cache.events import Change, ChangeLog, Inserted
 from prefixkv.cache.eviction.guard import guarded
 from prefixkv.cache.eviction.policy import MakeHints, Policy, SessionHints, Use, make_policy
 from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, forget
 from prefixkv.cache.node import PAGE_ID_BYTES, Mark, Packed, Root, TreeNode, Want
-from prefixkv.cache.page_flags import PageFlags, Runs
 from prefixkv.cache.radix_key import TOKEN_BYTES, common_pages
 from prefixkv.cache.results import PrefixLock, packed_ids
 from prefixkv.errors import PageStateError, UserErrors
@@ -57,11 +56,9 @@ class RadixTree:
         self._wants: dict[int, Want] = {}  # by number
         # One flag per page of the pool: in the tree, or in an orphan. It refuses an id that is
         # inserted a second time, which would give two prompts the same memory.
-        self._in_tree = None if pool_pages is None else PageFlags(pool_pages)
-        # Changes since the last drain, and the pages that they stored. None until somebody listens:
-        # recording costs nothing before that.
-        self._log: list[Change] | None = None
-        self._logged_pages = 0
+        self._in_tree = None if pool_pages is None else np.zeros(pool_pages, np.bool_)
+        # Of the readers that listen: recording costs nothing before there is one.
+        self._logs: list[ChangeLog] = []
         self._now_s = 0.0  # the latest time that was given
         self.evictable_pages = self.protected_pages = self.orphan_pages = self.num_nodes = 0
         self._inserted_pages = self._evicted_pages = 0
@@ -227,7 +224,7 @@ class RadixTree:
         try:
             # All ids are looked up, also those of pages that the tree has: an id out of range is
             # refused wherever it stands.
-            again = self._in_tree.array[ids.astype(np.intp)][num_old:]
+            again = self._in_tree[ids.astype(np.intp)][num_old:]
         except IndexError:
             raise PageStateError(
                 f"page id {ids.max()} is not below pool_pages {self.pool_pages}"
@@ -242,14 +239,14 @@ class RadixTree:
         depth: int,
         key: bytes,
         pages: bytes,
-        where: Where | Runs | None,
+        where: Where | None,
         use: Use,
         lock: PrefixLock | None,
     ) -> TreeNode:
         """Put new pages at `depth` of `node`, and return the node that ends with them. Nothing here
         may fail: the caller has checked everything.
 
-        `where`: the pages as an index or as runs, if known. `lock` is what `_extend` will make hold
+        `where`: the pages as an index, if known. `lock` is what `_extend` will make hold
         them, or None: a node on which no other lock ends grows even if this one ends on it.
         """
         page_bytes, num_pages = self._page_bytes, len(pages) // PAGE_ID_BYTES
@@ -298,26 +295,14 @@ class RadixTree:
         self._inserted_pages += num_pages
         self.version += 1
         if self._in_tree is not None:
-            if type(where) is list:
-                self._in_tree.set_runs(where)
-            else:
-                if where is None:
-                    where = np.frombuffer(pages, np.int32).astype(np.intp)
-                self._in_tree.array[where] = True
-        if self._log is not None:
-            self._log_stored(node, pages_above, key, pages)
+            self._in_tree[np.frombuffer(pages, np.int32) if where is None else where] = True
+        if self._logs:
+            self._note(inserted(node, pages_above, key, pages), num_pages)
         return node
 
-    def _log_stored(self, node: TreeNode, pages_above: Packed, key: Packed, pages: Packed) -> None:
-        assert self._log is not None
-        while node.parent is not None:
-            node = node.parent
-        assert isinstance(node, Root)
-        # Copies: nodes grow in place, and a reader may look at this later in another thread. The
-        # named tuple's own `__new__` takes twice as long.
-        change = node.namespace, bytes(pages_above[-PAGE_ID_BYTES:]), bytes(key), bytes(pages)
-        self._log.append(tuple.__new__(Inserted, change))
-        self._logged_pages += len(pages) // PAGE_ID_BYTES
+    def _note(self, change: Change, num_pages: int = 0) -> None:
+        for log in [*self._logs]:
+            log.add(change, num_pages)
 
     # --- taking out ----------------------------------------------------------------------------
 
@@ -485,5 +470,15 @@ class RadixTree:
     def _taken_out(self, runs: list[Packed]) -> Pages:
         ids = packed_ids(runs)
         if self._in_tree is not None:
-            self._in_tree.array[ids.astype(np.intp)] = False
+            self._in_tree[ids.astype(np.intp)] = False
         return ids
+
+
+def inserted(node: TreeNode, pages_above: Packed, key: Packed, pages: Packed) -> Inserted:
+    while node.parent is not None:
+        node = node.parent
+    assert isinstance(node, Root)
+    # Copies: nodes grow in place, and a reader may look at this later in another thread. The named
+    # tuple's own `__new__` takes twice as long.
+    change = node.namespace, bytes(pages_above[-PAGE_ID_BYTES:]), bytes(key), bytes(pages)
+    return tuple.__new__(Inserted, change)

@@ -7,15 +7,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from inspect import Parameter, isabstract, signature
+from inspect import isabstract, signature
 from itertools import combinations
 from math import isclose
-from typing import Any, Final
+from typing import Any
 
 from prefixkv.errors import ConfigError
 from prefixkv.spi import Policy, Use, explain_policy, make_policy, policy_names
-
-_BY_NAME: Final = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
 def policy_of(text: str) -> Policy:
@@ -40,23 +38,17 @@ def policy_of(text: str) -> Policy:
         if not name:
             raise ConfigError(f"policy {explain_policy(name)}")
         kind = type(make_policy(name))
-    parameters = signature(kind).parameters
-    known = {one: found for one, found in parameters.items() if found.kind in _BY_NAME}
-    # A class with **settings takes any, and says itself what is wrong.
-    takes_any = any(found.kind is Parameter.VAR_KEYWORD for found in parameters.values())
     settings: dict[str, Any] = {}
     for pair in pairs:
         setting, _, value = pair.partition("=")
-        if setting not in known and not takes_any:
-            listed = ", ".join(known) or "none"
-            raise ConfigError(f"policy {text!r}: {setting!r} is no setting of {name}, of {listed}")
         try:
             settings[setting] = int(value) if value.isdecimal() else float(value)
         except ValueError:
-            raise ConfigError(f"policy {text!r}: {setting} is no number") from None
-    for setting, parameter in known.items():
-        if parameter.default is Parameter.empty and setting not in settings:
-            raise ConfigError(f"policy {text!r}: {name} needs a value for {setting}")
+            raise ConfigError(f"policy {text!r}: {setting!r} is no number") from None
+    try:
+        signature(kind).bind(**settings)
+    except TypeError as error:
+        raise ConfigError(f"policy {text!r}: settings of {name}: {error}") from None
     try:
         policy = kind(**settings)
     except ConfigError:

@@ -55,6 +55,7 @@ class ScenarioSettings:
         shared: the pools lie in memory that the other worker may map (`KVPool.create`).
         tokens_per_step: most tokens that one step of decode may give a request. An engine that
             has no speculative decoding raises NotImplementedError for more than 1.
+        factor: what all numbers of tokens of the scenario are multiplied by, for larger pages.
         decode, prefill: the configs of the nodes, for an engine to pass on. It may set `model` and
             `reserved_pages` in them (with as many pages more in the pool), `compute`, `host_memory`
             and `failure_policy` in decode's, and `checkpoints` and `checkpoint_tokens` in both.
@@ -69,6 +70,7 @@ class ScenarioSettings:
     chunk_tokens: int = 8
     shared: bool = False
     tokens_per_step: int = 1
+    factor: int = 1
     decode: DecodeConfig = _DECODE
     prefill: PrefillConfig = _PREFILL
 

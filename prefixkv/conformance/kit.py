@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from prefixkv import TransportConfig
 from prefixkv.conformance.interface import Finding
@@ -112,16 +112,11 @@ class Case(NamedTuple):
     def __str__(self) -> str:
         return f"{self.scenario}, seed {self.seed}"
 
-    def check(
-        self, make: MakeSides, *, patience_s: float = PATIENCE_S, probe: bool = True,
-        backend: Backend = "nixl", page_size: int = PAGE_SIZE,
-    ) -> None:  # fmt: skip
-        """Raises AssertionError, with the report, if a law is broken. An engine that does not take
-        part in the scenario (`make` raises NotImplementedError) passes it."""
-        report = run(
-            make, only=[self.scenario], seeds=[self.seed], patience_s=patience_s, probe=probe,
-            backend=backend, page_size=page_size,
-        )  # fmt: skip
+    def check(self, make: MakeSides, **options: Any) -> None:
+        """Raises AssertionError, with the report, if a law is broken; `options` are those of `run`.
+        An engine that does not take part in the scenario (`make` raises NotImplementedError) passes
+        it."""
+        report = run(make, only=[self.scenario], seeds=[self.seed], **options)
         if not report.ok:
             raise AssertionError(str(report))
 
@@ -188,7 +183,7 @@ def _run_case(
     settings = replace(
         settings, page_size=settings.page_size * factor,
         prefill_page_size=settings.prefill_page_size * factor,
-        chunk_tokens=settings.chunk_tokens * factor,
+        chunk_tokens=settings.chunk_tokens * factor, factor=factor,
     )  # fmt: skip
     if backend != "nixl":
         transport = TransportConfig(backend=backend)
@@ -197,7 +192,7 @@ def _run_case(
             prefill=replace(settings.prefill, transport=transport),
         )  # fmt: skip
     try:
-        one = ScenarioRun(case.scenario, case.seed, settings, make, patience_s, probe, factor)
+        one = ScenarioRun(case.scenario, case.seed, settings, make, patience_s, probe)
     except NotImplementedError as error:
         report.skipped[str(case)] = str(error) or "not implemented"
         return

@@ -31,7 +31,7 @@ class _PatternSlabs(NamedTuple):
     """Slabs at equal distances, as one array."""
 
     view: WordArray  # [slabs, page, token, head, lane]
-    places: WordArray  # [slabs, 1, 1, head, lane]
+    places: WordArray  # [slabs, 1, head, lane]
 
 
 class KVPattern:
@@ -52,16 +52,18 @@ class KVPattern:
         self._dtype = _word_dtype(layout)
         lanes = layout.head_bytes // self._dtype.itemsize
         kinds = layout.slabs_per_layer
-        self._check_pages = max(1, _CHECK_BYTES // (layout.slab_page_bytes * kinds))
+        self._check_tokens = max(
+            1, _CHECK_BYTES // (layout.num_kv_heads * layout.head_bytes * kinds)
+        )
         # Constants are numbered over the whole model, then cut to this rank's share: two ranks, or
         # two meshes, agree on every head's bytes.
         mesh, rank = place or (Mesh(layout.num_layers, layout.num_kv_heads), 0)
         shard = mesh.shard(rank)
         count = mesh.num_layers * kinds * mesh.num_kv_heads * lanes
         places = splitmix64(np.arange(count, dtype=np.uint64)).astype(self._dtype)
-        places = places.reshape(mesh.num_layers * kinds, 1, 1, mesh.num_kv_heads, lanes)
+        places = places.reshape(mesh.num_layers * kinds, 1, mesh.num_kv_heads, lanes)
         heads = slice(shard.first_head, shard.first_head + shard.num_heads)
-        places = places[shard.first_layer * kinds :, :, :, heads]
+        places = places[shard.first_layer * kinds :, :, heads]
         places = np.ascontiguousarray(places[: len(layout.slabs)])
         self._groups = [
             _PatternSlabs(
@@ -72,68 +74,46 @@ class KVPattern:
 
     def fill(self, pages: Pages, start: int, hashes: Hashes) -> None:
         """Write tokens `start` to `len(hashes)`. Raises CallerError if `pages` has too few."""
-        values = self._values(pages, hashes)
-        for page_at, run, slot, count in _spans(pages, start, len(hashes), self.page_size):
-            first = page_at * self.page_size + slot
-            # One value per token, broadcast over slabs, heads and lanes.
-            own = values[first : first + run * count].reshape(1, run, count, 1, 1)
-            page = int(pages[page_at])
-            for view, places in self._groups:
-                np.bitwise_xor(own, places, out=view[:, page : page + run, slot : slot + count])
+        self._check(pages, hashes)
+        at = np.arange(start, len(hashes))
+        self._write(pages[at // self.page_size], at % self.page_size, hashes[start:])
 
     def fill_tokens(self, pages: Pages, slots: npt.NDArray[np.int64], hashes: Hashes) -> None:
         """Write token `hashes[i]` to slot `slots[i]` of page `pages[i]`, for each i."""
-        values = splitmix64(hashes ^ self._salt).astype(self._dtype).reshape(1, -1, 1, 1)
+        self._write(pages, slots, hashes)
+
+    def _write(self, pages: Pages, slots: npt.NDArray[np.int64], hashes: Hashes) -> None:
+        values = self._values(hashes)
         for view, places in self._groups:
-            view[:, pages, slots] = values ^ places[:, 0]
+            view[:, pages, slots] = values ^ places
 
     def mismatches(self, pages: Pages, hashes: Hashes) -> int:
         """Count the pages with a wrong byte in any of tokens 0 to `len(hashes)`."""
-        values = self._values(pages, hashes)
-        wrong = 0
-        for page_at, run, slot, count in _spans(pages, 0, len(hashes), self.page_size):
-            for step in range(0, run, self._check_pages):
-                size = min(self._check_pages, run - step)
-                first = (page_at + step) * self.page_size + slot
-                own = values[first : first + size * count].reshape(1, size, count, 1, 1)
-                page = int(pages[page_at + step])
-                bad = np.zeros(size, dtype=bool)
-                for view, places in self._groups:
-                    # Two slabs at a time, as a rule K and V: the expected words stay in cache.
-                    for i in range(0, len(places), 2):
-                        actual = view[i : i + 2, page : page + size, slot : slot + count]
-                        expected = own ^ places[i : i + 2]
-                        # The common case is equal, which needs no mask per page.
-                        if not np.array_equal(expected, actual):
-                            bad |= (expected != actual).any(axis=(0, 2, 3, 4))
-                wrong += int(bad.sum())
-        return wrong
+        self._check(pages, hashes)
+        values = self._values(hashes)
+        page_at, slots = np.divmod(np.arange(len(hashes)), self.page_size)
+        wrong: set[int] = set()
+        for first in range(0, len(hashes), self._check_tokens):
+            part = slice(first, first + self._check_tokens)
+            for view, places in self._groups:
+                # Two slabs at a time, as a rule K and V: the expected words stay in cache.
+                for i in range(0, len(places), 2):
+                    actual = view[i : i + 2, pages[page_at[part]], slots[part]]
+                    expected = values[:, part] ^ places[i : i + 2]
+                    # The common case is equal, which needs no mask per token.
+                    if not np.array_equal(expected, actual):
+                        bad = (expected != actual).any(axis=(0, 2, 3))
+                        wrong.update(page_at[part][bad].tolist())
+        return len(wrong)
 
-    def _values(self, pages: Pages, hashes: Hashes) -> WordArray:
-        """Raises CallerError if `pages` has too few."""
+    def _check(self, pages: Pages, hashes: Hashes) -> None:
         needed = pages_for(len(hashes), self.page_size)
         if len(pages) < needed:
             raise CallerError(f"{len(pages)} pages, {len(hashes)} tokens need {needed}")
-        return splitmix64(hashes ^ self._salt).astype(self._dtype)
 
-
-def _spans(
-    pages: Pages, start: int, end: int, page_size: int
-) -> Iterator[tuple[int, int, int, int]]:
-    """Cut tokens [start, end) into (position in `pages`, pages, first slot, slots); whole pages
-    that are neighbours in the pool make one span."""
-    at = start
-    while at < end:
-        page_at, slot = divmod(at, page_size)
-        count = min(page_size - slot, end - at)
-        run = 1
-        # Only whole pages join: a span is one rectangle of the pool.
-        if count == page_size:
-            limit = end // page_size
-            while page_at + run < limit and pages[page_at + run] == pages[page_at] + run:
-                run += 1
-        yield page_at, run, slot, count
-        at += run * count
+    def _values(self, hashes: Hashes) -> WordArray:
+        """Return [1, token, 1, 1]: one value per token, for all slabs, heads and lanes."""
+        return splitmix64(hashes ^ self._salt).astype(self._dtype).reshape(1, -1, 1, 1)
 
 
 def _word_dtype(layout: KVLayout) -> np.dtype[Any]:

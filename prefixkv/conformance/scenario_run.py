@@ -46,17 +46,16 @@ class ScenarioRun:
 
     Args:
         name, seed: of the scenario; every choice of `random` follows from them.
-        factor: every number of tokens that a scenario says is multiplied by it.
         patience_s: how long nothing at all may happen before the engine counts as stalled.
         probe: read and write bytes of pages, see `witness`.
     """
 
     def __init__(
         self, name: str, seed: int, settings: ScenarioSettings, make: MakeSides,
-        patience_s: float, probe: bool, factor: int = 1,
+        patience_s: float, probe: bool,
     ) -> None:  # fmt: skip
         self.name, self.seed, self.settings = name, seed, settings
-        self.factor = factor
+        self.factor = settings.factor
         self.random = np.random.default_rng([zlib.crc32(name.encode()), seed])
         self.findings: list[Finding] = []
         self.answers: list[AnswerLog] = []
@@ -67,17 +66,11 @@ class ScenarioRun:
         try:
             check_sides(self.sides)
         except SidesError:
-            self._close_half_made()
+            with suppress(Exception):  # the error that says what is missing matters
+                self.sides.close()
             raise
-        # Nothing of a page may matter that no request has computed.
         self._meet_decode()
         self._meet_prefill()
-
-    def _close_half_made(self) -> None:
-        """Close what a wrong `make` has returned, as far as it can be."""
-        # The error that says what is missing matters, not another one that follows from it.
-        with suppress(Exception):
-            self.sides.close()
 
     def _meet_decode(self) -> None:
         node = self.sides.decode

@@ -1,7 +1,7 @@
 """The scenarios of the conformance kit: what happens to an engine, and on which workers.
 
 Each ends with a drain, after which nothing may be left. Sizes are in tokens, and small: a page has
-4 of them where nothing else is said. `ScenarioRun.factor` makes all of them larger.
+4 of them where nothing else is said. `ScenarioSettings.factor` makes all of them larger.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.plan import Look, Plan, Planner
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.waiting import LEFT, NOT_ENTERED, PAGES, Waiter, Waiting
-from prefixkv.decode.workers import ALONE, Worker
+from prefixkv.decode.workers import ALONE
 from prefixkv.errors import check_laws
 from prefixkv.pages.groups import GroupStart
 
@@ -335,7 +335,8 @@ class Admission(Waiting):
         # the last row, and changes what the others would get: so it ends the pass.
         workers = self._turns() if self.may_admit else []
         while looks > 0 and workers and not any_taken:
-            old = [waiter for worker in workers if (waiter := self._oldest_look(worker))]
+            oldest: list[Waiter] = [next(iter(worker.looks)) for worker in workers if worker.looks]
+            old = [waiter for waiter in oldest if waiter.seen_at != self._version]
             looks, workers = looks - len(old), [waiter.worker for waiter in old]
             for waiter in old:
                 # The look moves it to the end of `looks`, so the next round takes the next oldest.
@@ -349,10 +350,6 @@ class Admission(Waiting):
         # started.
         if not any_taken and pages.can_open:
             self._spent_at = self._version
-
-    def _oldest_look(self, worker: Worker) -> Waiter | None:
-        waiter: Waiter | None = next(iter(worker.looks), None)
-        return None if waiter is None or waiter.seen_at == self._version else waiter
 
     def _next_that_may_fit(self) -> Waiter | None:
         """Return the first waiter that fits by its estimate and got no look at this version."""

@@ -409,8 +409,7 @@ class Flights:
 
     def remove_all(self) -> list[Flight]:
         """Take out every flight. Return them by number."""
-        gone = list(self._flights)
-        return self._cut(gone, gone)
+        return self._cut(self.all(), self.all())
 
     def _cut(self, gone: list[Flight], links: list[Flight]) -> list[Flight]:
         """Take out flights that are not to be committed; these `links` know of no others."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from prefixkv.cache.results import MatchResult
 from prefixkv.decode.flights import Flight, Flights
 from prefixkv.decode.journal import DecodeJournal
 from prefixkv.decode.request import DecodeRequest
@@ -149,9 +148,6 @@ class Ledger:
         """Return the most pages that an admission may need now, and may ever need."""
         available = self.pages.available_pages
         return available - self.budget.kept_back, available + self.budget.private_pages
-
-    def match(self, req: DecodeRequest) -> MatchResult | None:
-        return self.pages.match(req.key, req.request.cacheable)
 
     def count(
         self, req: DecodeRequest, shared_pages: int, unprotected: int

@@ -197,21 +197,20 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
                 self._too_late(req, now_s)
         for source in self._organs:
             for req, error in source.new_pass(now_s):
-                self._end(req, DecodeState.FAILED, error, now_s)
-                self._ending.left.append(req)
+                self._fail(req, error, now_s)
         # 2. Admit, and only then end what has waited too long: a request that fits just when its
         # wait is over is admitted. It has left the queue, so the next two loops do not see it.
         for plan in self.waiting.plans(now_s):
             if plan.segments:
                 self._admit(plan, now_s)
             else:
-                self._end(plan.req, DecodeState.FAILED, self._lacks_source(plan), now_s)
+                self._fail(plan.req, self._lacks_source(plan), now_s)
         for req in self.waiting.unanswered(now_s):
             late = TransferTimeoutError(f"request {req.rid!r} {self.waiting.why(req, now_s)}")
             self._retry_unanswered(req, late, now_s)
         for req, why in self.waiting.expired(now_s):
             error = AdmissionTimeoutError(f"request {req.rid!r} {why}")
-            self._end(req, DecodeState.FAILED, error, now_s)
+            self._fail(req, error, now_s)
         # 3. Raise last: by now every admitted request has its room, and the next call returns it,
         # unless it has failed or completed since.
         try:
@@ -697,7 +696,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             try:
                 self._check_still_holds(req, address)
             except RequestError as error:
-                self._end(req, DecodeState.FAILED, error, now_s)
+                self._fail(req, error, now_s)
 
     def prefill_away(self, address: str, now_s: float) -> None:
         """A worker does not answer any more: its requests hold up no others."""
@@ -789,7 +788,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         except Exception as error:  # nothing would ever bring the rest
             if plan.segments[0].source.sends and self.prefill.may_have(req):
                 self._refuse_waiting(req, error)
-            self._end(req, DecodeState.FAILED, error, now_s)
+            self._fail(req, error, now_s)
         else:
             self._admitted.append(req)
 
@@ -887,7 +886,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self.counters["failovers"] += 1
             req.error, req.is_alone = error, True
             return self._ask_again(req)
-        return self._end(req, DecodeState.FAILED, error, now_s)
+        return self._fail(req, error, now_s)
 
     def _recall(self, address: str, now_s: float) -> None:
         error = PeerLostError(f"prefill worker {address} does not answer")
@@ -924,6 +923,12 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
                 self._refuse_waiting(req, error)
         self._leave(req, now_s)
 
+    def _fail(self, req: DecodeRequest, error: Exception, now_s: float) -> None:
+        self._end(req, DecodeState.FAILED, error, now_s)
+        # Its engine was computing it: `pop_failed` tells when the device is done.
+        if req.pages_held is not None:
+            self._ending.left.append(req)
+
     def _cut_short(
         self, req: DecodeRequest, state: DecodeState, error: Exception, now_s: float,
         after: DeviceEvent | None,
@@ -948,10 +953,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if req in self.waiting:
             why = self.waiting.why(req, now_s)
             error = AdmissionTimeoutError(f"request {req.rid!r} was not admitted {by}: {why}")
-        self._end(req, DecodeState.FAILED, error, now_s)
-        # Its engine was computing it: `pop_failed` tells when the device is done.
-        if req.pages_held is not None:
-            self._ending.left.append(req)
+        self._fail(req, error, now_s)
 
     def _check_can_open(self, request: Request, to_refuse: bool = False) -> None:
         """Raise RequestError if the room of `request` cannot be taken; or refused, which it can be

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from prefixkv import DecodeConfig, KVPool, Mesh, PrefillConfig, StatePool
 from prefixkv.errors import InternalError
-from prefixkv.spi import MakeTransport, PeerId
+from prefixkv.spi import PeerId
 from prefixkv.transfer import DecodeTransfers, PrefillTransfers, RankSpec
 
 T = TypeVar("T")
@@ -34,7 +34,6 @@ def decode_transfers(
     mesh: Mesh | None,
     rank: int,
     gather: Gather,
-    transport: MakeTransport | None = None,
     state: StatePool | None = None,
 ) -> DecodeTransfers:
     """All ranks of the server call it together; `state` is the rank's share."""
@@ -42,12 +41,12 @@ def decode_transfers(
     # Rank 0 comes first: the others name it as their worker in the handshake.
     made: DecodeTransfers | None = None
     if rank == 0:
-        made = DecodeTransfers(spec, config, transport=transport)
+        made = DecodeTransfers(spec, config)
     first = gather(None if made is None else tuple(made.peer_id))[0]
     if made is not None:
         return made
     worker = PeerId(*first)  # type: ignore[misc]
-    return DecodeTransfers(spec, config, worker, transport)
+    return DecodeTransfers(spec, config, worker)
 
 
 def prefill_transfers(
@@ -56,7 +55,6 @@ def prefill_transfers(
     mesh: Mesh | None,
     rank: int,
     gather: Gather,
-    transport: MakeTransport | None = None,
     reach: Callable[[str], str] = str,
     state: StatePool | None = None,
 ) -> PrefillTransfers:
@@ -66,9 +64,9 @@ def prefill_transfers(
     # Rank 0 comes last: decode connects to it alone, and learns the others' endpoints from it.
     made: PrefillTransfers | None = None
     if rank != 0:
-        made = PrefillTransfers(spec, config, transport=transport)
+        made = PrefillTransfers(spec, config)
     endpoints = gather(None if made is None else reach(made.endpoint))[1:]
     if made is not None:
         return made
     others = [str(one) for one in endpoints]
-    return PrefillTransfers(spec, config, others, transport)
+    return PrefillTransfers(spec, config, others)

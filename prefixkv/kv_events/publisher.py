@@ -25,7 +25,8 @@ from typing import Any, Final
 import zmq
 
 from prefixkv.addresses import is_loopback
-from prefixkv.cache.events import Change, Cleared, stored_pages
+from prefixkv.cache.events import Change, ChangeLog, EventSource, Inserted
+from prefixkv.cache.node import PAGE_ID_BYTES
 from prefixkv.config import KVEventsConfig
 from prefixkv.connections import Newcomers, set_bounds
 from prefixkv.errors import ConfigError
@@ -56,12 +57,10 @@ _QUEUED_REQUESTS = 16  # per client
 _QUEUED_SUBSCRIPTIONS = 1000  # per client, until the thread looks; libzmq handles them
 _KERNEL_BYTES = 16 << 10  # receive buffer per client; the kernel takes twice as many
 _REFUSED_LOG_S = 1.0
-_FAILURES = 3  # defects in making batches until publishing is given up
 _LINGER_S = 0.2
 
 _COUNTERS = (
-    "batches", "bytes", "events_lost", "heartbeats", "overruns", "replays", "snapshots",
-    "unreadable_requests",
+    "batches", "bytes", "heartbeats", "overruns", "replays", "snapshots", "unreadable_requests",
 )  # fmt: skip
 
 _Socket = zmq.Socket[bytes]
@@ -88,26 +87,29 @@ def install(node: Node[Any, Any, Any], config: KVEventsConfig) -> None:
     node.kv_events = publisher
 
 
-class _TierFeed:
-    """The listener of a publisher to the cache in one kind of memory."""
+class _Tier:
+    """The listener of a publisher to the cache in one kind of memory. Used by the cache's
+    thread."""
+
+    log: ChangeLog | None = None
 
     def __init__(self, publisher: KVEventPublisher, number: int) -> None:
         self._publisher = publisher
         self.number = number
-        self.refuses_until_clear = False
-        self.skips_until_clear = False  # the publisher's thread's
 
-    def hand_over(self, changes: list[Change]) -> bool:
-        return self._publisher._hand_over(self, changes)
+    def listen(self, cache: EventSource) -> None:
+        self.log = cache.record(self._publisher.config.max_backlog_pages)
+        self.pass_on()
 
-    @property
-    def idle(self) -> bool:
-        return self._publisher.idle
+    def pass_on(self) -> None:
+        """What a publisher that is busy does not take waits in the log."""
+        if self.log is not None and self._publisher.takes and (changes := self.log.take()):
+            self._publisher.hand(self, changes)
 
 
 class KVEventPublisher:
-    """Publisher of one worker's cache events. The scheduler's thread calls `hand_over` and `idle`;
-    the rest happens in a thread of its own.
+    """Publisher of one worker's cache events. The scheduler's thread calls `listen` and
+    `pass_on`; the rest happens in a thread of its own.
 
     `model` is `ModelConfig.model`, for the topic. With `has_host`, `host` takes the changes of a
     cache in host memory.
@@ -136,8 +138,8 @@ class KVEventPublisher:
                 "this worker keeps pages too: name another one"
             )
         self.blocks = BlockEvents(page_size, config.medium, config.checkpoint_blocks)
-        self._device = _TierFeed(self, 0)
-        self.host = _TierFeed(self, 1) if has_host else None
+        self._device = _Tier(self, 0)
+        self.host = _Tier(self, 1) if has_host else None
         # In microseconds: no life publishes a million batches per second, so the next begins above.
         first_seq = time.time_ns() // 1000
         host = None
@@ -151,12 +153,12 @@ class KVEventPublisher:
         self._topic_frame = self.topic.encode()
         # Lists of changes on their way to the thread: appended by the scheduler, taken by the
         # thread.
-        self._handed: deque[tuple[_TierFeed, list[Change]]] = deque()
-        self._asleep = False  # set by the thread: `hand_over` must wake it
+        self._handed: deque[tuple[_Tier, list[Change], int]] = deque()
+        self._asleep = False  # set by the thread: `hand` must wake it
         self._bell: Inbox[None] = Inbox()
         self._handed_lists = self._handed_pages = 0  # written by the scheduler's thread alone
         self._done_lists = self._done_pages = 0  # by this object's
-        self._num_failures = 0
+        self._has_failed = False
         self._closing = False
         self._pid = os.getpid()
         self._waiting: dict[tuple[_Socket, bytes], int] = {}  # clients: the batch to send next
@@ -183,39 +185,41 @@ class KVEventPublisher:
 
     # --- the scheduler's thread -------------------------------------------------------------------
 
-    def hand_over(self, changes: list[Change]) -> bool:
-        """Take changes of the pool's cache; False if they are lost. See `Listener.hand_over`."""
-        return self._hand_over(self._device, changes)
+    def listen(self, cache: EventSource) -> None:
+        """Publish the changes of this cache, of the pool, from now on."""
+        self._device.listen(cache)
 
-    def _hand_over(self, tier: _TierFeed, changes: list[Change]) -> bool:
-        # 1. A list that begins with Cleared repairs every loss before it.
-        # 2. After a loss all else is refused: it would build on what routers do not have.
-        # 3. Too far behind: lose this list, rather than hold changes without bound.
-        if type(changes[0]) is Cleared:
-            tier.refuses_until_clear = False
-        elif tier.refuses_until_clear:
-            return False
-        if self._handed_pages - self._done_pages > self.config.max_backlog_pages:
-            self.counters["overruns"] += 1
-            tier.refuses_until_clear = True
-            return False
-        self._handed_pages += stored_pages(changes)
+    def pass_on(self) -> None:
+        """Hand what has changed in the pool's cache to the thread. O(changes), without hashing."""
+        self._device.pass_on()
+
+    @property
+    def takes(self) -> bool:
+        """False while the thread is too far behind, and after a defect."""
+        return (
+            self._handed_pages - self._done_pages <= self.config.max_backlog_pages
+            and not self._has_failed
+        )
+
+    def hand(self, tier: _Tier, changes: list[Change]) -> None:
+        num_pages = sum(len(c.pages) for c in changes if type(c) is Inserted) // PAGE_ID_BYTES
+        self._handed_pages += num_pages
         self._handed_lists += 1
-        self._handed.append((tier, changes))
+        self._handed.append((tier, changes, num_pages))
         # After the append: the thread says that it sleeps before it looks at the queue, so at least
         # one of the two sees the other.
         if self._asleep:
             self._bell.notify()
-        return True
 
     @property
     def idle(self) -> bool:
-        """True if all handed over was dealt with. False for good after `_FAILURES` defects."""
-        return self._handed_lists == self._done_lists and self._num_failures < _FAILURES
+        """True if all handed over was dealt with. False for good after a defect."""
+        return self._handed_lists == self._done_lists and not self._has_failed
 
     def stats(self) -> dict[str, int]:
         """Return counts of what was published, answered and lost. Any thread may call."""
-        return dict(self.counters)
+        logs = [tier.log for tier in (self._device, self.host) if tier and tier.log]
+        return {**self.counters, "overruns": sum(log.overruns for log in logs)}
 
     def close(self) -> None:
         """Publish that the cache is empty, and end the thread. Idempotent."""
@@ -247,7 +251,7 @@ class KVEventPublisher:
         sleep_s = 0.0  # from then on the thread may sleep
         while not self._closing:
             now_s = time.monotonic()
-            # Set before the queue is looked at: `hand_over` appends first and reads this after,
+            # Set before the queue is looked at: `hand` appends first and reads this after,
             # so one of the two sees the other.
             self._asleep = now_s >= sleep_s
             wait_s = min(
@@ -282,33 +286,20 @@ class KVEventPublisher:
         self._publish(list(self._handed))
         self._send(self._stream.clear(time.time()))
 
-    def _publish(self, lists: list[tuple[_TierFeed, list[Change]]]) -> None:
-        """After a defect a tier's changes are dropped up to a list that begins with Cleared."""
-        for tier, changes in lists:
-            if type(changes[0]) is Cleared:
-                tier.skips_until_clear = False
-            if not tier.skips_until_clear:
-                try:
+    def _publish(self, lists: list[tuple[_Tier, list[Change], int]]) -> None:
+        for tier, changes, num_pages in lists:
+            try:
+                if not self._has_failed:
                     for batch in self._stream.publish(changes, time.time(), tier.number):
                         self._send(batch)
-                except Exception:
-                    self._failed()
-            if tier.skips_until_clear:
-                self.counters["events_lost"] += len(changes)
+            except Exception:
+                # What routers know may be wrong: from here on nothing is held.
+                _log.exception("cache events could not be made: none is published any more")
+                self._has_failed = True
+                self._send(self._stream.clear(time.time()))
             # Pages before lists, and both after sending: `idle` is true only when all has left.
-            self._done_pages += stored_pages(changes)
+            self._done_pages += num_pages
             self._done_lists += 1
-
-    def _failed(self) -> None:
-        """What routers know may be wrong: publish empty caches until snapshots come."""
-        self._num_failures += 1
-        _log.exception(
-            "cache events could not be made; an empty cache is published until the next snapshot"
-        )
-        for tier in (self._device, self.host):
-            if tier is not None:
-                tier.skips_until_clear = tier.refuses_until_clear = True
-        self._send(self._stream.clear(time.time()))
 
     def _send(self, batch: Batch) -> None:
         frames = self._topic_frame, self._number(batch.seq), batch.payload

@@ -170,7 +170,7 @@ def _namespace_mask(namespace: Hashable) -> int:
 
 
 BATCH_PAGES = 4096
-"""Pages after which a batch ends; the change that reaches it is still part of it."""
+"""Pages after which a batch ends; the event that reaches it is still part of it."""
 
 
 class Keep(NamedTuple):
@@ -230,53 +230,52 @@ class EventStream:
 
     def publish(self, changes: Iterable[Change], ts: float, tier: int = 0) -> Iterator[Batch]:
         """Yield numbered batches for this tier's changes as they are made, if there are any."""
-        blocks, paths = self._tiers[tier]
         events: list[object] = []
         num_pages = 0
-        for change in changes:
-            # `paths` follows each change in the same step, so it always equals what was published.
-            match change:
-                case Inserted():
-                    run = paths.inserted(change)
-                    events.append(blocks.stored(run))
-                    num_pages += len(run)
-                case CheckpointSaved() | CheckpointEvicted() if not blocks.checkpoints:
-                    pass
-                case CheckpointSaved():
-                    events.append(blocks.checkpoint_stored(paths.saved(change)))
-                    num_pages += 1
-                case CheckpointEvicted():
-                    events += map(blocks.checkpoint_removed, paths.evicted(change))
-                    num_pages += 1
-                case TakenOut():
-                    # A checkpoint goes before the page that it ends on.
-                    events += map(blocks.checkpoint_removed, paths.evicted(change))
-                    for run in paths.taken_out(change):
-                        events.append(blocks.removed(run))
-                        num_pages += len(run)
-                case Cleared() if self.num_pages == len(paths):
-                    paths.clear()
-                    events.append(blocks.cleared())
-                case Cleared():
-                    # The one event for it would end what the other tier holds as well. From the
-                    # end, so that what follows a page goes before it.
-                    runs = list(paths.runs())
-                    events += map(blocks.checkpoint_removed, paths.checkpoints)
-                    paths.clear()
-                    for run in reversed(runs):
-                        events.append(blocks.removed(run))
-                        num_pages += len(run)
-                        if num_pages >= BATCH_PAGES:
-                            yield self._batch(events, ts)
-                            events, num_pages = [], 0
-                case _:
-                    assert_never(change)
+        for event, pages in self._events(changes, *self._tiers[tier]):
+            events.append(event)
+            num_pages += pages
             # Cut here, so that many changes at once do not make one very long message.
             if num_pages >= BATCH_PAGES:
                 yield self._batch(events, ts)
                 events, num_pages = [], 0
         if events:
             yield self._batch(events, ts)
+
+    def _events(
+        self, changes: Iterable[Change], blocks: BlockEvents, paths: PagePaths
+    ) -> Iterator[tuple[object, int]]:
+        """Yield each event, and of how many pages it tells."""
+        for change in changes:
+            match change:
+                case Inserted():
+                    run = paths.inserted(change)
+                    yield blocks.stored(run), len(run)
+                case CheckpointSaved() | CheckpointEvicted() if not blocks.checkpoints:
+                    pass
+                case CheckpointSaved():
+                    yield blocks.checkpoint_stored(paths.saved(change)), 1
+                case CheckpointEvicted() | TakenOut():
+                    # A checkpoint goes before the page that it ends on.
+                    for place in paths.evicted(change):
+                        yield blocks.checkpoint_removed(place), 1
+                    if isinstance(change, TakenOut):
+                        for run in paths.taken_out(change):
+                            yield blocks.removed(run), len(run)
+                case Cleared() if self.num_pages == len(paths):
+                    paths.clear()
+                    yield blocks.cleared(), 0
+                case Cleared():
+                    # The one event for it would end what the other tier holds as well. From the
+                    # end, so that what follows a page goes before it.
+                    runs, checkpoints = list(paths.runs()), paths.checkpoints
+                    paths.clear()
+                    for place in checkpoints:
+                        yield blocks.checkpoint_removed(place), 1
+                    for run in reversed(runs):
+                        yield blocks.removed(run), len(run)
+                case _:
+                    assert_never(change)
 
     def clear(self, ts: float) -> Batch:
         """Make a batch that says that no tier holds anything."""

@@ -8,8 +8,7 @@
 Reserved pages are outside of this: they are RESERVED from the start, and stay so.
 
 Every transition is all or nothing. A page out of range, named twice or in another state raises, and
-nothing changes; nor does it if a KeyboardInterrupt comes within the call (counts and runs are then
-rebuilt from the states). The states are bytes in one array, so a call checks and moves its pages in
+nothing changes. The states are bytes in one array, so a call checks and moves its pages in
 a few vector operations; `free_runs` keeps the free ones. Nothing else is linear in the pool.
 """
 
@@ -17,7 +16,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Hashable
-from typing import Any
 
 import numpy as np
 
@@ -80,8 +78,7 @@ class PageAllocator:
         self.num_pages = num_pages
         # All ids in order, packed: any run of pages is a slice of it, recognised by one memcmp.
         self._ids = np.arange(num_pages, dtype=np.int32).tobytes()
-        # The states are the truth: free runs and counts follow from them, and are rebuilt from them
-        # when a transition is interrupted.
+        # The states are the truth: free runs and counts follow from them.
         self._state = np.zeros(num_pages, np.uint8)
         self._states = self._state.data  # the same memory, faster for a run
         self._runs = FreeRuns(num_pages)
@@ -106,31 +103,19 @@ class PageAllocator:
             raise OutOfPagesError(needed=num_pages, free=self._counts[_FREE])
         if num_pages == 0:
             return np.empty(0, np.int32)
-        # Runs first, states second. If an interrupt comes between, the states still say FREE for
-        # what the runs have given away, and `_undo` rebuilds the runs.
-        where: Where | None = None
-        try:
-            if (start := self._runs.take_run(num_pages)) is not None:
-                where = slice(start, start + num_pages)
-                self._set(where, num_pages, _FREE, _OWNED)
-                return np.arange(start, start + num_pages, dtype=np.int32)
-            where = self._runs.take(num_pages)
-            self._set(where, num_pages, _FREE, _OWNED)
-            return where.astype(np.int32)
-        except BaseException:
-            self._undo(where, _FREE)
-            raise
+        if (start := self._runs.take_run(num_pages)) is not None:
+            self._set(slice(start, start + num_pages), num_pages, _FREE, _OWNED)
+            return np.arange(start, start + num_pages, dtype=np.int32)
+        where = self._runs.take(num_pages)
+        self._set(where, num_pages, _FREE, _OWNED)
+        return where.astype(np.int32)
 
     def free(self, pages: PageIds | bytes) -> None:
         """Free pages (OWNED -> FREE). Raises PageStateError, with nothing changed."""
         where, num_pages = self._checked(pages, _OWNED)
         if num_pages:
-            try:
-                self._set(where, num_pages, _OWNED, _FREE)
-                self._runs.add(where)
-            except BaseException:
-                self._undo(where, _OWNED)
-                raise
+            self._set(where, num_pages, _OWNED, _FREE)
+            self._runs.add(where)
 
     def owned(self, pages: PageIds | bytes) -> tuple[Where, int]:
         """Where `pages` are, and how many. Raises PageStateError unless all are OWNED, each
@@ -140,16 +125,16 @@ class PageAllocator:
     def cache(self, pages: PageIds | bytes) -> None:
         """Mark pages as the tree's (OWNED -> CACHED). Raises PageStateError, with nothing
         changed."""
-        self._move(*self._checked(pages, _OWNED), _OWNED, _CACHED)
+        self._set(*self._checked(pages, _OWNED), _OWNED, _CACHED)
 
     def cache_owned(self, where: Where, num_pages: int) -> None:
         """As `cache`, without a check of what `owned` returned: no page may have changed since."""
-        self._move(where, num_pages, _OWNED, _CACHED)
+        self._set(where, num_pages, _OWNED, _CACHED)
 
     def uncache(self, pages: PageIds | bytes) -> None:
         """Take pages back from the tree (CACHED -> OWNED). Raises PageStateError, with nothing
         changed."""
-        self._move(*self._checked(pages, _CACHED), _CACHED, _OWNED)
+        self._set(*self._checked(pages, _CACHED), _CACHED, _OWNED)
 
     def hold(self, pages: PageIds | bytes, owner: Hashable) -> None:
         """Let `owner`, a room, keep pages that a peer may still write (OWNED -> HELD), until
@@ -159,21 +144,11 @@ class PageAllocator:
         the same. Raises PageStateError, with nothing changed, for a page that is not OWNED.
         """
         # First: it raises for an owner without a hash, which must change nothing.
-        held = self._held.get(owner)
+        hash(owner)
         where, _ = self._checked(pages, _OWNED)
         ascending: Index = np.arange(where.start, where.stop) if type(where) is slice else where
-        try:
-            self._held[owner] = [*held, ascending] if held is not None else [ascending]
-            self._set(ascending, len(ascending), _OWNED, _HELD)
-        except BaseException:
-            self._undo(ascending, _OWNED)
-            # The owner's list is not made from the states, so it is put back by hand. It was
-            # replaced above, not extended: the old one is still what it was.
-            if held is None:
-                self._held.pop(owner, None)
-            else:
-                self._held[owner] = held
-            raise
+        self._held.setdefault(owner, []).append(ascending)
+        self._set(ascending, len(ascending), _OWNED, _HELD)
 
     def quarantine(self, owner: Hashable) -> int:
         """Mark what `owner` holds as overdue (HELD -> QUARANTINED): no proof came by its deadline.
@@ -183,44 +158,22 @@ class PageAllocator:
         held = pages[self._state[pages] == _HELD]
         if len(pages) and not len(held):
             raise self._fault(pages.astype(np.int32).tobytes(), _HELD)
-        return self._move(held, len(held), _HELD, _QUARANTINED)
+        self._set(held, len(held), _HELD, _QUARANTINED)
+        return len(held)
 
     def release(self, owner: Hashable) -> int:
         """Free all that `owner` holds (HELD, QUARANTINED -> FREE), and return how many pages. Only
         with proof that no write can land any more. Raises PageStateError for an unknown owner."""
-        # Copies of the states and the owner's list, for the undo: pages may be in either state.
         pages = np.sort(self._pages_of(owner))
-        before, parts = self._state[pages], self._held[owner]
-        try:
-            del self._held[owner]
-            if len(pages):
-                num_quarantined = int(np.count_nonzero(before == _QUARANTINED))
-                self._counts[_QUARANTINED] -= num_quarantined
-                self._counts[_HELD] -= len(pages) - num_quarantined
-                self._counts[_FREE] += len(pages)
-                self._state[pages] = _FREE
-                self._runs.add(pages)
-            return len(pages)
-        except BaseException:
-            self._held[owner] = parts
-            self._undo(pages, before)
-            raise
-
-    def _move(self, where: Where, num_pages: int, before: int, after: int) -> int:
-        try:
-            self._set(where, num_pages, before, after)
-            return num_pages
-        except BaseException:
-            self._undo(where, before)
-            raise
-
-    def _undo(self, pages: Where | None, before: Any) -> None:
-        """Rebuild states, counts and runs after an interrupted transition. O(num_pages of the
-        pool). `before` is one state, or one per page."""
-        if pages is not None:
-            self._state[pages] = before
-        self._counts[:] = np.bincount(self._state, minlength=6).tolist()
-        self._runs = FreeRuns.of(self._state == _FREE)
+        del self._held[owner]
+        if len(pages):
+            num_quarantined = int(np.count_nonzero(self._state[pages] == _QUARANTINED))
+            self._counts[_QUARANTINED] -= num_quarantined
+            self._counts[_HELD] -= len(pages) - num_quarantined
+            self._counts[_FREE] += len(pages)
+            self._state[pages] = _FREE
+            self._runs.add(pages)
+        return len(pages)
 
     def _set(self, where: Where, num_pages: int, before: int, after: int) -> None:
         """The caller has checked the pages."""

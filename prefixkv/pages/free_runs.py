@@ -42,17 +42,6 @@ class FreeRuns:
         self._lengths: list[int] = []  # the keys of _by_length, ascending
         self._put(0, num_pages)
 
-    @classmethod
-    def of(cls, free: npt.NDArray[np.bool_]) -> FreeRuns:
-        """O(num_pages)."""
-        runs = cls(len(free))
-        # Empty it first: a new one has all pages free.
-        runs.take(len(free))
-        pages = np.flatnonzero(free)
-        if len(pages):
-            runs.add(pages)
-        return runs
-
     def runs(self) -> list[tuple[int, int]]:
         """Return all runs as (first page, pages), ascending. O(num_pages)."""
         starts = np.flatnonzero(self._length_from)

@@ -38,7 +38,7 @@ from prefixkv.pages.groups import (
 )
 from prefixkv.pages.table import PageTable
 from prefixkv.paging import Pages, pages_for
-from prefixkv.settings import Continues, check_time, whole_count
+from prefixkv.settings import Continues, whole_count
 from prefixkv.stats import MICROSECONDS, Histogram
 
 HASH_EVERY_TOKENS: Final = 1024
@@ -288,19 +288,9 @@ class PageManager:
         pages.num_joined = 0
 
     def grow_many(self, many: Sequence[RequestPages], now_s: float) -> None:
-        """Take one page at the end of the row of each of these requests.
-
-        Raises, with nothing taken, OutOfPagesError; CallerError: a request has ended or is named
-        twice; RequestError: a row is full.
-        """
-        check_time(now_s)
-        many = list(many)
-        # All checks before `_take`: an eviction cannot be undone.
-        free, evictable = self.allocator.free_pages, self.cache.evictable_pages
-        if len(many) > free + evictable:
-            raise OutOfPagesError(len(many), free, evictable)
-        growth = self.table.check_growth([pages.row for pages in many])
-        self.table.append_checked(growth, self._take(len(many), now_s))
+        """Take one page at the end of the row, which is not full, of each of these requests, named
+        once. Raises OutOfPagesError, with nothing taken."""
+        self.table.append([pages.row for pages in many], self._take(len(many), now_s))
         for pages in many:
             pages.num_pages += 1
 

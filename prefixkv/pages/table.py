@@ -7,32 +7,18 @@ A table only names pages; the allocator knows what holds them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
-from prefixkv.errors import (
-    CallerError,
-    CapacityError,
-    PageStateError,
-    RequestError,
-    check_laws,
-)
-from prefixkv.paging import MAX_INDEX, Index, PageIds, Pages, as_pages
+from prefixkv.errors import CallerError, CapacityError, RequestError, check_laws
+from prefixkv.paging import MAX_INDEX, Pages
 from prefixkv.settings import check_whole
 
 UNUSED: Final = -1
 _BYTES: Final = 4  # an id
 _UNUSED_BYTE: Final = b"\xff"  # each of `UNUSED`
 _NO_ROW: Final = -1  # in `lengths`: the row is not in use
-
-
-class Growth(NamedTuple):
-    """Rows that may have one page more, checked, and their present lengths."""
-
-    rows: Index
-    lengths: npt.NDArray[np.int32]
 
 
 class PageTable:
@@ -132,66 +118,18 @@ class PageTable:
                 f"a row would have {num_pages} pages, the limit is {self.array.shape[1]}"
             )
 
-    def write(self, row: int, start_page: int, pages: PageIds) -> None:
-        """Put `pages` at positions start_page, start_page + 1, ... of a row, at most its length,
-        over what was there.
-
-        Raises, with nothing changed, RequestError: they reach beyond the row's end; CallerError:
-        the row is not in use, or there would be a gap; PageStateError: a page id is negative.
-        """
-        length = self.length(row)
-        ids = as_pages(pages)
-        end = start_page + len(ids)
-        if not 0 <= start_page <= length:
-            raise CallerError(
-                f"start_page is {start_page}, must be in [0, {length}], row {row} has {length} "
-                "pages"
-            )
-        if end > self.array.shape[1]:
-            raise RequestError(
-                f"row {row} would have {end} pages, the limit is {self.array.shape[1]}"
-            )
-        if len(ids) and ids.min() < 0:
-            raise PageStateError(f"page {ids.min()} is negative")
-        self.array[row, start_page:end] = ids
+    def write(self, row: int, start_page: int, ids: Pages) -> None:
+        """Put ids in place of those of a row from `start_page` on, as many as it has there."""
+        self.array[row, start_page : start_page + len(ids)] = ids
         self._num_writes[row] += 1
-        if end > length:
-            self._length[row] = end
 
-    def check_growth(self, rows: npt.NDArray[np.integer] | Sequence[int]) -> Growth:
-        """Check that each row is in use, named once, and has room for one page more, so that
-        nothing can fail once pages are taken. Raises CallerError, RequestError."""
-        row_ids = np.asarray(rows)
-        if row_ids.ndim != 1 or (len(row_ids) and row_ids.dtype.kind not in "iu"):
-            raise CallerError(f"rows are {row_ids.dtype} {row_ids.shape}, must be integers [n]")
-        row_ids = row_ids.astype(np.intp, copy=False)
-        if len(row_ids) == 0:
-            return Growth(row_ids, self.lengths[:0])
-        # Sorted, the ends show the range and neighbours show duplicates. The range comes before the
-        # look-up: numpy would take -1 for the last row.
-        ordered = np.sort(row_ids)
-        for row in (ordered[0], ordered[-1]):
-            if not 0 <= row < len(self.lengths):
-                raise CallerError(f"row {row} of the page table is not in use")
-        lengths = self.lengths[row_ids]
-        if lengths.min() == _NO_ROW:
-            raise CallerError(f"row {row_ids[lengths.argmin()]} of the page table is not in use")
-        # Room in the longest row is room in all.
-        if lengths.max() >= self.array.shape[1]:
-            row = row_ids[lengths.argmax()]
-            raise RequestError(
-                f"row {row} would have {lengths.max() + 1} pages, the limit is "
-                f"{self.array.shape[1]}"
-            )
-        if b"\1" in (ordered[1:] == ordered[:-1]).tobytes():
-            raise CallerError("a row is named twice")
-        return Growth(row_ids, lengths)
-
-    def append_checked(self, growth: Growth, pages: Pages) -> None:
-        """Append one page to each row, unchanged since `check_growth`."""
+    def append(self, rows: Sequence[int], ids: Pages) -> None:
+        """Append one page to each of some rows, each named once."""
+        where = np.array(rows, np.intp)
+        lengths = self.lengths[where]
         # Ids before lengths: a row names no page within its length that is not there yet.
-        self.array[growth.rows, growth.lengths] = pages
-        self.lengths[growth.rows] = growth.lengths + 1
+        self.array[where, lengths] = ids
+        self.lengths[where] = lengths + 1
 
     def check_invariants(self) -> None:
         """Check every law. O(its size). Raises InternalError with the state."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator
-from heapq import heappop, heappush
 from itertools import count
-from typing import Final, NamedTuple
+from typing import NamedTuple
+
+from sortedcontainers import SortedDict
 
 from prefixkv.cache.checkpoints import Checkpoint
 from prefixkv.cache.results import MatchResult
@@ -35,9 +36,6 @@ class _Found(NamedTuple):
     dense_pages: int = 0
 
 
-_FEW: Final = 64  # requests that have left and are still in the heap: not worth a rebuild
-
-
 class PrefillBootstrapQueue:
     """Requests that wait for pages here. Owned by the scheduler's thread.
 
@@ -56,11 +54,10 @@ class PrefillBootstrapQueue:
         self._checkpoints = checkpoints
         self._shared_prefixes = shared_prefixes
         self._usable_prefix = usable_prefix
-        # All, with a number in the order of their promises. Those to be looked at are in `_due`, a
-        # heap, and some that have left; the others follow.
+        # All, with a number in the order of their promises. Those to be looked at are in `_due`, by
+        # number; the others follow.
         self._ready: dict[PrefillRequest, int] = {}
-        self._due: list[tuple[int, PrefillRequest]] = []
-        self._is_due: set[PrefillRequest] = set()
+        self._due: SortedDict = SortedDict()
         self._numbers = count()
         self._blocked_at = -1  # version of the pages at which the first that may start did not fit
         self._look_due = False  # one came, or a leader moved, since a whole pass
@@ -74,20 +71,11 @@ class PrefillBootstrapQueue:
         self._look_due = True
 
     def _enter(self, req: PrefillRequest) -> None:
-        if req not in self._is_due:
-            self._is_due.add(req)
-            heappush(self._due, (self._ready[req], req))
-
-    def _leave(self) -> None:
-        self._is_due.discard(heappop(self._due)[1])
+        self._due[self._ready[req]] = req
 
     def remove(self, req: PrefillRequest) -> None:
-        del self._ready[req]
+        self._due.pop(self._ready.pop(req), None)
         self._shared_prefixes.forget(req)
-        # Nothing takes it out of the heap while one that does not fit holds up the others.
-        self._is_due.discard(req)
-        if len(self._due) > 2 * len(self._is_due) + _FEW:
-            self._due = sorted(entry for entry in self._due if entry[1] in self._is_due)
         # It may be the one that did not fit, and held up those behind it.
         self.look_again()
 
@@ -137,24 +125,23 @@ class PrefillBootstrapQueue:
         while self._due:
             if limit is not None and len(popped) >= limit:
                 return popped
-            _, req = self._due[0]
-            if req not in self._ready or (may_wait and shared_prefixes.waits(req, now_s)):
-                self._leave()
+            number, req = self._due.peekitem(0)
+            if may_wait and shared_prefixes.waits(req, now_s):
+                del self._due[number]
                 continue
             # 2. Look what is cached, before `follow` is asked: only behind that does another's
             # prefix help.
             found = self._find(req)
             num_cached = 0 if found.match is None else found.match.depth
             if self._usable_prefix is None and shared_prefixes.follow(req, num_cached, now_s):
-                self._leave()
+                del self._due[number]
                 continue
             # 3. Does not fit: the pass ends, first come, first served. Nothing is tried again at
             # this version.
             if not self._pages.table.free_rows or not self._open(req, found, now_s):
                 self._blocked_at = self._pages.version
                 return popped
-            self._leave()
-            del self._ready[req]
+            del self._due[number], self._ready[req]
             self._blocked_at = -1
             # After `_open`, which sets the prefix: it leads from there. Others in this pass may
             # follow it at once.

@@ -12,17 +12,15 @@ much as the follower lacks, or nothing was computed for `stall_s`. Then the wait
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, MutableMapping
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
-from typing import Final, TypeAlias
+from typing import TypeAlias
+
+from sortedcontainers import SortedList
 
 from prefixkv.cache.radix_key import TOKEN_BYTES, common_pages
 from prefixkv.errors import check_laws
 from prefixkv.prefill.request import PrefillRequest, PrefillState
-
-_FEW: Final = 64  # waits of one leader that have ended: not worth a rebuild of its heap
 
 NextPage: TypeAlias = tuple[Hashable, int, bytes]
 """A namespace, the number of pages that are there, and the packed tokens of the next page."""
@@ -36,8 +34,7 @@ class _Lead:
     next_page: NextPage | None = None
     passed_pages: int = 0  # computed, and in the tree
     progress: int = 0  # tokens that it has computed itself
-    followers: list[tuple[int, int, _Wait]] = field(default_factory=list)  # a heap, by `end_pages`
-    num_waits: int = 0  # of `followers`, those that still wait
+    followers: SortedList = field(default_factory=SortedList)  # by `_Wait.end`
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +48,10 @@ class _Wait:
     handed_out: int  # requests handed out when the wait began
     number: int  # counts the waits
     since_s: float
+
+    @property
+    def end(self) -> tuple[int, int, _Wait]:
+        return self.end_pages, self.number, self
 
     @property
     def place(self) -> tuple[int, int, int, _Wait]:
@@ -83,7 +84,7 @@ class SharedPrefixes:
         self._leads: dict[PrefillRequest, _Lead] = {}
         self._by_next_page: dict[NextPage, list[PrefillRequest]] = {}
         self._waits: dict[PrefillRequest, _Wait] = {}  # oldest first
-        self._by_tokens: list[tuple[int, int, int, _Wait]] = []  # sorted
+        self._by_tokens: SortedList = SortedList()  # by `_Wait.place`
         self._released: list[PrefillRequest] = []
         # Requests in the queue that have waited, with the leaders that they must not wait for
         # again.
@@ -158,9 +159,8 @@ class SharedPrefixes:
             self._num_waits += 1
             wait = _Wait(req, leader, end, num_tokens, self._handed_out, self._num_waits, now_s)
             self._waits[req] = wait
-            insort(self._by_tokens, wait.place)
-            heappush(lead.followers, (end, wait.number, wait))
-            lead.num_waits += 1
+            self._by_tokens.add(wait.place)
+            lead.followers.add(wait.end)
             if self._on_wait is not None:
                 self._on_wait(leader, end * self._page_size)
             if passed_over is None:
@@ -171,13 +171,8 @@ class SharedPrefixes:
 
     def _drop(self, wait: _Wait) -> None:
         del self._waits[wait.req]
-        del self._by_tokens[bisect_left(self._by_tokens, wait.place)]
-        if (lead := self._leads.get(wait.leader)) is not None:
-            lead.num_waits -= 1
-            if len(lead.followers) > 2 * lead.num_waits + _FEW:
-                lead.followers = sorted(
-                    entry for entry in lead.followers if self._waits.get(entry[-1].req) is entry[-1]
-                )
+        self._by_tokens.remove(wait.place)
+        self._leads[wait.leader].followers.remove(wait.end)
 
     def _overtake(self, wait: _Wait) -> None:
         self._drop(wait)
@@ -186,10 +181,9 @@ class SharedPrefixes:
 
     def _end_waits_for(self, lead: _Lead, passed_pages: float = math.inf) -> None:
         while lead.followers and lead.followers[0][0] <= passed_pages:
-            _, _, wait = heappop(lead.followers)
-            if self._waits.get(wait.req) is wait:  # else it has ended otherwise
-                self._drop(wait)
-                self._released.append(wait.req)
+            wait = lead.followers[0][-1]
+            self._drop(wait)
+            self._released.append(wait.req)
 
     def forget(self, req: PrefillRequest) -> None:
         """Drop the wait of a follower that leaves the queue."""
@@ -220,14 +214,14 @@ class SharedPrefixes:
         # A request handed out after a wait began, which has computed as much as the follower lacks:
         # by now the follower would have had it too. Those that lack less were looked at before.
         before, lead.progress = lead.progress, max(lead.progress, computed - req.prefix_len)
-        at = bisect_left(self._by_tokens, (before + 1,))
+        at = self._by_tokens.bisect_left((before + 1,))
         while at < len(self._by_tokens) and self._by_tokens[at][0] <= lead.progress:
             num_tokens, handed_out, _, wait = self._by_tokens[at]
             if handed_out < lead.number:
                 self._overtake(wait)
                 self._released.append(wait.req)
             else:  # nor was it handed out after those that lack as much, and began later
-                at = bisect_left(self._by_tokens, (num_tokens + 1,))
+                at = self._by_tokens.bisect_left((num_tokens + 1,))
         if lead.next_page is not None:
             there = max(computed, req.prefix_len)
             lead.passed_pages = there // self._page_size
@@ -236,10 +230,10 @@ class SharedPrefixes:
 
     def end(self, req: PrefillRequest) -> None:
         """Drop a leader that computes nothing any more. Repeated, or never handed out: no-op."""
-        lead = self._leads.pop(req, None)
-        if lead is not None:
+        if (lead := self._leads.get(req)) is not None:
             self._clear_next_page(req, lead)
             self._end_waits_for(lead)
+            del self._leads[req]
 
     def flush(self) -> None:
         """Let followers find no leader: what leaders compute goes to no tree any more."""
@@ -290,19 +284,17 @@ class SharedPrefixes:
                 and req.key.namespace == wait.leader.key.namespace
                 for req, wait in self._waits.items()
             ),
-            "each wait has its place": self._by_tokens
+            "each wait has its place": list(self._by_tokens)
             == sorted(wait.place for wait in self._waits.values()),
             "its leader leads, and is to end it": all(
                 (lead := self._leads.get(wait.leader)) is not None
                 and lead.next_page is not None
                 and lead.passed_pages < wait.end_pages
-                and any(one[-1] is wait for one in lead.followers)
+                and wait.end in lead.followers
                 for wait in self._waits.values()
             ),
-            "a leader's waits are counted": all(
-                lead.num_waits == sum(self._waits.get(one.req) is one for *_, one in lead.followers)
-                for lead in self._leads.values()
-            ),
+            "a leader's followers wait": len(self._waits)
+            == sum(len(lead.followers) for lead in self._leads.values()),
             "what has waited is in the queue": all(
                 req.state is PrefillState.BOOTSTRAPPED for req in self._passed_over
             )

@@ -21,6 +21,7 @@ from prefixkv.serving.streams import TooMuchError
 BATCH: Final = 128
 """Most prompts of one request."""
 
+_PARAMETERS: Final = 1024
 _SHORT_BYTES: Final = 1024  # largest parameter that is decoded
 _REFUSAL_BYTES: Final = 64 << 10  # largest refusal that is passed on
 _EVENT_BYTES: Final = 16 << 20
@@ -30,8 +31,11 @@ _PARAMS: Final = "kv_transfer_params"
 
 def parameters_of(body: bytes) -> dict[str, Any]:
     """Prompts, and values longer than 1 KiB, stay JSON (`msgspec.Raw`). Raises ApiError 400."""
+    members = decode_body(body, dict[str, msgspec.Raw])
+    if len(members) > _PARAMETERS:
+        raise ApiError(400, f"there are {len(members)} parameters, {_PARAMETERS} at most are taken")
     found: dict[str, Any] = {}
-    for name, raw in decode_body(body, dict[str, msgspec.Raw]).items():
+    for name, raw in members.items():
         keeps = name in ("messages", "prompt") or len(bytes(raw)) > _SHORT_BYTES
         # A copy: the body itself, with the blanks in it, does not live as long as the answer.
         found[name] = raw.copy() if keeps else decode_body(bytes(raw), Any)

@@ -40,15 +40,14 @@ from prefixkv.proxy.metrics import ProxyMetrics
 from prefixkv.serving import interrupts
 from prefixkv.serving.client import make_client
 from prefixkv.serving.failures import ApiError, Rate, failed, refused
-from prefixkv.serving.http import Stream, count_samples, make_app, read_body, run_until_disconnect
+from prefixkv.serving.http import Stream, count_samples, read_body, run_until_disconnect
 from prefixkv.serving.ids import HEADER, id_of
-from prefixkv.serving.outcomes import Outcomes, RequestLine, line_of
-from prefixkv.serving.request_file import RequestFile
+from prefixkv.serving.outcomes import RequestLine, line_of
 from prefixkv.serving.router import BoundedAffinityRouter
 from prefixkv.serving.router import Route as ServerRoute
-from prefixkv.serving.status import bind, status_app
+from prefixkv.serving.status import Entrance
 from prefixkv.serving.streams import TooMuchError, read_all
-from prefixkv.serving.tracing import TracedEndpoint, current, make_tracing
+from prefixkv.serving.tracing import TracedEndpoint, current
 from prefixkv.spi import TOKEN_BYTES, page_keys
 
 logger = logging.getLogger("prefixkv.proxy")
@@ -96,8 +95,8 @@ class _RefusedError(Exception):
 
 
 class ServerAnswer(NamedTuple):
-    """Its head and first piece have arrived, the rest is still to be read. `connection` is given
-    back by `close`; what was not read is dropped."""
+    """Its head and first piece have arrived. Of a stream the rest is still to be read, from a
+    connection that `close` gives back."""
 
     head: aiohttp.ClientResponse
     first: bytes
@@ -151,45 +150,30 @@ class _ServerSide:
         return self._avoided_until_s.get(name, 0.0) > time.monotonic()
 
 
-class Proxy:
+class Proxy(Entrance):
     """Used on the running loop. Raises ConfigError if a role has no server, a server is named
     twice, or an address cannot be bound."""
 
     def __init__(
         self, config: ProxyConfig, prefill: Sequence[ServerAt], decode: Sequence[ServerAt]
     ) -> None:
-        listen, self._limits = config.listen, config.listen.limits
-        self.draining = False
         self.sides: dict[Role, _ServerSide] = {
             "prefill": _ServerSide("prefill", prefill), "decode": _ServerSide("decode", decode),
         }  # fmt: skip
         # Runs that decode has not answered yet: `ProxyMetrics`.
         self.waiting: dict[_ProxiedRequest, tuple[str, float]] = {}
         self.metrics = ProxyMetrics(self.sides, self.waiting)
-        self._file = RequestFile(listen.request_log) if listen.request_log else None
-        self._outcomes = Outcomes("proxy", {"node": "proxy", "side": "proxy"}, self._file)
-        # Request ids: unique over proxies by the prefix, within this one by the number.
-        self._prefix, self._num = secrets.token_hex(8), 0
         self._lines: dict[str, Rate] = {}  # of the log, by server
-        tracing = self._tracing = make_tracing("proxy")
-        app = make_app(
-            [
-                *(
-                    Route(f"/v1/{path}", TracedEndpoint(tracing, self._serve), methods=["POST"])
-                    for path in ("chat/completions", "completions")
-                ),
-                *(Route(path, self._health, methods=["GET", "POST"]) for path in _OPEN),
-                *(Route(path, self._pass_on, methods=["GET", "POST"]) for path in _TO_DECODE),
-                Route("/{path:path}", _unknown, methods=["GET", "POST", "PUT", "PATCH", "DELETE"]),
-            ],
-            listen.api_key, _OPEN, self._limits.max_requests_per_client,
-        )  # fmt: skip
-        status = status_app(self.health, (), listen, [*self.metrics.collectors, self._outcomes])
-        try:
-            self.server, self.status = bind(self._outcomes.watch(app), status, listen)
-        except BaseException:  # its thread has no other end
-            tracing.give_up()
-            raise
+        super().__init__("proxy", config.listen)
+        serve = TracedEndpoint(self._tracing, self._serve)
+        routes = [
+            Route("/v1/chat/completions", serve, methods=["POST"]),
+            Route("/v1/completions", serve, methods=["POST"]),
+            *(Route(path, self._health, methods=["GET", "POST"]) for path in _OPEN),
+            *(Route(path, self._pass_on, methods=["GET", "POST"]) for path in _TO_DECODE),
+            Route("/{path:path}", _unknown, methods=["GET", "POST", "PUT", "PATCH", "DELETE"]),
+        ]
+        self._bind(routes, _OPEN, self.metrics.collectors)
         # No bound on connections: a request holds two at once, and under a bound requests that hold
         # one could wait for each other.
         trace = aiohttp.TraceConfig()
@@ -210,16 +194,8 @@ class Proxy:
         await self.status.start()
         await self.server.start()
 
-    async def stop(self, grace_s: float = 0.0) -> None:
-        """Accept no more requests, and give those in progress `grace_s` seconds to end."""
-        self.draining = True
-        await self.server.stop(grace_s)
-        await self.status.stop()
-        # Last: the answers that the server still sends come through this client.
+    async def _close(self) -> None:
         await self._client.close()
-        if self._file is not None:
-            await asyncio.to_thread(self._file.close)
-        await self._tracing.close()
 
     def warn(self, server: str, why: str) -> None:
         if self._lines.setdefault(server, Rate(1.0, _LINES_PER_S)).take(time.monotonic()):
@@ -269,9 +245,7 @@ class Proxy:
         if self.draining:
             raise ApiError(503, "the proxy is ending", "server_error", "not_ready")
         line = line_of(request.scope)
-        self._num += 1
-        # It begins with the id in the header, and is unique, even if clients use that again.
-        rid = f"{id_of(request.scope)[:100]}-{self._prefix}-{self._num}"
+        rid = self._new_rid(id_of(request.scope)[:100])
         line.fields |= {"id": rid, "stream": bool(body.get("stream"))}
         return await run_until_disconnect(request, self._count(request, body, field, line))
 
@@ -382,7 +356,7 @@ class Proxy:
         and for errors. `rid` is the request's id there; `sent` is set once the request leaves.
         Raises aiohttp.ClientError, or TooMuchError for more than `_ANSWER_BYTES`."""
         async with contextlib.AsyncExitStack() as stack:
-            # Its span ends when the answer is closed. Prefill is cut once decode has its KV.
+            # Its span ends with the connection. Prefill is cut once decode has its KV.
             step = stack.enter_context(
                 current().call(role, {"url.full": url}, may_be_cut=role == "prefill")
             )
@@ -395,9 +369,9 @@ class Proxy:
                 step.fail(f"status {answer.status}", str(answer.status))
             pieces = answer.content.iter_any()
             if whole or answer.status >= 400:
-                first = await read_all(pieces, _ANSWER_BYTES)
-            else:
-                first = await anext(pieces, b"")
+                found = await read_all(pieces, _ANSWER_BYTES)
+                return ServerAnswer(answer, found, contextlib.AsyncExitStack())
+            first = await anext(pieces, b"")
             # From here on the answer owns the connection; every failure before closes it.
             return ServerAnswer(answer, first, stack.pop_all())
 
@@ -427,29 +401,24 @@ class _ProxiedRequest:
         self._transfers, self._whole = transfers, not body.get("stream")
         self._keys = page_keys(data_of(body[field]), _PAGE_BYTES // TOKEN_BYTES)
         # What this attempt holds; `end` releases it: the routers' count of each server's load, and
-        # prefill's request, which the second task ends after the grace.
+        # prefill's request.
         self._routes: list[tuple[_ServerSide, ServerRoute]] = []
         self._sending: asyncio.Task[ServerAnswer] | None = None
-        self._letting_go: asyncio.Task[None] | None = None
         self._broke: set[str] = set()  # decode servers whose connection broke once
 
     async def answer(self) -> ServerAnswer:
         """Return decode's answer, also an error of the client's. Raises ApiError 502, 503."""
         lost: set[str] = set()
-        # Attempts with prefill, if the request has a room, then one where decode computes it.
-        attempts = [True] * _ATTEMPTS * self._transfers + [False]
-        for number, transfers in enumerate(attempts):
+        attempts_left = _ATTEMPTS if self._transfers else 0
+        while True:
             decode = self._choose_server("decode", lost)
             if decode is None:
                 # Their errors were logged as they came, at a bounded rate.
                 detail = f"{', '.join(lost)} failed, and no decode server is left"
                 raise failed(503, "no decode server is reached", detail, "not_ready")
-            prefill = self._choose_server("prefill", lost) if transfers else None
-            # No prefill server is left: skip to the last attempt. Decode was placed above, so the
-            # router's count of it goes back first, or its load would stay too high.
-            if transfers and prefill is None:
-                self._release_routes()
-                continue
+            # Without one it is the last attempt: decode computes the prompt.
+            prefill = self._choose_server("prefill", lost) if attempts_left else None
+            attempts_left -= 1
             if self._transfers and prefill is None:
                 self._proxy.metrics.recomputed.inc()
             try:
@@ -459,17 +428,16 @@ class _ProxiedRequest:
                 # Both end before the next attempt: its room must not compete with this one.
                 await self.end(None)
                 lost.update(error.servers)
-                if number == len(attempts) - 1:
+                if prefill is None:
                     why = "the servers that were asked have failed"
                     raise failed(502, why, str(error), "worker_lost") from None
                 self._proxy.metrics.retried.inc()
             except BaseException:
                 await self.end(None)
                 raise
-        raise AssertionError
 
     def _choose_server(self, role: Role, lost: Collection[str]) -> ServerAt | None:
-        """Count the request at the server until `_release_routes`. None if all are lost."""
+        """Count the request at the server until `end`. None if all are lost."""
         side = self._proxy.sides[role]
         with current().part("routing", {"prefixkv.role": role}) as step:
             route = side.choose(self._keys, lost)
@@ -494,43 +462,31 @@ class _ProxiedRequest:
             send = _for_prefill(self._body, self._path)
             send[_PARAMS] = {"do_remote_decode": True, "room": room, "decode": decode.at}
         sent, answer = asyncio.Event(), None
-        loading = asyncio.create_task(
-            proxy.ask(
-                "decode", decode.url + self._path, body, self._whole, f"{rid}.decode", sent
-            )
-        )  # fmt: skip
+        asked = proxy.ask(
+            "decode", decode.url + self._path, body, self._whole, f"{rid}.decode", sent
+        )
+        loading = asyncio.create_task(asked)
+        loading.add_done_callback(lambda _: sent.set())
         proxy.waiting[self] = "" if prefill is None else prefill.url, time.time()
         try:
             if prefill is not None:
                 # Decode first: while it is not reached nothing is begun on prefill.
-                await _first(loading, asyncio.create_task(sent.wait()))
+                await sent.wait()
             # Decode already done means it failed or refused: prefill has nothing to send.
             if prefill is not None and not loading.done():
-                url = prefill.url + self._path
-                self._sending = asyncio.create_task(
-                    proxy.ask("prefill", url, send, True, f"{rid}.prefill")
-                )
-                await asyncio.wait(
-                    (self._sending, loading), return_when=asyncio.FIRST_COMPLETED
-                )  # fmt: skip
+                asked = proxy.ask("prefill", prefill.url + self._path, send, True, f"{rid}.prefill")
+                sending = self._sending = asyncio.create_task(asked)
+                await asyncio.wait((sending, loading), return_when=asyncio.FIRST_COMPLETED)
                 # Prefill answered first: that decides whether decode is worth waiting for.
                 if not loading.done():
-                    await self._check_sent(self._sending, loading, prefill)
+                    await self._check_sent(sending, loading, prefill)
             answer = await loading
             # Only now: while decode has said nothing it may still wait for prefill's KV.
             if self._sending is not None:
                 grace_s = 0.0 if self._whole else _GRACE_S
-                self._letting_go = asyncio.create_task(_end_after(self._sending, grace_s))
-        except TooMuchError as error:
-            raise LostError(f"{decode.url} said too much: {error}", decode.url) from None
-        except aiohttp.ClientError as error:
-            if _is_unreached(error):
-                proxy.sides["decode"].avoid(decode.url)
-                self._broke.add(decode.url)
-            # A kept connection may break since it was idle for too long: once that is no loss.
-            names = [decode.url] if decode.url in self._broke else []
-            self._broke.add(decode.url)
-            raise LostError(f"{decode.url} was lost: {error!r}", *names) from None
+                asyncio.get_running_loop().call_later(grace_s, self._sending.cancel)
+        except (aiohttp.ClientError, TooMuchError) as error:
+            raise self._lost("decode", decode.url, error) from None
         finally:
             proxy.waiting.pop(self, None)
             # On every way out but success, so that no request is left there.
@@ -550,15 +506,10 @@ class _ProxiedRequest:
     ) -> None:  # fmt: skip
         """Raise LostError if prefill, which has answered before decode, did not compute the prompt:
         without this server, or without any where decode is to be asked alone."""
-        side = self._proxy.sides["prefill"]
         try:
             sent = sending.result()
-        except TooMuchError as error:
-            raise LostError(f"{prefill.url} said too much: {error}", prefill.url) from None
-        except aiohttp.ClientError as error:
-            if _is_unreached(error):
-                side.avoid(prefill.url)
-            raise LostError(f"{prefill.url} was lost: {error!r}", prefill.url) from None
+        except (aiohttp.ClientError, TooMuchError) as error:
+            raise self._lost("prefill", prefill.url, error) from None
         why = f"{prefill.url} said {sent.status}: {sent.first[:500]!r}"
         # Faults of this server or of its configuration (key, path, load), not of the request.
         if sent.status >= 500 or sent.status in (401, 403, 404, 429):
@@ -566,56 +517,39 @@ class _ProxiedRequest:
         if sent.status >= 400:  # decode finds the same, in its own words, or can do without prefill
             await asyncio.wait((loading,), timeout=_GRACE_S)
             if not loading.done():
-                raise LostError(why, *side.servers)
+                raise LostError(why, *self._proxy.sides["prefill"].servers)
 
-    def _release_routes(self) -> None:
-        for side, route in self._routes:
-            side.router.ended(route, time.monotonic())
-        self._routes.clear()
+    def _lost(self, role: Role, server: str, error: Exception) -> LostError:
+        why = f"{server} was lost: {error!r}"
+        if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
+            self._proxy.sides[role].avoid(server)  # which never saw the request
+        # A kept connection may break since it was idle for too long: once that is no loss.
+        elif role == "decode" and server not in self._broke and not isinstance(error, TooMuchError):
+            self._broke.add(server)
+            return LostError(why)
+        return LostError(why, server)
 
     async def end(self, answer: ServerAnswer | None) -> None:
         """End everything that is held on either server. Idempotent."""
-        # Take every resource out of `self` before the first await: a second call, or a cancellation
-        # in between, then finds nothing to end twice.
-        self._release_routes()
+        # All is taken out of `self` before the first await: a second call, or a cancellation in
+        # between, then finds nothing to end twice.
+        routes, self._routes = self._routes, []
         sending, self._sending = self._sending, None
-        letting_go, self._letting_go = self._letting_go, None
+        for side, route in routes:
+            side.router.ended(route, time.monotonic())
         if answer is not None:
             await answer.close()
-        if letting_go is not None:
-            # Before `sending` is ended: the two would otherwise cancel and close it side by side.
-            letting_go.cancel()
-            await asyncio.wait((letting_go,))
-        if sending is not None:  # also where letting it go has begun
+        if sending is not None:
             await _end(sending)
-
-
-async def _end_after(task: asyncio.Task[ServerAnswer], grace_s: float) -> None:
-    """End a request after giving it `grace_s` seconds to end by itself."""
-    await asyncio.wait((task,), timeout=grace_s)
-    await _end(task)
-
-
-async def _first(wanted: asyncio.Task[Any], other: asyncio.Task[Any]) -> None:
-    """Wait until one of two tasks is done, then cancel `other`."""
-    try:
-        await asyncio.wait((wanted, other), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        other.cancel()
 
 
 async def _end(task: asyncio.Task[ServerAnswer]) -> None:
     """Closing the connection ends the request at the server."""
     task.cancel()
     await asyncio.wait((task,))
-    # It may have finished before the cancellation: then its answer holds an open connection.
+    # It may have finished before the cancellation: then its answer may hold a connection.
     if not task.cancelled() and task.exception() is None:
         await task.result().close()
-
-
-def _is_unreached(error: aiohttp.ClientError) -> bool:
-    """Return whether the server never saw the request."""
-    return isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
 
 
 def _for_prefill(body: dict[str, Any], path: str) -> dict[str, Any]:

@@ -15,12 +15,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
-from prefixkv.config import ControlConfig, Way
 from prefixkv.control.effects import (
     AddPeer,
     AgentDestroyed,
@@ -28,7 +27,6 @@ from prefixkv.control.effects import (
     Common,
     Connect,
     ConnectFailed,
-    CopyDone,
     DecodeEffect,
     Disconnect,
     Examine,
@@ -45,11 +43,10 @@ from prefixkv.control.effects import (
 from prefixkv.control.inbox import ControlInbox
 from prefixkv.errors import ClosedError, ConfigError
 from prefixkv.protocol.events import HostCopyDone, RoomEvent
-from prefixkv.protocol.ids import PeerId
-from prefixkv.protocol.messages import ProcessLife
 from prefixkv.runtime.channel import DealerChannel, RouterChannel
 from prefixkv.runtime.logs import PeerLog
-from prefixkv.transport.base import Settled, Sink, WriteJob
+from prefixkv.runtime.prover import Prover
+from prefixkv.transport.base import Settled, WriteJob
 from prefixkv.transport.transports import Transports
 from prefixkv.wakeups import Inbox
 
@@ -65,30 +62,6 @@ Control: TypeAlias = ControlInbox[Any, Any]  # DecodeControl or PrefillControl
 Channel: TypeAlias = DealerChannel | RouterChannel
 
 
-class Prover:
-    """Where nothing proves deaths: the fence of a peer is the caller's word alone.
-
-    A part that looks at processes overrides these; `Transfers.prover` makes it.
-    """
-
-    def __init__(
-        self, name: str, timing: ControlConfig, is_written_to: bool, tell: Callable[[PeerId], None]
-    ) -> None:
-        """`tell` takes each peer that is dead and has nothing on its way here. `is_written_to`:
-        peers write into memory of this process."""
-
-    @property
-    def life(self) -> ProcessLife | None:
-        """Identity of this process for Hello, None if it is not said."""
-        return None
-
-    def submit(self, peer: PeerId, life: ProcessLife) -> None:
-        """Have a peer's process looked at soon. No-op while that is under way."""
-
-    def close(self, *, ended: bool = True) -> None:
-        """Let the identity go, if writes have `ended`. Idempotent."""
-
-
 class ControlFailed(NamedTuple):
     """An event: an exception in the control thread, for the scheduler's thread to raise."""
 
@@ -99,51 +72,38 @@ class ControlThread(Generic[Command]):
     """The thread with its inboxes. Created by the scheduler's thread, which calls `submit`,
     `events` and `close`.
 
-    The parts are created here, one after the other, since each needs the one before: transports
-    report to the inbox, the control object says in its Hello how to reach them, the
-    channel wakes with the inbox. If one raises, all that was created is closed again.
+    The parts are made here by the transfer side, one after the other, since each needs the one
+    before: transports report to the inbox, the control object says in its Hello how to reach them,
+    the channel wakes with the inbox. If one raises, all that was made is closed again.
     """
 
-    def __init__(
-        self,
-        name: str,
-        transports: Callable[[Sink], Transports],
-        control: Callable[[Mapping[Way, bytes]], Control],
-        channel: Callable[[int], Channel],
-        copies: Callable[[Callable[[CopyDone], None]], Any],
-        prover: Prover,
-    ) -> None:
-        """Create transports, control object, copies and sockets, and start the thread.
-
-        `transports` is given where events go, `control` the transports' offers, `channel` a
-        descriptor that wakes its sockets, `copies` where their ends are reported. `prover` looks at
-        processes; it is closed here, also if this raises.
-        """
+    def __init__(self, name: str, side: Any) -> None:
+        """Have the parts made by `side`, a Transfers, and start the thread."""
         self.num_errors = 0  # exceptions handed to the scheduler's thread
         self.num_log_errors = 0  # what log handlers have raised
         self._peer_log = PeerLog(name)
-        self._stopping = False
         self._closed = False
         self._pid = os.getpid()  # a fork of this process must not close what its parent uses
         self._close_error: Exception | None = None
         with ExitStack() as undo:
-            self._prover = prover
-            undo.callback(prover.close)
+            # A transport writes to addresses. The side holds the memory, which so lives as long as
+            # the thread, even if the node is dropped.
+            self._side = side
+            # It says which process this is, so it comes before the control object.
+            self._prover: Prover = side._make_prover()
+            undo.callback(self._prover.close)
             self.inbox: Inbox[Command | Common | None] = Inbox()
             undo.callback(self.inbox.close)
             # The threads that copy to and from host memory put theirs there as well.
             self.events: Inbox[RoomEvent | ControlFailed | HostCopyDone] = Inbox()
             undo.callback(self.events.close)
-            # A transport writes to addresses. What made it holds the memory, which so lives as long
-            # as the thread, even if the node is dropped.
-            self._made_of = transports
-            self.transports = transports(self.inbox.put)
+            self.transports: Transports = side._make_transports(self.inbox.put)
             undo.callback(self.transports.close)
-            self.control: Control = control(self.transports.offers)
-            self._copies = copies(self.inbox.put)
+            self.control: Control = side._make_control(self.transports.offers, self._prover.life)
+            self._copies = side._make_copies(self.inbox.put)
             if self._copies is not None:
                 undo.callback(self._copies.close)
-            self.channel: Channel = channel(self.inbox.fd)
+            self.channel: Channel = side._make_channel(self.inbox.fd)
             undo.callback(self.channel.close)
             self._thread = threading.Thread(
                 target=self._run, name=f"prefixkv-control-{name}", daemon=True
@@ -168,7 +128,6 @@ class ControlThread(Generic[Command]):
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
-        self._stopping = True
         self.inbox.put(None)  # only wakes the thread
         self._thread.join()
         # After the thread, which waits on them.
@@ -181,7 +140,7 @@ class ControlThread(Generic[Command]):
 
     def _run(self) -> None:
         """Steps until it is stopped, then the end in its order."""
-        while not self._stopping:
+        while not self._closed:
             try:
                 self._step(time.monotonic())
             except Exception as error:
@@ -204,7 +163,7 @@ class ControlThread(Generic[Command]):
                 self._carry_out(effects)
                 raised = [effect.error for effect in effects if isinstance(effect, Raised)]
                 self._close_error = next(iter(raised), None)
-            self._log_news(time.monotonic())
+            self._log(self._peer_log.write, self.control.news.take(), time.monotonic())
         except Exception as error:
             self._close_error = self._close_error or error
         # 3. The sockets last, with time for the farewell to leave.
@@ -231,10 +190,7 @@ class ControlThread(Generic[Command]):
                 if self.num_errors > before:  # it may be due at once again
                     time.sleep(_RETRY_PAUSE_S)
         finally:
-            self._log_news(now_s)
-
-    def _log_news(self, now_s: float) -> None:
-        self._log(self._peer_log.write, self.control.news.take(), now_s)
+            self._log(self._peer_log.write, self.control.news.take(), now_s)
 
     def _log_error(self, error: Exception, text: str, *args: object) -> None:
         self._log(partial(_log.error, exc_info=error), text, *args)
@@ -304,15 +260,11 @@ class ControlThread(Generic[Command]):
                 if self._copies is not None:
                     self._copies.remove_peer(effect.peer)
             case Connect():
-                self._connect(effect.address)
+                try:
+                    cast(DealerChannel, self.channel).connect(effect.address)
+                except ConfigError as error:  # at once, since rooms wait for the address
+                    self._take(ConnectFailed(effect.address, error), time.monotonic())
             case Disconnect():
                 cast(DealerChannel, self.channel).disconnect(effect.address)
             case _:  # the copies' own
                 self._copies.do(effect)
-
-    def _connect(self, address: str) -> None:
-        """A failure is an input at once, since rooms wait for the address."""
-        try:
-            cast(DealerChannel, self.channel).connect(address)
-        except ConfigError as error:
-            self._take(ConnectFailed(address, error), time.monotonic())

@@ -27,8 +27,7 @@ from prefixkv.runtime.node import COUNTERS, Node, Ranks, check_windows
 from prefixkv.runtime.rank_spec import (
     checked_config,
 )
-from prefixkv.runtime.transfers import MakeTransport, secret_number
-from prefixkv.settings import check_callable
+from prefixkv.runtime.transfers import secret_number
 
 _COUNTERS = (
     *COUNTERS, "aborted", "admitted", "compute_declined", "computed_requests", "computed_tokens",
@@ -58,7 +57,6 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, DecodeEvent], DecodeSchedule
             request that hits the prefix has it sent all the same, and a retracted request comes
             back through `pop_needs_prefill`, or, with `compute`, goes on from a state of the last
             slots, which `config.checkpoints` counts. It must outlive the node.
-        transport: makes another transport than NIXL's, for tests.
 
     Raises:
         ConfigError: an unknown policy (of eviction or admission), a pool that is not rank 0's share
@@ -83,12 +81,10 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, DecodeEvent], DecodeSchedule
         ranks: Ranks | None = None,
         mesh: Mesh | None = None,
         state: StatePool | None = None,
-        transport: MakeTransport | None = None,
     ) -> None:
         # 1. Everything that can be refused without undoing anything.
         config = checked_config(config, DecodeConfig)
         spec = self._spec(pool, config, mesh, state, ranks)
-        check_callable("transport", transport)
         num_ranks = spec.mesh.num_ranks
         # The other ranks would have to compute the same chunks, and no log tells them.
         if config.compute is not None and ranks is not None:
@@ -123,7 +119,7 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, DecodeEvent], DecodeSchedule
             parts = DecodeParts(workers, secret_number, organs)
             undo.callback(self._release_host_policy)
             DecodeScheduler.__init__(self, pages, config, parts)
-            self.transfers = DecodeTransfers(spec, config, transport=transport)
+            self.transfers = DecodeTransfers(spec, config)
             undo.callback(self.transfers.close)
             if self._host is not None:
                 self._host.start(self.transfers.thread.events.put)

@@ -29,9 +29,9 @@ from prefixkv.protocol.ids import KVPoll, PeerId
 from prefixkv.protocol.messages import MAX_PAGES, Hello, Libraries, ProcessLife, Promise
 from prefixkv.request import whole_number
 from prefixkv.runtime.channel import DealerChannel
+from prefixkv.runtime.control_thread import ControlThread
 from prefixkv.runtime.rank_spec import RankSpec, checked_config
 from prefixkv.runtime.transfers import (
-    MakeTransport,
     Transfers,
     room_key,
     secret_number,
@@ -48,47 +48,48 @@ class DecodeTransfers(Transfers[DecodeCommand, DecodeEvent]):
             this has closed. Over shared memory a peer may write there longer: see `close`.
         config: its name, model, control and transport are used.
         worker: the `peer_id` of rank 0; None on rank 0.
-        transport: makes another transport than NIXL's, for tests.
 
     Raises ConfigError: a pool that is not the rank's share, or cannot be registered.
     """
+
+    _is_written_to = True
 
     def __init__(
         self,
         pool: KVPool | RankSpec,
         config: DecodeConfig | None = None,
         worker: PeerId | None = None,
-        transport: MakeTransport | None = None,
     ) -> None:
-        begun_s = time.monotonic()  # first: no request came before
+        self._begun_s = time.monotonic()  # first: no request came before
         config = checked_config(config, DecodeConfig)
-        super().__init__(pool, config, transport)
+        super().__init__(pool, config)
         if worker is not None:
             check_kind("worker", worker, PeerId)
-        born_s = None if self._spec.rank else begun_s
+        self._config, self._worker = config, worker or self.peer_id
+        self.thread = ControlThread(self._name, self)
 
-        # Called by the control thread's constructor, once the transports have their metadata.
-        def control(offers: Mapping[Way, bytes], life: ProcessLife | None) -> DecodeControl:
-            if transport is None and config.transport.backend == "shm" and not offers["shm"]:
-                raise ConfigError(
-                    'backend is "shm", and the pool, or the state, is not memory that a peer may '
-                    "map: make it with shared=True"
-                )
-            model, spec = config.model, self._spec
-            hello = Hello(
-                spec.digest(model), spec.topology, spec.layout, offers.get("nixl", b""), spec.rank,
-                worker or self.peer_id, self._area, spec.state_layout, life=life,
-                shm=offers.get("shm", b""),
-                libraries=loaded_libraries() if "nixl" in offers else Libraries(),
-                place=spec.place if offers.get("shm") else "",
-            )  # fmt: skip
-            return DecodeControl(self.peer_id, hello, config.control, model.option_names, born_s)
+    def _make_control(self, offers: Mapping[Way, bytes], life: ProcessLife | None) -> DecodeControl:
+        if self._transport.backend == "shm" and not offers["shm"]:
+            raise ConfigError(
+                'backend is "shm", and the pool, or the state, is not memory that a peer may map: '
+                "make it with shared=True"
+            )
+        model, spec = self._config.model, self._spec
+        hello = Hello(
+            spec.digest(model), spec.topology, spec.layout, offers.get("nixl", b""), spec.rank,
+            self._worker, self._area, spec.state_layout, life=life, shm=offers.get("shm", b""),
+            libraries=loaded_libraries() if "nixl" in offers else Libraries(),
+            place=spec.place if offers.get("shm") else "",
+        )  # fmt: skip
+        born_s = None if spec.rank else self._begun_s
+        return DecodeControl(self.peer_id, hello, self._control, model.option_names, born_s)
 
-        def check(address: str) -> None:
-            # Refused now, and not by a timeout.
-            self._check_interface(f"prefill is {address!r}", address)
-
-        self._start(control, lambda fd: DealerChannel(config.control, fd, check), True)
+    def _make_channel(self, wake_fd: int) -> DealerChannel:
+        # Refused now, and not by a timeout.
+        return DealerChannel(
+            self._control, wake_fd,
+            lambda address: self._check_interface(f"prefill is {address!r}", address),
+        )  # fmt: skip
 
     @property
     def control(self) -> DecodeControl:
@@ -215,7 +216,3 @@ class DecodeTransfers(Transfers[DecodeCommand, DecodeEvent]):
         "connecting". Any thread may ask."""
         self.check_open()
         return self.control.peers(time.monotonic())
-
-    def peer_states(self) -> list[str]:
-        """Return the state of each prefill rank, as `peers` says it."""
-        return [state for _, state in self.peers().values()]

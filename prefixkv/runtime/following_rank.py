@@ -113,10 +113,6 @@ class FollowingRank(OfTransfers, RowFollower):
         """Block until there may be events for rank 0, at most `timeout_s`; return whether."""
         return self.transfers.wait(timeout_s)
 
-    def fileno(self) -> int:
-        """Return a descriptor that is readable while there are events. Any thread may ask."""
-        return self.transfers.fileno()
-
     def stats(self) -> dict[str, int]:
         """Return the counters of the control thread. Any thread may ask."""
         return self.transfers.stats()

@@ -9,9 +9,8 @@ Times are seconds since the arrival. `room` and `generation` join decode's recor
 `decode/journal.py` and `prefill/request.py` say what each field is. The log record has it as
 `request`.
 
-Logger `prefixkv.peers` has what becomes of peers. A peer that is refused again and again, in
-whatever life, is one line per reason, until it is met; where the reason changes each time, one line
-per minute.
+Logger `prefixkv.peers` has what becomes of peers. What becomes of one again and again, of a refused
+one in whatever life, is one line per minute.
 """
 
 from __future__ import annotations
@@ -30,8 +29,6 @@ LOGGER = logging.getLogger("prefixkv.requests")
 REPEAT_S: Final = 60.0
 _MAX_KEYS: Final = 4096
 _CALM: Final = {"met", "heard", "left", "forgotten"}
-
-_Key = tuple[str, PeerId | str]
 
 _log = logging.getLogger("prefixkv.peers")
 
@@ -74,9 +71,9 @@ class PeerLog:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        # By kind and peer: when a line was written last, how many were left out since, and the hash
-        # of the reason in it. The oldest comes first; bounded, since peers choose their names.
-        self._written: OrderedDict[_Key, tuple[float, int, int]] = OrderedDict()
+        # By kind and peer: when a line was written last, and how many were left out since. The
+        # oldest comes first; bounded, since peers choose their names.
+        self._written: OrderedDict[tuple[str, PeerId | str], tuple[float, int]] = OrderedDict()
 
     def write(self, news: list[PeerChange], now_s: float) -> None:
         """Write the lines that are due; may raise what a log handler raises."""
@@ -89,23 +86,16 @@ class PeerLog:
 
     def _more(self, one: PeerChange, now_s: float) -> int | None:
         """Return how many such changes were left out since the last line; None: this one too."""
-        key: _Key = one.kind, one.peer
-        name = one.peer.name if isinstance(one.peer, PeerId) else one.peer
-        # A refused peer is known by its name alone: each restart is another life. Once met, a new
-        # refusal is worth a line again.
-        if one.kind == "refused":
-            key = one.kind, name
-        elif one.kind == "met":
-            for known in (name, one.why.removeprefix("at ")):
-                self._written.pop(("refused", known), None)
-        why = hash(one.why)
-        last_s, more, last_why = self._written.get(key, (now_s - REPEAT_S, 0, why + 1))
-        # The same refusal is never repeated; anything else at most once per `REPEAT_S`.
-        is_known = one.kind == "refused" and why == last_why
-        if is_known or now_s < last_s + REPEAT_S:
-            self._written[key] = last_s, more + 1, last_why
+        # A refused peer is known by its name alone: each restart is another life.
+        peer = one.peer
+        if one.kind == "refused" and isinstance(peer, PeerId):
+            peer = peer.name
+        key = one.kind, peer
+        last_s, more = self._written.get(key, (now_s - REPEAT_S, 0))
+        if now_s < last_s + REPEAT_S:
+            self._written[key] = last_s, more + 1
             return None
-        self._written[key] = now_s, 0, why
+        self._written[key] = now_s, 0
         self._written.move_to_end(key)
         if len(self._written) > _MAX_KEYS:
             self._written.popitem(last=False)

@@ -83,6 +83,11 @@ def _checkpoints(node: Node) -> Samples:
         yield ("other",), max(0, points.num_slots - there)
 
 
+def _dropped_frames(node: Node) -> dict[str, int]:
+    kinds = "dropped: ", "frames_not_sent: ", "frames_malformed"
+    return {why: count for why, count in node.figures().items() if why.startswith(kinds)}
+
+
 def _decode_queues(node: DecodeNode) -> Samples:
     # Each figure is read once. They may be of different moments, so differences are kept from
     # falling below 0.
@@ -137,10 +142,11 @@ def _oldest_lock_owner(node: Node) -> Samples:
 def _peers(node: Node) -> Samples:
     """Nothing of a node that has closed meanwhile."""
     try:
-        answers = node.transfers.peer_states()
+        answers = node.peers().values()
     except ClosedError:
         return
-    states = Counter(answers)
+    # Decode's are with the identity of each.
+    states = Counter(answer if isinstance(answer, str) else answer[1] for answer in answers)
     for state in ("ready", "suspect", "connecting"):
         yield (state,), states[state]
 
@@ -199,10 +205,7 @@ BOTH = (
     _gauge("oldest_lock_info", _OWNER, _oldest_lock_owner, "rid"),
     _gauge("rooms", "Rooms open, or not drained yet."),
     _gauge("peers", "Peers by state.", _peers, "state"),
-    _counter(
-        "dropped_frames", "Control frames dropped, by why.",
-        _rows(lambda node: node.transfers.dropped_frames()), "reason",
-    ),
+    _counter("dropped_frames", "Control frames dropped, by why.", _rows(_dropped_frames), "reason"),
     _gauge("checkpoints", "Slots of checkpoints by state.", _checkpoints, "state"),
     _counter("checkpoints_evicted", "Checkpoints given up for others."),
 )  # fmt: skip

@@ -11,9 +11,9 @@ from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
-from prefixkv.cache.events import EventBatch, EventFeed, Listener
+from prefixkv.cache.events import EventBatch, Listener
 from prefixkv.config import DecodeConfig, PageOptions, PrefillConfig, organs_of
-from prefixkv.errors import CallerError, ConfigError, InternalError, shown
+from prefixkv.errors import CallerError, ConfigError, shown
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
@@ -106,7 +106,7 @@ class Node(OfTransfers, PagedScheduler[Req, Command], Generic[Req, Command, E]):
         self._closing = ExitStack()
         self.checks: list[Callable[[Request], object]] = []  # of a request that is added
         self.more_stats: list[Callable[[], dict[str, int]]] = []
-        self._heard: list[EventFeed] = []
+        self._listeners: Sequence[Listener] = ()
         spec = RankSpec(pool, mesh, state=state)
         self.num_ranks = spec.mesh.num_ranks
         if ranks is not None:
@@ -153,9 +153,9 @@ class Node(OfTransfers, PagedScheduler[Req, Command], Generic[Req, Command, E]):
 
     def on_change(self, *listeners: Listener) -> None:
         """Hand the changes of each cache to a listener: of the pages, then of those behind them."""
-        self._heard = self._feeds
+        self._listeners = listeners
         for feed, listener in zip(self._feeds, listeners, strict=True):
-            feed.listen(listener)
+            listener.listen(feed.cache)
 
     @property
     def num_caches(self) -> int:
@@ -174,8 +174,8 @@ class Node(OfTransfers, PagedScheduler[Req, Command], Generic[Req, Command, E]):
         """Block until a `pop_*` may have something, at most `timeout_s`. Returns whether."""
         check_timeout(timeout_s)
         self._check_open()
-        for feed in self._heard:
-            feed.pass_on()
+        for listener in self._listeners:
+            listener.pass_on()
         if self.has_results:
             return True
         left_s = self.wake_s - time.monotonic()
@@ -210,14 +210,6 @@ class Node(OfTransfers, PagedScheduler[Req, Command], Generic[Req, Command, E]):
                 return False
             # Also a look now and then: when a room that has ended is forgotten, no event says so.
             self.transfers.wait(min(end_s - now_s, 0.05))
-
-    def fileno(self) -> int:
-        """A descriptor that is readable while a `pop_*` may have something. Any thread may ask.
-
-        Now and then it is readable once more when all has been popped already. It does not become
-        readable when a request has waited too long: call `pop_preallocated` from time to time.
-        """
-        return self.transfers.fileno()
 
     def audit(self) -> None:
         """Check every law: tree, allocator, page table and requests. Slow. Raises InternalError."""
@@ -340,20 +332,16 @@ class Node(OfTransfers, PagedScheduler[Req, Command], Generic[Req, Command, E]):
 
     def _pump(self) -> float:
         """Take in what the control thread has to say; return the time. Every call of the engine
-        begins with this. Raises InternalError for an exception there, with all events taken in."""
+        begins with this. Raises InternalError for an exception there; the next call goes on."""
         now_s = time.monotonic()
-        for feed in self._heard:
-            feed.pass_on()
+        for listener in self._listeners:
+            listener.pass_on()
         if not self.transfers.pending:  # the usual case: nothing has come
             self._check_open()
             return now_s
-        events, failed = self.transfers.take_raw()
-        # All events before the error is raised: an event that is lost would leave a room open here.
-        for event in events:
+        for event in self.transfers.take_events():
             self._take(event, now_s)
         self._tell()
-        if failed is not None:
-            raise InternalError(f"in the control thread: {failed!r}") from failed
         return now_s
 
     def _tell(self) -> None:
@@ -366,8 +354,8 @@ class Node(OfTransfers, PagedScheduler[Req, Command], Generic[Req, Command, E]):
         if self.has_results:
             # 2. The engine's poller comes back for what only a `pop_*` takes.
             self.transfers.notify()
-        for feed in self._heard:
-            feed.pass_on()
+        for listener in self._listeners:
+            listener.pass_on()
 
     def _check_open(self) -> None:
         self.transfers.check_open()

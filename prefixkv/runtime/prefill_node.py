@@ -23,7 +23,6 @@ from prefixkv.runtime.prefill_transfers import PrefillTransfers
 from prefixkv.runtime.rank_spec import (
     checked_config,
 )
-from prefixkv.runtime.transfers import MakeTransport
 
 _COUNTERS = (
     *COUNTERS, "bytes_sent", "decode_hit_tokens", "followed", "hit_tokens",
@@ -45,7 +44,6 @@ class PrefillNode(Node[PrefillRequest, PrefillCommand, PrefillEvent], PrefillSch
         state: this rank's share of the extra state of requests. Its slots are the engine's: one
             that it names in `send_chunk(last=True, state_slot=)` must be left alone until the
             request is popped as sent or failed.
-        transport: makes another transport than NIXL's, for tests.
         ranks: with several, a RankLog with the endpoints of the others, which are `PrefillRank`s
             and follow this node's cache (`take_log`). `Request.prefill` names this one's.
 
@@ -65,7 +63,6 @@ class PrefillNode(Node[PrefillRequest, PrefillCommand, PrefillEvent], PrefillSch
         config: PrefillConfig | None = None,
         mesh: Mesh | None = None,
         state: StatePool | None = None,
-        transport: MakeTransport | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         # The same order as in `DecodeNode`: refuse, build, start threads, observe.
@@ -89,7 +86,7 @@ class PrefillNode(Node[PrefillRequest, PrefillCommand, PrefillEvent], PrefillSch
             PrefillScheduler.__init__(self, pages, config, num_slots, config.usable_prefix)
             self._logged = self.requests.values()
             endpoints = () if ranks is None else ranks.endpoints
-            self.transfers = PrefillTransfers(spec, config, endpoints, transport)
+            self.transfers = PrefillTransfers(spec, config, endpoints)
             undo.callback(self.close)
             self._lead(spec)
             self._observe(timeline)

@@ -35,9 +35,9 @@ from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import MAX_COUNT, ProcessLife
 from prefixkv.request import DeviceEvent, whole_number
 from prefixkv.runtime.channel import RouterChannel
+from prefixkv.runtime.control_thread import ControlThread
 from prefixkv.runtime.rank_spec import RankSpec, checked_config
 from prefixkv.runtime.transfers import (
-    MakeTransport,
     Transfers,
     room_key,
 )
@@ -75,17 +75,17 @@ class PrefillTransfers(Transfers[PrefillCommand, PrefillEvent]):
     # Rooms with pages that a write may still read. The plan covers the whole prompt: the control
     # object cuts off what decode has. None: refused, or ended and its SourceFree still to come.
     _rooms: dict[RoomKey, _Plans | None]
+    _is_written_to = False
 
     def __init__(
         self,
         pool: KVPool | RankSpec,
         config: PrefillConfig | None = None,
         endpoints: Sequence[str] = (),
-        transport: MakeTransport | None = None,
     ) -> None:
         config = checked_config(config, PrefillConfig)
-        super().__init__(pool, config, transport)
-        spec, sizes = self._spec, config.transport
+        super().__init__(pool, config)
+        spec = self._spec
         if not isinstance(endpoints, tuple | list) or not all(
             isinstance(address, str) for address in endpoints
         ):
@@ -95,42 +95,41 @@ class PrefillTransfers(Transfers[PrefillCommand, PrefillEvent]):
                 f"{len(endpoints)} endpoints of other ranks, the mesh has {spec.mesh.num_ranks} "
                 "ranks"
             )
+        self._config, self._endpoints = config, endpoints
+        self.thread = ControlThread(self._name, self)
+
+    def _make_control(self, _: Mapping[Way, bytes], life: ProcessLife | None) -> PrefillControl:
+        config, spec, sizes = self._config, self._spec, self._transport
+        most_tokens = (self._num_pages - config.reserved_pages) * self._page_size
+        ours = OurSide(
+            spec.digest(config.model),
+            spec.topology,
+            spec.rank,
+            life=life,
+            backend=sizes.backend,
+            option_names=config.model.option_names,
+            max_tokens=min(most_tokens, MAX_COUNT),
+            libraries=loaded_libraries(),
+            place=spec.place,
+        )
         slots: StagingSlots | None = None
         if self._area is not None:
             num_slots = sizes.staging_bytes // sizes.lease_bytes
             slots = StagingSlots(num_slots, sizes.lease_bytes, _STAGING_WINDOW)
+        where, version = ("", *self._endpoints), config.model.weights_version
+        return PrefillControl(self.peer_id, ours, self._control, where, slots, version)
 
-        # Called by the control thread's constructor, once the transports have their metadata.
-        def control(_: Mapping[Way, bytes], life: ProcessLife | None) -> PrefillControl:
-            ours = OurSide(
-                spec.digest(config.model),
-                spec.topology,
-                spec.rank,
-                life=life,
-                backend=sizes.backend,
-                option_names=config.model.option_names,
-                max_tokens=min(
-                    (self._num_pages - config.reserved_pages) * self._page_size, MAX_COUNT
-                ),
-                libraries=loaded_libraries(),
-                place=spec.place,
-            )
-            version = config.model.weights_version
-            where = "", *endpoints
-            return PrefillControl(self.peer_id, ours, config.control, where, slots, version)
-
-        def channel(fd: int) -> RouterChannel:
-            self._router = RouterChannel(config.bind, config.control, fd)
-            # Bound first: only then is it known whether others can reach it, and closed again if KV
-            # cannot follow the same way.
-            try:
-                self._check_interface(f"bind is {config.bind!r}", config.bind)
-            except ConfigError:
-                self._router.close()
-                raise
-            return self._router
-
-        self._start(control, channel, False)
+    def _make_channel(self, wake_fd: int) -> RouterChannel:
+        config = self._config
+        self._router = RouterChannel(config.bind, config.control, wake_fd)
+        # Bound first: only then is it known whether others can reach it, and closed again if KV
+        # cannot follow the same way.
+        try:
+            self._check_interface(f"bind is {config.bind!r}", config.bind)
+        except ConfigError:
+            self._router.close()
+            raise
+        return self._router
 
     @property
     def control(self) -> PrefillControl:
@@ -342,7 +341,3 @@ class PrefillTransfers(Transfers[PrefillCommand, PrefillEvent]):
         """Return "ready" or "suspect" for each decode rank. Any thread may ask."""
         self.check_open()
         return self.control.peers(time.monotonic())
-
-    def peer_states(self) -> list[str]:
-        """Return the state of each decode rank, as `peers` says it."""
-        return list(self.peers().values())

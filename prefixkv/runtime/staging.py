@@ -4,7 +4,6 @@ objects, and their copies, gathers on prefill and scatters on decode."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 from prefixkv.config import TransportConfig
 from prefixkv.control.decode.control import DecodeControl
@@ -28,14 +27,6 @@ def make_copies(
 ) -> StagingCopies:
     workers = CopyPool(config.copy_threads, sink, buffer.device, name)
     return StagingCopies(layout, buffer, config.lease_bytes, workers)
-
-
-class Workers(Protocol):
-    """The interface of what runs copies: a CopyPool, or a simulation."""
-
-    def submit(self, copy_id: int, copy: Callable[[], None]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class CopyPool(CopyThreads):
@@ -65,7 +56,7 @@ class StagingCopies:
     """
 
     def __init__(
-        self, layout: KVLayout, buffer: StagingBuffer, slot_bytes: int, workers: Workers
+        self, layout: KVLayout, buffer: StagingBuffer, slot_bytes: int, workers: CopyPool
     ) -> None:
         self.buffer = buffer
         self._layout = layout

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from prefixkv.addresses import is_loopback
-from prefixkv.config import DecodeConfig, PrefillConfig, TransportConfig, Way, check_version
+from prefixkv.config import DecodeConfig, PrefillConfig, Way, check_version
 from prefixkv.control.effects import STAGING, CopyDone
 from prefixkv.control.lives import LostPeers
 from prefixkv.errors import ClosedError, ConfigError, InternalError, RequestError, shown, travels
@@ -35,21 +35,17 @@ from prefixkv.runtime.control_thread import (
     Control,
     ControlFailed,
     ControlThread,
-    Prover,
 )
 from prefixkv.runtime.one_thread import OneThread
+from prefixkv.runtime.prover import Prover
 from prefixkv.runtime.rank_spec import RankSpec
-from prefixkv.settings import check_callable, check_timeout
-from prefixkv.transport.base import RankMemory, Sink, Transport
+from prefixkv.settings import check_timeout
+from prefixkv.transport.base import RankMemory, Sink
 from prefixkv.transport.nixl.ucx import check_interface
 from prefixkv.transport.transports import Transports, make_transports
 
 C = TypeVar("C")
 E = TypeVar("E", bound=RoomEvent)
-
-
-MakeTransport = Callable[[PeerId, RankMemory, Sink, TransportConfig], Transport]
-"""Maker of another transport for a rank than those of `TransportConfig.backend`, for tests."""
 
 
 def room_key(room: int, generation: int, decode: str = "") -> RoomKey:
@@ -76,12 +72,11 @@ class Transfers(OneThread, Generic[C, E]):
     """The base of DecodeTransfers and PrefillTransfers. Used from the engine's thread; the control
     thread is reached by its inbox alone."""
 
-    any_thread = frozenset(
-        {"check_open", "dropped_frames", "fileno", "lost_peers", "peer_states", "peers", "stats"}
-    )
+    any_thread = frozenset({"check_open", "fileno", "lost_peers", "peers", "stats"})
 
     prover: ClassVar[type[Prover]] = Prover
 
+    _is_written_to: ClassVar[bool]  # by peers
     peer_id: PeerId
     thread: ControlThread[C]
 
@@ -89,10 +84,8 @@ class Transfers(OneThread, Generic[C, E]):
         self,
         pool: KVPool | RankSpec,
         config: DecodeConfig | PrefillConfig,
-        transport: MakeTransport | None,
     ) -> None:
         """Make the staging memory. Raises ConfigError or CapacityError."""
-        check_callable("transport", transport)
         spec = pool if isinstance(pool, RankSpec) else RankSpec(pool)
         self._weights_version = config.model.weights_version  # of the rooms that are begun now
         self._name = f"{config.name}/{spec.rank}" if spec.rank else config.name
@@ -102,7 +95,6 @@ class Transfers(OneThread, Generic[C, E]):
         self._layout = layout = spec.layout
         self._page_size, self._num_pages = layout.page_size, layout.num_pages
         self._num_slots, self._windows = spec.num_slots, layout.windows
-        self._make = transport
         self._buffer: StagingBuffer | None = None
         if self._transport.staging_bytes:
             if not STAGING:
@@ -119,39 +111,28 @@ class Transfers(OneThread, Generic[C, E]):
         self._undelivered: list[E] = []
         self._closed = False
 
-    def _start(
-        self,
-        control: Callable[[Mapping[Way, bytes], ProcessLife | None], Control],
-        channel: Callable[[int], Channel],
-        is_written_to: bool,
-    ) -> None:
-        """Start the control thread. `control` gets the transports' offers and what is said of this
-        process, `channel` the descriptor that wakes it."""
-        # Before the thread, which closes it, and before the control object, which says what it
-        # holds.
-        prover = self.prover(self._name, self._control, is_written_to, self._proved)
-        self.thread = ControlThread(
-            self._name,
-            self._transports,
-            lambda offers: control(offers, prover.life),
-            channel,
-            self._copies,
-            prover,
-        )
+    # --- the parts of the control thread, which has them made -------------------------------------
+
+    def _make_prover(self) -> Prover:
+        return self.prover(self._name, self._control, self._is_written_to, self._proved)
+
+    def _make_control(self, offers: Mapping[Way, bytes], life: ProcessLife | None) -> Control:
+        """`offers`: the transports'; `life`: what is said of this process."""
+        raise NotImplementedError
+
+    def _make_channel(self, wake_fd: int) -> Channel:
+        raise NotImplementedError
 
     @property
     def _area(self) -> StagingArea | None:
         return None if self._buffer is None else self._buffer.area
 
-    def _transports(self, sink: Sink) -> Transports:
+    def _make_transports(self, sink: Sink) -> Transports:
         memory = RankMemory(self._layout, self._area, self._spec.state_layout)
         what = self.peer_id, memory, sink, self._transport
-        if self._make is None:
-            return Transports(make_transports(*what))
-        way: Way = "shm" if self._transport.backend == "shm" else "nixl"
-        return Transports({way: self._make(*what)})
+        return Transports(make_transports(*what))
 
-    def _copies(self, sink: Callable[[CopyDone], None]) -> Any:
+    def _make_copies(self, sink: Callable[[CopyDone], None]) -> Any:
         """None where nothing is staged."""
         if self._buffer is None:
             return None
@@ -161,7 +142,7 @@ class Transfers(OneThread, Generic[C, E]):
     def _check_interface(self, what: str, address: str) -> None:
         """Raise ConfigError where KV could not come from, or go to, another machine: no interface
         is named."""
-        if self._make is None and self._transport.backend != "shm":
+        if self._transport.backend != "shm":
             check_interface(self._transport.interface, what, is_loopback(address))
 
     def _proved(self, peer: PeerId) -> None:
@@ -187,14 +168,20 @@ class Transfers(OneThread, Generic[C, E]):
     def take_events(self) -> list[E]:
         """Return the events since the last call, in order: what became of rooms. Raises
         InternalError for an exception in the control thread; the events come next time."""
-        events, error = self.take_raw()
-        # Kept before the error is raised: an event that is lost would leave a room open here.
-        self._undelivered += events
-        if error is not None:
+        self.check_open()
+        queue, failed = self.thread.events, None
+        # Without a system call in the usual case. Drained to the end even after an error, which is
+        # raised once all events are safe: one that is lost would leave a room open here.
+        for event in queue.drain() if queue.pending else ():
+            if isinstance(event, ControlFailed):
+                failed = failed or event.error
+            else:  # a side's control object says only its own events
+                self._undelivered.append(cast(E, event))
+        if failed is not None:
             # The inbox is empty by now, and a poller has to come back for what is kept.
             if self._undelivered:
                 self.notify()
-            raise InternalError(f"in the control thread: {error!r}") from error
+            raise InternalError(f"in the control thread: {failed!r}") from failed
         events, self._undelivered = self._undelivered, []
         for event in events:
             self._follow_event(event)
@@ -217,24 +204,6 @@ class Transfers(OneThread, Generic[C, E]):
 
     def _follow_event(self, event: E) -> None:
         """Follow an event that the engine is about to get: a room that it opened may be over."""
-
-    def take_raw(self) -> tuple[list[E], Exception | None]:
-        """Return the events since the last call, and the first error of the control thread, for a
-        node, which knows its rooms itself."""
-        self.check_open()
-        queue = self.thread.events
-        # The usual case, without a system call.
-        if not queue.pending:
-            return [], None
-        events: list[E] = []
-        failed: Exception | None = None
-        # Drained to the end even after an error, which is raised once all events are safe.
-        for event in queue.drain():
-            if isinstance(event, ControlFailed):
-                failed = failed or event.error
-            else:
-                events.append(cast(E, event))  # a side's control object says only its own events
-        return events, failed
 
     @property
     def pending(self) -> bool:
@@ -284,14 +253,6 @@ class Transfers(OneThread, Generic[C, E]):
         self.check_open()
         return self.thread.control.lost_peers(time.monotonic())
 
-    def dropped_frames(self) -> dict[str, int]:
-        """Return the number of dropped frames, by reason: received ("dropped: ..."), not sent
-        ("frames_not_sent: ..."), of a form that no peer sends ("frames_malformed"). Any thread may
-        ask."""
-        counters = {**self.thread.control.counters, **self.thread.channel.counters}
-        kinds = "dropped: ", "frames_not_sent: ", "frames_malformed"
-        return {why: count for why, count in counters.items() if why.startswith(kinds)}
-
     def check_open(self) -> None:
         """Raise ClosedError after `close`."""
         if self._closed:
@@ -312,6 +273,15 @@ class OfTransfers(OneThread):
     """The base of nodes and of ranks above 0: what they say of their transfer side."""
 
     transfers: Transfers[Any, Any]
+
+    def fileno(self) -> int:
+        """A descriptor that is readable while there may be news: on a node, while a `pop_*` may
+        have something. Any thread may ask.
+
+        Now and then it is readable once more when all has been popped already. It does not become
+        readable when a request has waited too long: call `pop_preallocated` from time to time.
+        """
+        return self.transfers.fileno()
 
     @property
     def num_rooms(self) -> int:

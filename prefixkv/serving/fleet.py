@@ -126,44 +126,38 @@ class _WorkerPair:
     """The two workers of one attempt, counted in their routers until `end`. Without a prefill
     worker the decode worker answers alone."""
 
-    def __init__(self, fleet: Fleet, decode: Route, prefill: Route | None) -> None:
-        self._fleet = fleet
-        self._routes = [decode] if prefill is None else [decode, prefill]
-        self.decode = fleet.workers[decode.worker]
-        self.prefill = None if prefill is None else fleet.workers[prefill.worker]
+    def __init__(self, fleet: Fleet, routes: Sequence[Route]) -> None:
+        self._fleet, self._routes = fleet, routes
+        self.names = [route.worker for route in routes]
+        self._members = [fleet.members[name] for name in self.names]
+        self.decode = self._members[0].info
+        self.prefill = self._members[1].info if len(routes) > 1 else None
         self.facts: dict[str, Any] = {}  # for its spans
-        for role, route in zip(("decode", "prefill"), self._routes, strict=False):
+        for role, route in zip(fleet.routers, routes, strict=False):
             self.facts[f"prefixkv.{role}"] = route.worker
             self.facts[f"prefixkv.{role}_matched_pages"] = route.matched_pages
-        self._members = [fleet.members[route.worker] for route in self._routes]
-        # A decode worker that answers alone need not hear of its prefill worker's silence.
-        self._awaited = self._members[:1] if self.decode.alone else self._members
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(route.worker for route in self._routes)
 
     async def first(self, stream: AsyncGenerator[TokenEvent, None]) -> TokenEvent:
         """Raises WorkerLostError if a worker falls silent and another one can answer."""
+        # A decode worker that answers alone need not hear of its prefill worker's silence.
+        awaited = self._members[:1] if self.decode.alone else self._members
         try:
             # No time limit of its own: the prompt may take long. Only silence ends the wait.
             async with asyncio.timeout(None) as patience:
-                for member in self._awaited:
+                for member in awaited:
                     member.waiting.add(patience)
                 try:
                     return await anext(stream)
                 finally:
-                    for member in self._awaited:
+                    for member in awaited:
                         member.waiting.discard(patience)
         except TimeoutError:
-            silent = [member.info.name for member in self._awaited if member.silent]
+            silent = [member.info.name for member in awaited if member.silent]
             raise WorkerLostError(f"{' and '.join(silent)} did not answer") from None
 
     def end(self) -> None:
-        now_s = time.monotonic()
-        # Decode's router is the first.
         for router, route in zip(self._fleet.routers.values(), self._routes, strict=False):
-            router.ended(route, now_s)
+            router.ended(route, time.monotonic())
 
 
 class Fleet:
@@ -173,6 +167,7 @@ class Fleet:
         self.workers: dict[str, WorkerInfo] = {}
         # By name, all workers that there have ever been, each as it was last.
         self.known: dict[str, WorkerInfo] = {}
+        # In the order in which an attempt's workers are chosen.
         self.routers = {role: BoundedAffinityRouter() for role in ("decode", "prefill")}
         self.members: dict[str, _Member] = {}  # by name, those in `workers`
         self._closed = False
@@ -326,6 +321,7 @@ class Fleet:
 
     @property
     def takes_requests(self) -> bool:
+        """As `ready`, but silent workers count until they are given up."""
         return not self._missing(self._usable)
 
     def _missing(self, found: Callable[[str], list[str]]) -> list[str]:
@@ -338,17 +334,15 @@ class Fleet:
         return [name for name, member in self.members.items() if member.silent]
 
     def _answering(self, role: str) -> list[str]:
-        return [
-            name for name, member in self.members.items()
-            if member.info.role == role and not member.silent
-        ]  # fmt: skip
+        return self._where(role, lambda member: not member.silent)
 
     def _usable(self, role: str) -> list[str]:
         """Return the workers that are not silent; where all are, those that are not given up."""
-        return self._answering(role) or [
-            name for name, member in self.members.items()
-            if member.info.role == role and not member.given_up
-        ]  # fmt: skip
+        return self._answering(role) or self._where(role, lambda member: not member.given_up)
+
+    def _where(self, role: str, holds: Callable[[_Member], bool]) -> list[str]:
+        members = self.members.items()
+        return [name for name, one in members if one.info.role == role and holds(one)]
 
     @property
     def context(self) -> int:
@@ -386,7 +380,7 @@ class Fleet:
                 step.add(pair.facts)
             begun = False
             try:
-                on_attempt(*pair.names, *[""] * (2 - len(pair.names)))
+                on_attempt(pair.decode.name, "" if pair.prefill is None else pair.prefill.name)
                 with current().call(
                     "generate", {"prefixkv.attempt": attempt, **pair.facts}
                 ) as step:
@@ -421,22 +415,19 @@ class Fleet:
         """Choose a decode and a prefill worker; only a decode worker, among those that answer
         alone, where no prefill worker answers. After `wait_for_workers`."""
         routes: list[Route] = []
-        now_s = time.monotonic()
-        data = RadixKey(ask.tokens).data
+        data, namespace = RadixKey(ask.tokens).data, namespace_of(ask.namespace)
         is_down = not self._answering("prefill")
         for role, router in self.routers.items():
             among = self._usable(role)
             if is_down and role == "decode":
                 among = [name for name in among if self.workers[name].alone] or among
-            if is_down and role == "prefill" and self.workers[routes[0].worker].alone:
-                return _WorkerPair(self, routes[0], None)
+            elif is_down and self.workers[routes[0].worker].alone:
+                break
             keys = page_keys(data, self.workers[among[0]].page_size)
             # Lost ones come last, not never: with a single worker a repeat must be able to use it.
-            others = [name for name in among if name not in lost]
-            namespace = namespace_of(ask.salt)
-            routes.append(router.route(keys, now_s, namespace=namespace, among=others or among))
-        decode, prefill = routes
-        return _WorkerPair(self, decode, prefill)
+            among = [name for name in among if name not in lost] or among
+            routes.append(router.route(keys, time.monotonic(), namespace=namespace, among=among))
+        return _WorkerPair(self, routes)
 
     async def _stream(
         self, ask: Ask, pair: _WorkerPair, attempt: int, headers: Mapping[str, str]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
@@ -34,7 +33,6 @@ from prefixkv.serving.http import (
     Stream,
     count_samples,
     json_response,
-    make_app,
     read_body,
     run_until_disconnect,
 )
@@ -53,21 +51,20 @@ from prefixkv.serving.openai import (
     too_long,
     unknown_model,
 )
-from prefixkv.serving.outcomes import Outcomes, RequestLine, line_of
+from prefixkv.serving.outcomes import RequestLine, line_of
 from prefixkv.serving.page import PAGE_PATHS, page_routes
-from prefixkv.serving.request_file import RequestFile
-from prefixkv.serving.status import bind, status_app
+from prefixkv.serving.status import Entrance
 from prefixkv.serving.streams import numbered
 from prefixkv.serving.text import TextError, Texts, TooManyTokensError
-from prefixkv.serving.tracing import TracedEndpoint, current, make_tracing
+from prefixkv.serving.tracing import TracedEndpoint, current
 from prefixkv.serving.wire import Ask, TokenEvent, part_rid, salt_digest
 
 _SHORT: Final = 4096  # characters of a text that is tokenized in the event loop
 _MESSAGE: Final = 64  # template time of one message, in characters of tokenizer time
 
 
-class Front:
-    """Used on one event loop. Raises ConfigError if an address cannot be bound.
+class Front(Entrance):
+    """Raises ConfigError if an address cannot be bound.
 
     `answer_tokens` is the most tokens of a chat's answer without a bound of its own; 0: all the
     room. `defaults` say how tokens are drawn for requests that do not. `routes` are Starlette's;
@@ -79,41 +76,32 @@ class Front:
         answer_tokens: int = 0, routes: Sequence[BaseRoute] = (), open_paths: Sequence[str] = (),
         status_routes: Sequence[BaseRoute] = (), defaults: SamplingDefaults = OPENAI,
     ) -> None:  # fmt: skip
+        super().__init__("front", listen)
         self.fleet, self.texts, self.name = fleet, texts, name
         self._defaults = defaults
         self._token_texts = TokenTexts(texts.tokenizer)
-        self.draining = False
-        self._limits, self._answer_tokens = listen.limits, answer_tokens
+        self._answer_tokens = answer_tokens
         self._created = int(time.time())
         # Held while a long text is tokenized in a thread, by the magnitude of its size: a text
         # waits for those of its own size alone, at most 8 times as long as itself takes.
         self._waiting_bytes = 0  # of bodies; see `_untokenized`
         self._encoding: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
-        # Request ids: unique over fronts by the prefix, within this one by the number.
-        self._prefix, self._num = secrets.token_hex(8), 0
         self.metrics = _FrontMetrics(fleet)
-        self._file = RequestFile(listen.request_log) if listen.request_log else None
-        self._outcomes = Outcomes("front", {"node": "front", "side": "front"}, self._file)
-        tracing = self._tracing = make_tracing("front")
+        chat, complete = (
+            TracedEndpoint(self._tracing, handler) for handler in (self._chat, self._complete)
+        )
         everything = [
-            Route("/v1/chat/completions", TracedEndpoint(tracing, self._chat), methods=["POST"]),
-            Route("/v1/completions", TracedEndpoint(tracing, self._complete), methods=["POST"]),
+            Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/v1/completions", complete, methods=["POST"]),
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/v1/models/{name:path}", self._model, methods=["GET"]),
             Route("/health", self._show_health, methods=["GET"]),
             *page_routes(),
             *routes,
         ]
-        most = listen.limits.max_requests_per_client
-        app = make_app(everything, listen.api_key, (*PAGE_PATHS, "/health", *open_paths), most)
-        collectors = [*self.metrics.collectors, self._outcomes]
+        open_paths = (*PAGE_PATHS, "/health", *open_paths)
         status_routes = [Route("/sd", self._discover), *status_routes]
-        status = status_app(self.health, (), listen, collectors, status_routes)
-        try:
-            self.server, self.status = bind(self._outcomes.watch(app), status, listen)
-        except BaseException:  # its thread has no other end
-            tracing.give_up()
-            raise
+        self._bind(everything, open_paths, self.metrics.collectors, status_routes)
 
     def health(self) -> tuple[bool, dict[str, Any]]:
         ok = self.fleet.ready and not self.draining
@@ -133,16 +121,8 @@ class Front:
         }  # fmt: skip
         return ok, {"status": state, "model": self.name, "workers": workers}
 
-    async def stop(self, grace_s: float) -> None:
-        """Accept no more requests, and give those in progress `grace_s` seconds to end."""
-        self.draining = True
-        # The server first: its answers still come from the fleet.
-        await self.server.stop(grace_s)
-        await self.status.stop()
+    async def _close(self) -> None:
         await self.fleet.close()
-        if self._file is not None:
-            await asyncio.to_thread(self._file.close)
-        await self._tracing.close()
 
     async def _discover(self, request: Request) -> Response:
         """Answer GET /sd for Prometheus' `http_sd_configs`: the status port of each process, also
@@ -280,7 +260,8 @@ class Front:
         sampling = asked.sampling(**self._defaults._asdict())
         # The salt is the client's secret: workers and their caches see only a digest of it.
         salt = salt_digest(asked.cache_salt) if asked.cache_salt else ""
-        rid = self._new_rid(id_of(request.scope))
+        # Workers separate the parts of their own ids by "/".
+        rid = self._new_rid(id_of(request.scope).replace("/", "%2F"))
         # Checked here, since a worker would report it only after the request was placed.
         num = self.fleet.vocab_size
         if not all(0 <= min(tokens) <= max(tokens) < num for tokens in prompts if tokens):
@@ -292,7 +273,7 @@ class Front:
             most = self._most_tokens(len(tokens), asked, param)
             # All prompts have one id in the request log; workers need one for each.
             part = part_rid(rid, number) if len(prompts) > 1 else rid
-            ask = Ask(part, tokens, "", sampling, most, asked.num_samples, salt=salt)
+            ask = Ask(part, tokens, "", sampling, most, asked.num_samples, salt)
             current().describe_ask(ask, self.name, isinstance(asked, ChatRequest), asked.streams)
             asks.append(ask)
         answers = Answers(rid, self.name, int(time.time()), isinstance(asked, ChatRequest))
@@ -320,12 +301,6 @@ class Front:
         # A client that asks for many tokens at least has not asked for the default of most.
         return most if most is not None else min(room, max(least, self._answer_tokens or room))
 
-    def _new_rid(self, request_id: str) -> str:
-        """It begins with the id in the header, and is unique, even if clients use that again."""
-        self._num += 1
-        # Workers separate the parts of their own ids by "/".
-        return f"{request_id.replace('/', '%2F')}-{self._prefix}-{self._num}"
-
 
 class _FrontRequest:
     """One request that is being answered. It has one `Ask` per prompt. Answer number `i * n +
@@ -341,19 +316,11 @@ class _FrontRequest:
         self._tells_always = asked.streams_usage_always
         self._num = sum(ask.num_samples for ask in asks)
         self._extras = extras  # None: the texts are all that is shown
-        self._usages = [Usage(len(ask.tokens)) for ask in asks]
-        for usage in self._usages:  # until something of the prompt is here
-            usage.sent_tokens = usage.computed_tokens = 0
+        self._prompt_lens = [len(ask.tokens) for ask in asks]
+        self._usage = Usage(sum(self._prompt_lens))
         self._begun_s = time.monotonic()
         streams = [front.fleet.generate(ask, self._note_attempt) for ask in asks]
         self._outputs = self._measured(numbered(streams), asked.num_samples)
-
-    @property
-    def _usage(self) -> Usage:
-        total = Usage(0)
-        for usage in self._usages:
-            total.add(usage)
-        return total
 
     def _note_attempt(self, decode: str, prefill: str) -> None:
         self._line.mark("asked")
@@ -366,7 +333,6 @@ class _FrontRequest:
         bodies: list[list[dict[str, Any]]] = [[] for _ in range(self._num)]
         async with contextlib.aclosing(self._outputs):
             async for output in self._outputs:
-                _raise_error(output)
                 texts[output.sample].append(output.text)
                 logprobs = self._logprobs(output)
                 finishes[output.sample] = output.finish
@@ -384,7 +350,6 @@ class _FrontRequest:
         try:
             # The status line is sent with the first piece, so wait until the first output is known.
             first = await anext(self._outputs)
-            _raise_error(first)
         # Closing the generator aborts the request on its worker.
         except BaseException:
             await self._outputs.aclose()
@@ -401,7 +366,6 @@ class _FrontRequest:
                 if piece := self._event(first, begun):
                     yield piece
                 async for output in self._outputs:
-                    _raise_error(output)
                     if piece := self._event(output, begun):
                         yield piece
             # The status 200 has been sent, so the error travels as an event.
@@ -425,39 +389,34 @@ class _FrontRequest:
     async def _measured(
         self, stream: AsyncGenerator[tuple[int, TokenEvent], None], num_samples: int
     ) -> AsyncGenerator[TokenEvent, None]:
-        """Number samples over all prompts, and count tokens, hits and outcome."""
-        metrics, outcome, begun = self._metrics, "aborted", False
-        trace, ttft_s, finishes = current(), None, []
+        """Number samples over all prompts, and count tokens, hits and outcome. Raises ApiError for
+        an answer that its worker has ended."""
+        metrics, usage, outcome = self._metrics, self._usage, "aborted"
+        trace, ttft_s, finishes = current(), None, list[str]()
         try:
             async with contextlib.aclosing(stream):
                 async for number, output in stream:
-                    usage = self._usages[number]
                     if output.token is not None:
-                        if not begun:
+                        if ttft_s is None:
                             ttft_s = time.monotonic() - self._begun_s
                             metrics.ttft.observe(ttft_s)
                             self._line.mark("first_token")
-                        begun = True
                         usage.completion_tokens += 1
                         # All samples share one prompt, so its parts count once.
-                        if output.sample == 0:
-                            self._usages[number] = Usage(
-                                usage.prompt_tokens, usage.completion_tokens, output.hit_tokens,
-                                output.shared_tokens, output.prefill_hit_tokens,
-                                output.host_tokens, output.decode_computed_tokens,
-                            )  # fmt: skip
+                        if output.sample == output.position == 0:
+                            usage.add_prompt(self._prompt_lens[number], output)
                     if output.finish is not None:
                         finishes.append(output.finish)
-                    if output.finish == "error":
-                        outcome = "failed"
+                    if output.finish in ("error", "abort"):
                         trace.fail(output.error)
+                        raise answer_ended(output.error)
                     if number:
                         sample = number * num_samples + output.sample
                         output = msgspec.structs.replace(output, sample=sample)
                     yield output
             # Reached only at the end of the stream: a client that leaves raises at `yield`, and the
             # outcome stays "aborted".
-            outcome = "finished" if outcome == "aborted" else outcome
+            outcome = "finished"
         except (ApiError, PrefixKVError) as error:
             outcome = "failed"
             # A refusal is the client's mistake; its status says so.
@@ -466,7 +425,6 @@ class _FrontRequest:
             raise
         finally:
             metrics.requests.labels(outcome).inc()
-            usage = self._usage
             metrics.count(usage)
             self._line.fields["outcome"] = outcome
             self._line.add(
@@ -481,11 +439,6 @@ class _FrontRequest:
 
 def _target(address: str, worker: str, role: str) -> dict[str, Any]:
     return {"targets": [address], "labels": {"worker": worker, "role": role}}
-
-
-def _raise_error(output: TokenEvent) -> None:
-    if output.finish in ("error", "abort"):
-        raise answer_ended(output.error)
 
 
 class _FrontMetrics:

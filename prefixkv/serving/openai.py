@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Final, TypeVar
 import msgspec
 from msgspec import Meta, Raw
 
-from prefixkv.engines.hf.requests import MAX_LOGPROBS, Name, Sampling
+from prefixkv.engines.hf.requests import MAX_LOGPROBS, AnswerToken, Name, Sampling
 from prefixkv.serving.failures import refused
 from prefixkv.serving.http import ApiError, decode_body
 from prefixkv.serving.text import Arguments
@@ -448,11 +448,12 @@ _USAGE_PARTS: Final = (
 
 
 class Usage(msgspec.Struct):
-    """Tokens of a request, over all its answers. Of the prompt's KV `decode_hit_tokens` were cached
-    on decode (`decode_host_tokens` of these were loaded from its host memory), `shared_tokens` were
-    arriving there for another request, `decode_computed_tokens` were computed there, and the other
-    `sent_tokens` were sent. `prefill_hit_tokens` were cached on prefill, which computed the others
-    that decode did not, `computed_tokens`; none if decode has computed all that it lacked."""
+    """Tokens of a request, over all its prompts and answers. Of the prompts' KV `decode_hit_tokens`
+    were cached on decode (`decode_host_tokens` of these were loaded from its host memory),
+    `shared_tokens` were arriving there for another request, `decode_computed_tokens` were computed
+    there, and the other `sent_tokens` were sent. `prefill_hit_tokens` were cached on prefill, which
+    computed the others that decode did not, `computed_tokens`; none of a prompt of which decode has
+    computed all that it lacked."""
 
     prompt_tokens: int
     completion_tokens: int = 0
@@ -461,20 +462,22 @@ class Usage(msgspec.Struct):
     prefill_hit_tokens: int = 0
     decode_host_tokens: int = 0
     decode_computed_tokens: int = 0
-    # These follow from the others of one prompt, so they are fields: of several they are sums.
     sent_tokens: int = 0
     computed_tokens: int = 0
 
-    def __post_init__(self) -> None:
-        not_here = self.prompt_tokens - self.decode_computed_tokens
-        self.sent_tokens = not_here - self.decode_hit_tokens - self.shared_tokens
+    def add_prompt(self, num_tokens: int, first: AnswerToken) -> None:
+        """Count where the KV of a prompt came from, as its first token says."""
+        not_here = num_tokens - first.decode_computed_tokens
+        sent_tokens = not_here - first.hit_tokens - first.shared_tokens
+        self.decode_hit_tokens += first.hit_tokens
+        self.shared_tokens += first.shared_tokens
+        self.prefill_hit_tokens += first.prefill_hit_tokens
+        self.decode_host_tokens += first.host_tokens
+        self.decode_computed_tokens += first.decode_computed_tokens
+        self.sent_tokens += sent_tokens
         # A prompt that decode has whole is computed by prefill for its first token, or by decode.
-        has_part = self.sent_tokens or not self.decode_computed_tokens
-        self.computed_tokens = not_here - self.prefill_hit_tokens if has_part else 0
-
-    def add(self, other: Usage) -> None:
-        for name in self.__struct_fields__:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        if sent_tokens or not first.decode_computed_tokens:
+            self.computed_tokens += not_here - first.prefill_hit_tokens
 
     def body(self) -> dict[str, Any]:
         """Return OpenAI's `usage`, with a field `prefixkv`."""

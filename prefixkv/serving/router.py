@@ -72,11 +72,9 @@ class _HeldPages:
         if isinstance(event, Cleared):
             self.forget()
             self.in_sync = True
-        elif not self.in_sync:
-            return
-        elif isinstance(event, Stored):
+        elif isinstance(event, Stored) and self.in_sync:
             self._store(event, room)
-        else:
+        elif isinstance(event, Removed) and self.in_sync:
             self._remove(event)
 
     def _store(self, event: Stored, room: int) -> None:

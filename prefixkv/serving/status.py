@@ -1,7 +1,9 @@
-"""Health and metrics of a process, on a port of their own."""
+"""The two ports of a process: for requests, and for its health and metrics."""
 
 from __future__ import annotations
 
+import asyncio
+import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +16,9 @@ from starlette.types import ASGIApp
 
 from prefixkv.serving.config import Limits, ListenSettings, is_loopback
 from prefixkv.serving.http import HttpServer, StatusServer, json_response, make_app
+from prefixkv.serving.outcomes import Outcomes
+from prefixkv.serving.request_file import RequestFile
+from prefixkv.serving.tracing import make_tracing
 
 Health = Callable[[], tuple[bool, dict[str, Any]]]
 
@@ -57,3 +62,59 @@ def bind(
     except BaseException:
         asked.close()
         raise
+
+
+class Entrance:
+    """What clients of a front or a proxy come to: both ports, the request log, traces and ids.
+    Used on one event loop. `kind` names it in metrics, logs and traces."""
+
+    server: HttpServer
+    status: HttpServer
+
+    def __init__(self, kind: str, listen: ListenSettings) -> None:
+        self.draining = False
+        self._listen, self._limits = listen, listen.limits
+        self._file = RequestFile(listen.request_log) if listen.request_log else None
+        self._outcomes = Outcomes(kind, {"node": kind, "side": kind}, self._file)
+        # Request ids: unique over processes by the prefix, within this one by the number.
+        self._prefix, self._num = secrets.token_hex(8), 0
+        self._tracing = make_tracing(kind)
+
+    def health(self) -> tuple[bool, dict[str, Any]]:
+        """Return whether requests are accepted, and the body of /health."""
+        raise NotImplementedError
+
+    def _bind(
+        self, routes: Sequence[BaseRoute], open_paths: Sequence[str], collectors: Sequence[Any],
+        status_routes: Sequence[BaseRoute] = (),
+    ) -> None:  # fmt: skip
+        """Raises ConfigError where an address cannot be bound."""
+        listen = self._listen
+        most = self._limits.max_requests_per_client
+        app = make_app(routes, listen.api_key, open_paths, most)
+        metrics = [*collectors, self._outcomes]
+        status = status_app(self.health, (), listen, metrics, status_routes)
+        try:
+            self.server, self.status = bind(self._outcomes.watch(app), status, listen)
+        except BaseException:  # its thread has no other end
+            self._tracing.give_up()
+            raise
+
+    def _new_rid(self, request_id: str) -> str:
+        """It begins with the id in the header, and is unique, even if clients use that again."""
+        self._num += 1
+        return f"{request_id}-{self._prefix}-{self._num}"
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Accept no more requests, and give those in progress `grace_s` seconds to end."""
+        self.draining = True
+        await self.server.stop(grace_s)
+        await self.status.stop()
+        await self._close()
+        if self._file is not None:
+            await asyncio.to_thread(self._file.close)
+        await self._tracing.close()
+
+    async def _close(self) -> None:
+        """Close what answers come through, once none is sent any more."""
+        raise NotImplementedError

@@ -8,7 +8,7 @@
 | any worker | GET /lost | | a `LostPeer` for each lost peer that it holds something for |
 | any worker | POST /fence | a `FenceRequest` | 202 |
 | decode | POST /generate | an `Ask` | lines: `TokenEvent`s; an empty line is a sign of life |
-| prefill | POST /jobs | a `PrefillJob`, with a salt as its `namespace` | 202 |
+| prefill | POST /jobs | a `PrefillJob`, whose `namespace` is a salt | 202 |
 | prefill | POST /abort | an `AbortJobs` | 202 |
 
 Closing a connection ends what was asked on it. Errors have OpenAI's form.
@@ -17,7 +17,7 @@ Closing a connection ends what was asked on it. Errors have OpenAI's form.
 from __future__ import annotations
 
 from hashlib import blake2b
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -61,11 +61,10 @@ class WorkerInfo(msgspec.Struct, frozen=True):
 # Requests: the engine's own structs.
 class Ask(Generate, frozen=True):
     """With the URL of the prefill worker at `prefill`; without both, the decode worker computes the
-    prompt itself, if it is one that is `alone`. Requests with different `salt`, which stands for
-    `namespace`, share no KV."""
+    prompt itself, if it is one that is `alone`. `namespace` is a salt: requests with different
+    salts share no KV."""
 
     prefill_url: Name = ""
-    salt: Name = ""
 
 
 class TokenEvent(AnswerToken, frozen=True, omit_defaults=True):
@@ -109,7 +108,7 @@ def salt_digest(salt: str) -> str:
     return blake2b(salt.encode(), digest_size=16).hexdigest()
 
 
-def namespace_of(salt: str) -> Namespace | None:
+def namespace_of(salt: Any) -> Namespace | None:
     return Namespace(salt=salt) if salt else None
 
 

@@ -320,7 +320,7 @@ class PrefillWorker(Worker):
     async def _job(self, request: Request) -> Response:
         job = await self._read(request, PrefillJob)
         line_of(request.scope).fields["id"] = front_rid(job.rid)
-        job = _for_engine(job, job.namespace)
+        job = _for_engine(job)
         with self._spans.begin(request.headers, job.rid):
             await self._call(lambda engine: engine.submit(job))
         return Response(status_code=202)
@@ -407,7 +407,7 @@ class DecodeWorker(Worker):
         line_of(request.scope).fields["id"] = front_rid(ask.rid)
         if ask.rid in self._open:
             raise ApiError(400, f"request {ask.rid!r} is here already", code="RequestError")
-        wanted = _for_engine(ask, ask.salt)
+        wanted = _for_engine(ask)
         # Registered before it is submitted: outputs may come before `_call` returns.
         one = self._open[ask.rid] = _OpenRequest(ask)
         try:
@@ -595,12 +595,12 @@ def _event_of(output: Any) -> TokenEvent:
     return TokenEvent(**fields, error=error)
 
 
-def _for_engine(asked: S, salt: Any) -> S:
+def _for_engine(asked: S) -> S:
     """Return a request with tokens as int64, whose range the engine checks, and with a namespace.
     Raises ApiError 400."""
     try:
         tokens = np.array(asked.tokens, np.int64)
-        return structs.replace(asked, tokens=tokens, namespace=namespace_of(salt))
+        return structs.replace(asked, tokens=tokens, namespace=namespace_of(asked.namespace))
     except OverflowError:
         raise ApiError(400, "tokens have to be in [0, 2**31)", code="TokenError") from None
     except PrefixKVError as error:

@@ -194,10 +194,7 @@ class LeaseTable:
 
     def ask(self, key: RoomKey, piece: int, num_bytes: int, writers: frozenset[int]) -> list[Lease]:
         """Ask for a lease for the room's next piece, to be written by these ranks; granted now or
-        by a later call, once. Raises LeaseError for more bytes than the area has, which would wait
-        without end."""
-        if num_bytes > self.capacity_bytes:
-            raise LeaseError(f"a lease of {num_bytes} bytes, the area has {self.capacity_bytes}")
+        by a later call, once. `num_bytes` are at most those of the area, by the cut."""
         asks = self._waiting.setdefault(key, deque())
         asks.append(_Ask(piece, whole_blocks(num_bytes), writers))
         return self._grant()

@@ -3,7 +3,7 @@
 It stands between the rooms' machines and the transport: to a machine a staged chunk is one job that
 ends once, like a direct one. A piece of it goes
 
-    QUEUED --its KV is ready--> ASKED --LeaseGrant--> GRANTED --a free slot--> GATHERING --> WRITING
+    queued --its KV is ready--> ASKED --LeaseGrant--> GRANTED --a free slot--> GATHERING --> WRITING
         --> done, or UNDRAINED --proof that nothing of the write can land--> done
 
 and holds a local slot from GATHERING on. A slot is free again when its write is DONE or drained:
@@ -26,7 +26,7 @@ from prefixkv.memory.staging_area import BLOCK_BYTES
 from prefixkv.paging import Pages
 from prefixkv.protocol.ids import ChunkTag, PeerId, RoomKey
 from prefixkv.protocol.messages import LeaseAsk, LeaseGrant
-from prefixkv.protocol.sender_machine import JobDrained, JobEnded
+from prefixkv.protocol.sender_machine import JobDrained, JobEnded, PostWrite
 from prefixkv.protocol.timers import Backoff, Timers
 from prefixkv.staging.leases import LeaseCut
 from prefixkv.transport.base import WriteJob
@@ -62,7 +62,6 @@ StagedWriteAction = SendLeaseAsk | Gather | WriteJob | Cancel | JobEnded | JobDr
 class PieceState(enum.Enum):
     """The state of a piece; the module draws the way through them."""
 
-    QUEUED = enum.auto()
     ASKED = enum.auto()
     GRANTED = enum.auto()
     GATHERING = enum.auto()
@@ -112,7 +111,7 @@ class _ChunkPiece:
     first_unit: int
     src_units: Pages
     num_bytes: int  # size of our section of the lease
-    state: PieceState = PieceState.QUEUED
+    state: PieceState = PieceState.ASKED  # before that it is queued
     lease_id: int = -1
     dst_offset: int = -1
     slot: int = -1
@@ -167,23 +166,13 @@ class StagingSender:
                 self._fail(job, PeerLostError(f"{peer} is gone"))
             self._take_slots()  # the peers that are left may have more of them
 
-    def write(
-        self,
-        job_id: int,
-        key: RoomKey,
-        streams: Streams,
-        ticket: int,
-        peer: PeerId,
-        first_unit: int,
-        src_units: Pages,
-        ready: Any,
-        now_s: float,
-    ) -> None:
-        """Stage a chunk: unit pages, from `first_unit` behind the promised prefix on. A room's
+    def write(self, post: PostWrite, streams: Streams, now_s: float) -> None:
+        """Stage a chunk: unit pages, from `post.first_unit` behind the promised prefix on. A room's
         chunks for one reader come in order. A JobEnded follows. `streams` are the room's.
 
         Raises InternalError for a chunk out of order, or of another use of the room.
         """
+        job_id, key, ticket, peer = post.job_id, post.key, post.ticket, post.peer
         if (cut := self.peers.get(peer)) is None:
             self._say(JobEnded(job_id, PeerLostError(f"{peer} takes no staged writes")))
             return
@@ -191,9 +180,9 @@ class StagingSender:
         stream = streams.setdefault(peer, fresh)
         # 1. Both sides cut a chunk from its first unit on, so a gap or another use of the room
         # would put KV into wrong pages.
-        if (stream.ticket, stream.next_unit) != (ticket, first_unit):
+        if (stream.ticket, stream.next_unit) != (ticket, post.first_unit):
             raise InternalError(
-                f"units {first_unit}.. of {key} under ticket {ticket}, where unit "
+                f"units {post.first_unit}.. of {key} under ticket {ticket}, where unit "
                 f"{stream.next_unit} under {stream.ticket} is next"
             )
         # 2. Pieces are granted in order, and one before this has ended without being written: no
@@ -203,13 +192,13 @@ class StagingSender:
             return
         # 3. Cut, queue, and ask for as many as the window allows. A chunk without pieces ends at
         # once.
-        self.jobs[job_id] = job = _ChunkJob(job_id, stream, ready)
-        for first, count in cut.pieces(len(src_units)):
+        self.jobs[job_id] = job = _ChunkJob(job_id, stream, post.ready)
+        for first, count in cut.pieces(len(post.src_pages)):
             piece = _ChunkPiece(
                 job,
                 number=stream.next_piece,
                 first_unit=stream.next_unit,
-                src_units=src_units[first : first + count],
+                src_units=post.src_pages[first : first + count],
                 num_bytes=cut.sections(count)[self._rank].num_bytes,
             )
             stream.queued.append(piece)
@@ -355,7 +344,6 @@ class StagingSender:
             if all(other.state is not PieceState.ASKED for other in stream.open.values()):
                 stream.resend.start(now_s)
                 self._timers.wake(stream, stream.resend.due_s)
-            piece.state = PieceState.ASKED
             stream.open[piece.number] = piece
             self.counters["pieces_asked"] += 1
             self._send_ask(piece)
@@ -467,9 +455,7 @@ class StagingSender:
         laws = {
             "each slot is free or held, once": sorted(slots) == list(range(self.num_slots)),
             "an open piece is where its state says": sorted(map(id, opened)) == sorted(placed),
-            "what is queued has not been asked for": all(
-                piece.state is PieceState.QUEUED for piece in queued
-            ),
+            "what is queued has not been asked for": not {*queued} & {*opened},
             "windows hold": all(len(stream.open) <= self._window for stream in streams),
             "a job lives while it has pieces to go": not over,
             "asks are repeated": self._timers.next_s < float("inf")

@@ -21,38 +21,23 @@ _COUNTED = {"staging": "block", "state": "slot"}  # else pages
 
 
 class ActiveJob:
-    """A job cut into parts, with counts of how many are where.
+    """A job, cut into parts once its peer is connected, with counts of how many are where.
 
     A part is unposted, then in flight, then ended. The first error stops the unposted ones; the job
     ends when none is in flight and either all have been posted or an error came. `drained` becomes
     False, and stays so, when a part fails that may still land.
     """
 
-    def __init__(
-        self, job: WriteJob, outbox: Outbox, runs: Runs, max_bytes: int, max_descriptors: int
-    ) -> None:
-        """Check a job's pages and cut its parts. Raises PageStateError for pages outside the pool,
-        or not as many on both sides: they must not become addresses."""
+    def __init__(self, job: WriteJob, outbox: Outbox) -> None:
         self.job = job
         self.outbox = outbox
-        self.runs = runs
-        what = _COUNTED.get(job.route, "page")
-        src, dst = runs.src_positions.num_units, runs.dst_positions.num_units
-        self.src_pages: Pages = checked_pages(job.src_pages, src, "source", what)
-        self.dst_pages: Pages = checked_pages(job.dst_pages, dst, "target", what)
-        if len(self.src_pages) != len(self.dst_pages):
-            raise PageStateError(
-                f"{len(self.src_pages)} source {what}s for {len(self.dst_pages)} target {what}s"
-            )
-        self.parts: list[Part] = cut_parts(
-            runs, self.src_pages, self.dst_pages, max_bytes, max_descriptors
-        )
-        # Larger parts rather than too many: the tag could not count them.
-        while len(self.parts) > _MAX_PARTS:
-            max_bytes, max_descriptors = 2 * max_bytes, 2 * max_descriptors
-            self.parts = cut_parts(runs, self.src_pages, self.dst_pages, max_bytes, max_descriptors)
+        self.room = RoomKey(job.tag.room, job.tag.generation)
+        self.runs: Runs | None = None  # None: not cut yet
+        self.src_pages: Pages = job.src_pages
+        self.dst_pages: Pages = job.dst_pages
+        self.parts: list[Part] = []
         # Parts [0, next_part) are posted; `in_flight` of them have not ended.
-        self.is_ready = job.ready is None
+        self._ready = job.ready
         self.next_part = 0
         self.in_flight = 0
         self.error: Exception | None = None  # the first one
@@ -61,21 +46,36 @@ class ActiveJob:
         # Worked out for the next parts, the next one last.
         self._ahead: list[tuple[Pages, Pages, bytes]] = []
 
-    @property
-    def room(self) -> RoomKey:
-        return RoomKey(self.job.tag.room, self.job.tag.generation)
+    def cut(self, runs: Runs, max_bytes: int, max_descriptors: int) -> None:
+        """Check the job's pages and cut its parts. Raises PageStateError for pages outside the
+        pool, or not as many on both sides: they must not become addresses."""
+        what = _COUNTED.get(self.job.route, "page")
+        src, dst = runs.src_positions.num_units, runs.dst_positions.num_units
+        self.src_pages = checked_pages(self.job.src_pages, src, "source", what)
+        self.dst_pages = checked_pages(self.job.dst_pages, dst, "target", what)
+        pages = self.src_pages, self.dst_pages
+        if len(pages[0]) != len(pages[1]):
+            raise PageStateError(
+                f"{len(pages[0])} source {what}s for {len(pages[1])} target {what}s"
+            )
+        self.runs = runs
+        self.parts = cut_parts(runs, *pages, max_bytes, max_descriptors)
+        # Larger parts rather than too many: the tag could not count them.
+        while len(self.parts) > _MAX_PARTS:
+            max_bytes, max_descriptors = 2 * max_bytes, 2 * max_descriptors
+            self.parts = cut_parts(runs, *pages, max_bytes, max_descriptors)
 
     @property
     def may_post(self) -> bool:
-        """True while parts are left to post and nothing has gone wrong."""
-        return self.error is None and self.next_part < len(self.parts)
+        """True while parts are left to post, or to be cut, and nothing has gone wrong."""
+        return self.error is None and (self.runs is None or self.next_part < len(self.parts))
 
     def poll_ready(self) -> bool:
         """Return whether posting may begin. Raises what `ready.query()` raises."""
         # Asked until it says yes, and never again after.
-        if not self.is_ready:
-            self.is_ready = self.job.ready is None or bool(self.job.ready.query())
-        return self.is_ready
+        if self._ready is not None and self._ready.query():
+            self._ready = None
+        return self._ready is None
 
     def part_tag(self, part: int) -> ChunkTag:
         """Return the tag that notifies of a part. The pages are counted from what is posted."""
@@ -87,6 +87,7 @@ class ActiveJob:
         """Return the next part's block indices in the lists of both sides, and its tag; once per
         part, before it counts as posted."""
         if not self._ahead:
+            assert self.runs is not None
             pairs = next_indices(
                 self.runs, self.parts, self.next_part, _PARTS_AHEAD, self.src_pages, self.dst_pages
             )
@@ -98,16 +99,14 @@ class ActiveJob:
 
 
 class Outbox:
-    """The jobs to one peer with parts to post. Rooms take turns, jobs of a room go in order.
-    `parked` jobs came while the peer was not connected; they are cut once it is."""
+    """The jobs to one peer with parts to post. Rooms take turns, jobs of a room go in order."""
 
     def __init__(self) -> None:
-        self.parked: list[WriteJob] = []
         # Only rooms with jobs, the next in turn first.
         self._rooms: OrderedDict[RoomKey, deque[ActiveJob]] = OrderedDict()
 
     def __bool__(self) -> bool:
-        return bool(self._rooms or self.parked)
+        return bool(self._rooms)
 
     def add(self, job: ActiveJob) -> None:
         """Queue a job behind those of its room."""
@@ -131,11 +130,8 @@ class Outbox:
             self._rooms.move_to_end(room)
             yield self._rooms[room][0]
 
-    def clear(self) -> list[ActiveJob]:
-        """Take out and return all jobs that are cut."""
-        jobs = [job for jobs in self._rooms.values() for job in jobs]
-        self._rooms.clear()
-        return jobs
+    def all(self) -> list[ActiveJob]:
+        return [job for jobs in self._rooms.values() for job in jobs]
 
 
 class JobTable:
@@ -145,8 +141,7 @@ class JobTable:
         self._emit = emit
         self._max_bytes = max_bytes
         self._max_descriptors = max_descriptors
-        # Parked as WriteJob, cut as ActiveJob.
-        self._jobs: dict[int, tuple[Outbox, WriteJob | ActiveJob]] = {}
+        self._jobs: dict[int, ActiveJob] = {}
 
     def __bool__(self) -> bool:
         return bool(self._jobs)
@@ -155,43 +150,33 @@ class JobTable:
         return job_id in self._jobs
 
     def refuse(self, job: WriteJob, error: Exception) -> None:
-        """End a job of which nothing was posted."""
-        # Removed before the event: after it the number may be used again.
-        self._jobs.pop(job.job_id, None)
+        """End a job for a peer that is not there."""
         self._emit(WriteFailed(job.job_id, error, drained=True))
 
-    def park(self, outbox: Outbox, job: WriteJob) -> None:
-        """Keep the job until its peer is connected."""
-        self._jobs[job.job_id] = (outbox, job)
-        outbox.parked.append(job)
-
-    def start(self, outbox: Outbox, routes: Routes, job: WriteJob) -> None:
-        """Cut the job and queue it; bad pages or blocks, or a route that is not there, end it."""
-        try:
-            active = ActiveJob(
-                job, outbox, runs_of(routes, job), self._max_bytes, self._max_descriptors
-            )
-        except CallerError as error:
-            self.refuse(job, error.with_traceback(None))  # its frames would keep the agent
-            return
-        self._jobs[job.job_id] = (outbox, active)
+    def start(self, outbox: Outbox, routes: Routes | None, job: WriteJob) -> None:
+        """Queue a job, to be cut now, or once its peer is connected where `routes` are None."""
+        active = self._jobs[job.job_id] = ActiveJob(job, outbox)
         outbox.add(active)
+        if routes is not None:
+            self._cut(active, routes)
 
-    def start_parked(self, outbox: Outbox, routes: Routes) -> None:
-        """Cut and queue the jobs that waited for the peer, in their order."""
-        parked, outbox.parked = outbox.parked, []
-        for job in parked:
-            self.start(outbox, routes, job)
+    def cut(self, outbox: Outbox, routes: Routes) -> None:
+        """Cut the jobs that waited for the peer, in their order."""
+        for job in outbox.all():
+            if job.runs is None:
+                self._cut(job, routes)
+
+    def _cut(self, job: ActiveJob, routes: Routes) -> None:
+        """Bad pages or blocks, or a route that is not there, end it."""
+        try:
+            job.cut(runs_of(routes, job.job), self._max_bytes, self._max_descriptors)
+        except CallerError as error:
+            self.stop(job, error.with_traceback(None))  # its frames would keep the agent
 
     def cancel(self, job_id: int) -> None:
         """Post no more of a job. Ended or unknown: no-op."""
-        outbox, job = self._jobs.get(job_id, (None, None))
-        error = AbortedError(f"job {job_id} was cancelled")
-        if isinstance(job, ActiveJob):
-            self.stop(job, error)
-        elif outbox is not None and job is not None:
-            outbox.parked.remove(job)
-            self.refuse(job, error)
+        if (job := self._jobs.get(job_id)) is not None:
+            self.stop(job, AbortedError(f"job {job_id} was cancelled"))
 
     def stop(self, job: ActiveJob, error: Exception) -> None:
         """Post no more of the job. It ends now, or with the last of its parts in flight. Once all
@@ -221,11 +206,7 @@ class JobTable:
 
     def drop(self, outbox: Outbox, error: Exception) -> None:
         """Post no more jobs to a peer: all in its outbox end, now or with their parts in flight."""
-        parked, outbox.parked = outbox.parked, []
-        # Parked jobs have no part under way, so they end at once; the others when their parts have.
-        for waiting in parked:
-            self.refuse(waiting, error)
-        for job in outbox.clear():
+        for job in outbox.all():
             self.stop(job, error)
 
     def close(self, fenced: bool) -> None:
@@ -233,9 +214,8 @@ class JobTable:
         # Emptied first, so that an event's consequences find no job that is ended twice.
         jobs, self._jobs = self._jobs, {}
         closed = ClosedError("the transport was closed")
-        for job_id, (_, job) in jobs.items():
-            error = job.error if isinstance(job, ActiveJob) else None
-            self._emit(WriteFailed(job_id, error or closed, drained=fenced))
+        for job_id, job in jobs.items():
+            self._emit(WriteFailed(job_id, job.error or closed, drained=fenced))
 
     def _end_if_over(self, job: ActiveJob) -> None:
         # Out of its outbox first: nothing more of it may be posted, even if parts are in flight.

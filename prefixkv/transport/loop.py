@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import logging
 import math
-import queue
 import threading
 import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
+from concurrent.futures import Future
 from typing import Any, ClassVar, Final, Generic, TypeVar
 
 from prefixkv.config import TransportConfig
@@ -158,9 +158,6 @@ class TransportLoop(ABC, Generic[P]):
         peer = self._peers.get(job.peer)
         if peer is None or peer.removed:
             self._jobs.refuse(job, PeerLostError(f"{job.peer} is no peer of this transport"))
-        # Not connected: parked until the peer is, since pages are checked against its runs.
-        elif peer.routes is None:
-            self._jobs.park(peer.outbox, job)
         else:
             self._jobs.start(peer.outbox, peer.routes, job)
 
@@ -284,7 +281,7 @@ class ThreadedTransport(Generic[L]):
         self._closed = False
         # Set by the thread before it ends, read after the join.
         self._close_error: Exception | None = None
-        started: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
+        started: Future[bytes] = Future()
         self._thread = threading.Thread(
             target=self._run,
             args=(memory, sink, config, started),
@@ -295,23 +292,19 @@ class ThreadedTransport(Generic[L]):
         # start comes back through `started`, so that the caller gets it as its own exception.
         try:
             self._thread.start()
-        except BaseException:
-            self._inbox.close()  # no thread ever will
-            raise
-        try:
-            outcome = started.get(timeout=_START_TIMEOUT_S)
-        except queue.Empty:
+            self._metadata = started.result(_START_TIMEOUT_S)
+        except TimeoutError:
             # It ends as soon as it has started; until then it may wait on the inbox's descriptor.
             self._closed = True
             self._inbox.put(None)
             why = f"the transport did not start within {_START_TIMEOUT_S} s"
             raise TransferTimeoutError(why) from None
-        if isinstance(outcome, Exception):
+        except BaseException:
             self._closed = True
-            self._thread.join(CLOSE_TIMEOUT_S)
+            if self._thread.ident is not None:  # else none ever will
+                self._thread.join(CLOSE_TIMEOUT_S)
             self._inbox.close()
-            raise outcome
-        self._metadata = outcome
+            raise
 
     @property
     def metadata(self) -> bytes:
@@ -321,15 +314,15 @@ class ThreadedTransport(Generic[L]):
 
     def _run(
         self, memory: RankMemory, sink: Sink, config: TransportConfig,
-        started: queue.SimpleQueue[bytes | Exception],
+        started: Future[bytes],
     ) -> None:  # fmt: skip
         """All NIXL objects hang on `loop`, so they die when this frame ends."""
         try:
             loop = self.loop_type(self._me, memory, sink, config)
-            started.put(loop.metadata)
+            started.set_result(loop.metadata)
         # `bare`: a traceback would keep this frame, and with it the agent.
         except BaseException as error:
-            started.put(bare(error))
+            started.set_exception(bare(error))
             return
         try:
             loop.serve(self._inbox)

@@ -559,7 +559,7 @@ class SchedulerSim(PairSim):
 
     def listen(self) -> int:
         """A router reads rank 0's cache events; the other ranks have no listener."""
-        self.decode.scheduler.pages.cache.drain_changes()
+        self.decode.scheduler.pages.cache.record().take()
         return _DECODE
 
     def scribble(self) -> int:

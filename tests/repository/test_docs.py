@@ -344,6 +344,18 @@ def test_every_law_that_is_cited_is_there() -> None:
             assert int(number) in numbers, f"{path.name} cites law {number}"
 
 
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    for needed in ("sphinx", "furo", "myst_parser", "sphinxcontrib.mermaid"):
+        pytest.importorskip(needed)
+    built = subprocess.run(
+        [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", str(ROOT / "docs"), "site"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert built.returncode == 0, built.stderr
+
+
 # --- commands -------------------------------------------------------------------------------------
 
 

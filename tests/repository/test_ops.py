@@ -3,15 +3,21 @@ That a running server has what they name: tests/integration/serving/test_operato
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 import yaml
 
+from tests.support.patience import until
 from tests.support.promtool import OPS, promtool
+from tests.support.served import Served, get
 
 OPERATE = (OPS.parent / "operate.md").read_text(encoding="utf-8")
 HEADINGS = re.findall(r"^#+ (.+)$", OPERATE, re.MULTILINE)
@@ -105,3 +111,81 @@ def test_promtool_reads_every_query_of_the_dashboard(tmp_path: Path) -> None:
     file = tmp_path / "rules.yml"
     file.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
     assert f"SUCCESS: {len(rules)} rules found" in promtool("check", "rules", str(file))
+
+
+def test_the_unit_is_well_formed(tmp_path: Path) -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("there is no systemd-analyze")
+    program = tmp_path / "prefixkv"
+    program.touch(mode=0o755)
+    text = (
+        (OPS / "prefixkv@.service").read_text().replace("/opt/prefixkv/bin/prefixkv", str(program))
+    )
+    unit = tmp_path / "prefixkv@prefill.service"
+    unit.write_text(text.replace("User=prefixkv\n", ""))
+    checked = subprocess.run(
+        ["systemd-analyze", "verify", "--recursive-errors=no", "--man=no", unit],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert str(unit.name) not in checked.stderr, checked.stderr
+    assert checked.returncode == 0, checked.stderr
+
+
+ADDRESSES = {"prefill-0": "127.0.0.2", "decode-0": "127.0.0.3", "decode-1": "127.0.0.4"}
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_manifests_serve(tmp_path: Path) -> None:
+    """Without containers: pods are loopback addresses. Keys, ports and API keys are as there."""
+    documents = list(yaml.safe_load_all((OPS / "kubernetes.yaml").read_text()))
+    containers = {
+        one["metadata"]["name"]: one["spec"]["template"]["spec"]["containers"][0]
+        for one in documents
+        if one["kind"] != "Service"
+    }
+    replicas = {one["metadata"]["name"]: one["spec"].get("replicas", 1) for one in documents}
+    keys = {"clients": "a key", "workers": "another key"}
+
+    def start(pod: str, kind: str, address: str) -> Served:
+        container = containers[kind]
+        texts = {"$(POD_NAME)": pod, "$(POD_IP)": address, "/keys": str(tmp_path / "keys")}
+        texts |= {f"{name}.{name[:-2]}": ip for name, ip in ADDRESSES.items()} | {"eth0": "lo"}
+        arguments = []
+        for argument in container["args"]:
+            for name, text in texts.items():
+                argument = argument.replace(name, text)
+            arguments.append(argument)
+        environ = {
+            one["name"]: keys[one["valueFrom"]["secretKeyRef"]["key"]]
+            for one in container["env"]
+            if "secretKeyRef" in one["valueFrom"]
+        }
+        return Served(*arguments, "--threads=1" if kind != "front" else "--port=8000", **environ)
+
+    pods = [
+        (f"{kind}-{at}", kind) for kind in ("prefill", "decode") for at in range(replicas[kind])
+    ]
+    assert [pod for pod, _ in pods] == list(ADDRESSES)
+    with contextlib.ExitStack() as stack:
+        made = stack.enter_context(
+            Served("keys", "decode-0", "decode-1", "--folder", str(tmp_path / "keys"))
+        )
+        made.line("In each file")
+        workers = [stack.enter_context(start(pod, kind, ADDRESSES[pod])) for pod, kind in pods]
+        front = stack.enter_context(start("front", "front", "127.0.0.5"))
+        for worker in workers:
+            worker.line("ready ")
+
+        def is_ready() -> bool:
+            with contextlib.suppress(OSError):
+                return get("http://127.0.0.5:8001/health")[0] == 200
+            return False
+
+        until(is_ready, state=front.shown)
+        client = openai.OpenAI(base_url="http://127.0.0.5:8000/v1", api_key=keys["clients"])
+        prompt = list(range(200))
+        answers = [
+            client.completions.create(model="small", prompt=prompt, max_tokens=4, temperature=0)
+            for _ in range(2)
+        ]
+        assert answers[0].choices[0].text == answers[1].choices[0].text

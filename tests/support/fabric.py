@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -47,10 +47,51 @@ from prefixkv.transport.base import (
 )
 from prefixkv.transport.jobs import ActiveJob, JobTable, Outbox
 from prefixkv.transport.runs import Part, Routes, RunTable, part_indices, routes_to
-from tests.support.fabric_actions import Action as Action
-from tests.support.fabric_actions import Choice, Fault, Predicate
-from tests.support.fabric_actions import FakeDisconnectError as FakeDisconnectError
-from tests.support.fabric_actions import Hold as Hold
+
+Kind = Literal["event", "connect", "post", "land", "complete", "fail", "notify", "renew"]
+
+
+class FakeDisconnectError(Exception):
+    """Not a class of prefixkv, as NIXL's errors are not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """`tag` names the part, if there is one; `number` is its write's, in order of posting."""
+
+    kind: Kind
+    owner: PeerId
+    target: PeerId | None = None
+    job_id: int | None = None
+    tag: ChunkTag | None = None
+    number: int | None = None
+
+
+# A choice is an action, and the call that performs it.
+Predicate = Callable[[Action], bool]
+Choice = tuple[Action, Callable[[], None]]
+
+
+@dataclass(eq=False, slots=True)
+class Hold:
+    """Keeps matching actions from happening until `release`."""
+
+    matches: Predicate
+    _holds: list[Hold] = field(repr=False)
+
+    def release(self) -> None:
+        if self in self._holds:
+            self._holds.remove(self)
+
+
+class Fault(NamedTuple):
+    """A fault by chance has no condition."""
+
+    error: Exception
+    at: Literal["post", "check"]
+    lands: bool
+    matches: Predicate | None = None
+
 
 Guard = Callable[[PeerId, RoomKey, Pages], None]
 StagingGuard = Callable[[PeerId, ChunkTag, Pages], None]
@@ -406,12 +447,8 @@ class FakeTransport:
         """Queue a job, or park it until the peer is connected."""
         self._check_open()
         peer = self._peers.get(job.peer)
-        # 1. Unknown or removed: refused. 2. Not connected: parked until it is. 3. Connected:
-        #    queued.
         if peer is None or peer.removed:
             self._jobs.refuse(job, PeerLostError(f"{job.peer} is no peer of this transport"))
-        elif peer.routes is None:
-            self._jobs.park(peer.outbox, job)
         else:
             self._jobs.start(peer.outbox, peer.routes, job)
 
@@ -454,7 +491,7 @@ class FakeTransport:
             # A peer that is not connected is tried again only with jobs to send, and once its
             # former writes have ended.
             if peer.routes is None:
-                if peer.outbox.parked and not peer.in_flight:
+                if peer.routes is None and peer.outbox and not peer.in_flight:
                     yield Action("connect", self.me, peer.peer), partial(self._connect, peer)
             elif peer.in_flight < self._config.window:
                 yield from self._post_choices(peer)
@@ -535,7 +572,7 @@ class FakeTransport:
             self._lose(peer, error)
             return
         peer.routes = routes
-        self._jobs.start_parked(peer.outbox, routes)
+        self._jobs.cut(peer.outbox, routes)
 
     def _lose(self, peer: _FakePeer, error: Exception) -> None:
         peer.routes = None

@@ -2,7 +2,7 @@
 drawn with seeds, aborts, pools that are too small for all at once; every answer compared with the
 model by itself.
 
-`fuzz/engine.py` runs many of them, `tests/integration/hf` a few.
+`fuzz/run.py engine` runs many of them, `tests/integration/hf` a few.
 """
 
 from __future__ import annotations

@@ -10,6 +10,13 @@ from typing import Any
 from tests.support.patience import PATIENCE_S
 
 
+async def until(true: Callable[[], object]) -> None:
+    """Look until it is true, for `PATIENCE_S` at most."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not true():
+            await asyncio.sleep(0.005)
+
+
 def played_by(run: Callable[..., Any], num_given: int = 1) -> Callable[..., Any]:
     """A decorator that makes a test of a scene: a coroutine whose first `num_given` arguments `run`
     gives it, and whose others are fixtures and parameters. What the decorator is called with goes

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
-from prefixkv.config import Backend, TransportConfig
+from prefixkv.config import TransportConfig
 from prefixkv.conformance.hashing import PrefixHasher
 from prefixkv.memory.mesh import Mesh, sent_shares
 from prefixkv.memory.staging_area import BLOCK_BYTES, whole_blocks
@@ -28,9 +27,6 @@ from prefixkv.protocol.ids import ChunkTag, PeerId, RoomKey
 from prefixkv.ranks.leader import RankLeader
 from tests.support.fabric import FakeFabric
 from tests.support.sim_rank import DecodeRank, PrefillRank, Side, SimRank
-from tests.support.transport_pools import Zeros
-
-NewRandom = Callable[[int], random.Random]
 
 
 def scrambled(number: int) -> int:
@@ -154,7 +150,6 @@ class Sim:
     storm: Storm = field(default_factory=Storm)
     shape: Shape = field(default_factory=Shape)
     chance: random.Random | None = None
-    new_random: NewRandom = random.Random  # recording.py has its own
 
     sides: tuple[Side, Side] = field(init=False)
     leader: RankLeader[Any] = field(init=False)
@@ -162,28 +157,23 @@ class Sim:
     address = "tcp://prefill-{}"
     lingers = True  # `slow_writes` counts
     in_mesh = True  # what rank 0 of a mesh says in its Hello
-    make_fabric: ClassVar[Callable[..., Any]] = (
-        FakeFabric  # `shm_fabric.py` has one of real transports
-    )
-    zeros: ClassVar[Zeros] = staticmethod(np.zeros)  # all memory of the ranks
-    backend: ClassVar[Backend] = "nixl"
     prefill_version = ""  # of the weights that a life of prefill begins with
 
     def __post_init__(self) -> None:
-        self.random = self.chance or self.new_random(self.seed)
+        self.random = self.chance or random.Random(self.seed)
         self.num_steps = 0
         self.now_s = 1000.0
         self.calm = False
         self.counters: Counter[str] = Counter()
         self.hasher = PrefixHasher()
         storm = self.storm
-        self.fabric = self.make_fabric(
+        self.fabric = FakeFabric(
             self.seed, fail_at_post=storm.fail_at_post, fail_at_check=storm.fail_at_check,
             lose_notification=storm.lose_notification, guard=self._guard,
             staging_guard=self._staging_guard, state_guard=self._state_guard,
             window_guard=self._window_guard,
         )  # fmt: skip
-        self.fabric.random = self.chance or self.new_random(self.seed)
+        self.fabric.random = self.chance or random.Random(self.seed)
         self.wire: list[tuple[SimRank, str | bytes, bytes]] = []
         self.to_fence: list[tuple[PrefillRank, bool]] = []  # and whether it is only stopped yet
         self._incarnation = self._ticket = 0

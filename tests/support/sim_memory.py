@@ -12,7 +12,6 @@ from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
 from tests.support.mesh_pools import mesh_layout, moved
-from tests.support.transport_pools import Zeros
 
 CANARY = 0xA5
 SALT = 7
@@ -30,12 +29,11 @@ class Memory:
         page_size: int,
         attention: str,
         head_bytes: int,
-        zeros: Zeros = np.zeros,
     ) -> None:
         shard = mesh.shard(rank)
         sizes = num_pages, page_size, shard.num_layers, shard.num_heads
         layout, num_bytes = mesh_layout(order, *sizes, attention, head_bytes)
-        self.bytes = zeros((num_bytes,), np.uint8)
+        self.bytes = np.zeros((num_bytes,), np.uint8)
         self.bytes[:] = CANARY
         self.layout: KVLayout = moved(layout, self.bytes.ctypes.data)
         self._is_canary = np.ones(num_bytes, bool)
@@ -75,8 +73,10 @@ class Buffer:
 
     device = "cpu"
 
-    def __init__(self, num_bytes: int, lease_bytes: int, zeros: Zeros = np.zeros) -> None:
-        self._all = torch.from_numpy(zeros((num_bytes + 3 * BLOCK_BYTES,), np.uint8)).fill_(CANARY)
+    def __init__(self, num_bytes: int, lease_bytes: int) -> None:
+        self._all = torch.from_numpy(np.zeros((num_bytes + 3 * BLOCK_BYTES,), np.uint8)).fill_(
+            CANARY
+        )
         self._first = BLOCK_BYTES + -self._all.data_ptr() % BLOCK_BYTES
         self.area = StagingArea(self._all.data_ptr() + self._first, num_bytes, lease_bytes)
 

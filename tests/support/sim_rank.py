@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import msgspec
 
 import prefixkv.assembly  # noqa: F401 - its parts, also where no conftest is loaded
-from prefixkv.config import Backend, ControlConfig, TransportConfig
+from prefixkv.config import ControlConfig, TransportConfig
 from prefixkv.conformance.hashing import Hashes
 from prefixkv.control import effects
 from prefixkv.control.decode.control import DecodeControl
@@ -37,7 +37,6 @@ from tests.support.control_effects import effects_of
 from tests.support.fabric import FakeFabric
 from tests.support.sim_memory import Buffer, Memory
 from tests.support.state_memory import StateMemory
-from tests.support.transport_pools import Zeros
 
 TIMING = ControlConfig(
     heartbeat_s=1.0, suspect_after_s=4.0, forget_after_s=50.0, resend_s=0.3,
@@ -51,8 +50,6 @@ class World(Protocol):
 
     now_s: float
     fabric: FakeFabric
-    zeros: Zeros
-    backend: Backend
     prefill_version: str
 
     def send(self, source: SimRank, to: str | bytes, raw: bytes) -> None: ...
@@ -146,16 +143,16 @@ class SimRank:
         self.copies = Copies(self.inbox.append)
         self.scatters: dict[int, Scatter] = {}  # asked for, and not run
         sizes = side.num_pages, side.page_size
-        what: Any = side.attention, side.head_bytes, world.zeros
+        what: Any = side.attention, side.head_bytes
         self.memory = Memory(side.mesh, rank, side.order, *sizes, *what)
         self.state = None
         if side.num_slots:
-            self.state = StateMemory(side.tensors, side.num_slots, side.mesh, rank, world.zeros)
+            self.state = StateMemory(side.tensors, side.num_slots, side.mesh, rank)
         self.state_layout = None if self.state is None else self.state.layout
         config, layout = side.transport, self.memory.layout
         self.buffer = self.staging = self.area = None
         if config.staging_bytes:
-            self.buffer = Buffer(config.staging_bytes, config.lease_bytes, world.zeros)
+            self.buffer = Buffer(config.staging_bytes, config.lease_bytes)
             self.area = self.buffer.area
             buffer: Any = self.buffer
             self.staging = StagingCopies(layout, buffer, config.lease_bytes, self.copies)
@@ -163,7 +160,7 @@ class SimRank:
         if side.last is not None:
             self.last = Memory(
                 side.last_mesh, rank, side.order, side.last.num_pages, side.page_size,
-                side.attention, side.head_bytes, world.zeros,
+                side.attention, side.head_bytes,
             )  # fmt: skip
             group = PageGroup(side.last.name, side.last.window, self.last.layout)
             regions = tuple(sorted({*layout.regions, *self.last.layout.regions}))
@@ -307,7 +304,7 @@ class PrefillRank(SimRank):
             num_slots = config.staging_bytes // config.lease_bytes
             slots = StagingSlots(num_slots, config.lease_bytes, side.staging_window)
         endpoints = addresses if rank == 0 else ()
-        ours = OurSide(side.digest, side.topology, rank, backend=world.backend)
+        ours = OurSide(side.digest, side.topology, rank)
         what = endpoints, slots, world.prefill_version
         self.control = PrefillControl(self.me, ours, TIMING, *what)
 
@@ -348,10 +345,9 @@ class DecodeRank(SimRank):
         self.orders: deque[bytes] = deque()  # of rank 0
         self.for_rank_0: deque[bytes] = deque()  # for rank 0
         self._num_messages = 0
-        offer, by_shm = self.transport.metadata, world.backend == "shm"
-        memory = self.layout, b"" if by_shm else offer
+        memory = self.layout, self.transport.metadata
         what = side.digest, side.topology, *memory, rank, worker, self.area, self.state_layout
-        self.control = DecodeControl(self.me, Hello(*what, shm=offer if by_shm else b""), TIMING)
+        self.control = DecodeControl(self.me, Hello(*what), TIMING)
 
     def take_rank_events(self) -> None:
         """As `runtime.DecodeRank.take_rank_events`."""

@@ -167,7 +167,7 @@ class WindowPair:
         self, *, decode: tuple[int, int] = (64, 16), prefill: tuple[int, int] = (64, 24),
         checkpoints: int = 4, window: int = WINDOW, chunk: int = 8, page_size: int = 4,
         shared: bool = False, decode_config: DecodeConfig | None = None,
-        prefill_config: PrefillConfig | None = None, transport: Any = None,
+        prefill_config: PrefillConfig | None = None,
         tp_sizes: tuple[int, int] = (1, 1), heads: tuple[int, int, int] = (1, 2, 3),
         orders: tuple[str, str] = ("layer_major",) * 2,
     ) -> None:  # fmt: skip
@@ -184,9 +184,9 @@ class WindowPair:
         self.decode: DecodeNode
         self.prefills: list[Any]
         if tp_sizes == (1, 1):
-            self.prefill = PrefillNode(self.p_model.pool, config, transport=transport)
+            self.prefill = PrefillNode(self.p_model.pool, config)
             self.prefills = [self.prefill]
-            self.decode = DecodeNode(self.d_model.pool, of_decode, transport=transport)
+            self.decode = DecodeNode(self.d_model.pool, of_decode)
         else:
             self.prefill = PrefillGroup(self.p_model.pools, config, self.p_model.mesh)
             self.prefills = [self.prefill]

@@ -56,7 +56,7 @@ class World:
         cache.unlock(ended)
         match = cache.match_prefix([1, 2, 7, 8, 5])
         self.want = cache.want(match)
-        cache.drain_changes()
+        cache.record().take()
         self.odd = [foreign, other.match_prefix([1, 2]), ended, self.orphan, self.lock, match]
         self.calls = {
             "match_prefix": ([[1, 2, 3, 4], None], {}),
@@ -71,7 +71,6 @@ class World:
             "hint": ([match, True], {}),
             "want": ([match], {}),
             "unwant": ([self.want], {}),
-            "drain_changes": ([False], {}),
             "dump": ([10], {}),
             "locate": ([match], {}),
         }
@@ -98,7 +97,7 @@ def request(rid: str, room: int, **fields: Any) -> Request:
 # What only looks, and what a page manager calls.
 _NOT_THE_ENGINES = {
     "stats", "check_invariants", "nodes", "oldest_lock", "pin", "keep_hash", "hashed",
-    "note_checkpoint", "insert_owned", "lock_at",
+    "note_checkpoint", "insert_owned", "lock_at", "record",
 }  # fmt: skip
 
 

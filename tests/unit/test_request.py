@@ -48,7 +48,6 @@ def test_the_namespace_is_the_keys() -> None:
         (np.array([[1]]), "shape"),
         (np.array([-1], np.int32), "-1"),
         (5, "int"),
-        (RadixKey(np.array([-7], np.int32)), "-7"),
     ],
 )
 def test_what_is_no_token_is_named(tokens: Any, text: str) -> None:

@@ -12,10 +12,10 @@ one. The sums have a fixed order, so every machine gets the same result.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from math import inf, ldexp
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -44,8 +44,6 @@ UNTAUGHT = tuple(
 RESOLUTION = 0.05
 """Precision, as a share of their age, to which starts without an end are counted."""
 
-_NUM_SLICES: Final = 3  # of the classes, ranked one after the other
-
 _UNTAUGHT, _LENGTHS_S = np.array(UNTAUGHT), np.array(LENGTHS_S)
 _EDGES_S, _BEGINS_S = np.array(EDGES_S), np.array(BEGINS_S)
 _LEAST_S = np.where(np.arange(NUM_BINS)[:, None] < np.arange(NUM_BINS + 1), 1e-300, np.inf)
@@ -56,19 +54,12 @@ Table: TypeAlias = npt.NDArray[Any]
 Chances = list[float]
 
 
-class _Noted(NamedTuple):
-    """What is noted and not counted yet, one number after the other."""
-
-    started: list[float]  # row and time
-    returned: list[float]  # row, time of the start and age
-    lost: list[float]  # as `returned`
-
-
 class Hazards:
     """Counts of returns, and the worths that follow. Deterministic, without a clock.
 
     Starts and ends are noted as they happen, at O(1), and counted before the counts are needed.
-    Memory O(rows x 300). Working out the worths costs O(classes x bins squared), in parts.
+    Memory O(rows x 300). Working out the worths costs O(classes x bins squared), some 200 us, as a
+    rule where nothing waits (`work_ahead`).
 
     Args:
         groups: classes that are alike, one list each; all classes occur once.
@@ -94,7 +85,6 @@ class Hazards:
         self._period = period
         self._half_life_s = half_life_s
         num_classes = sum(map(len, groups))
-        self._slice = -(-num_classes // _NUM_SLICES)
         rows = rows or [[kind] for kind in range(num_classes)]
         self._num_rows = len(rows)
         self._by_class = _Sums(
@@ -116,59 +106,61 @@ class Hazards:
         self.now_s = 0.0
         self._halves_s = self._half_life_s  # time of the next halving
         self._num_halved = 0  # halvings so far
-        self._due = self._period  # starts to come until worths are worked out, in parts
-        self._noted = _Noted([], [], [])
+        # Noted and not counted yet.
+        self._started: list[tuple[int, float]] = []  # row and time
+        self._returned: list[tuple[int, float, float]] = []  # row, time of the start and age
+        self._lost: list[tuple[int, float, float]] = []
         # Starts that have not ended, by row, from each of these times to the next; rising.
         self._times_s: Table = np.zeros(0)
         self._out: Table = np.zeros((0, num_rows))
         self._returns: Table = np.zeros((num_rows, NUM_BINS))
         self._losses: Table = np.zeros((num_rows, NUM_BINS))
         # Worths of an empty table: those of `UNTAUGHT`.
-        self._begin()
-        # The time whose counts are worked with; None: it is to come, or all is done.
-        self._frozen_s: float | None = 0.0
-        self._finish()
+        self._work_out()
 
     # --- what happens -----------------------------------------------------------------------------
 
     def start(self, row: int, now_s: float) -> None:
-        """Note a start in `row`. O(1), and now and then a part of the work on the worths."""
+        """Note a start in `row`. O(1), unless the worths are long due."""
         # Before the start is noted: it is of the new half-life.
         if now_s >= self._halves_s:
             self._halve(int(now_s // self._half_life_s))
         self.now_s = now_s
-        self._noted.started.extend((row, now_s))
+        self._started.append((row, now_s))
         self._due -= 1
-        if self._due <= 0:
-            self._go_on()
+        if self._due <= self._overdue:
+            self._work_out()
 
     def returned(self, row: int, start_s: float, now_s: float) -> None:
         # The given time is that of the last use, which may be later than the last start of all:
         # `_count` needs a time at which starts were counted.
         began_s = self.now_s if start_s > self.now_s else start_s
-        self._noted.returned.extend((row, began_s, now_s - start_s))
+        self._returned.append((row, began_s, now_s - start_s))
 
     def lost(self, row: int, start_s: float) -> None:
         """Note that the ghost of a start was forgotten: its return will not be noticed."""
         began_s = self.now_s if start_s > self.now_s else start_s
-        self._noted.lost.extend((row, began_s, self.now_s - began_s))
+        self._lost.append((row, began_s, self.now_s - began_s))
+
+    def work_ahead(self) -> None:
+        """Work the worths out if they are due, so that no start has to."""
+        if self._due <= 0:
+            self._work_out()
 
     def _count(self) -> None:
         # Starts first: an end is taken out of the slot of its start.
-        both = self._counting, self._noted
-        for noted in both:
-            self._count_starts(noted.started)
-        for noted in both:
-            self._count_ends(noted.returned, self._returns)
-            self._count_ends(noted.lost, self._losses)
+        self._count_starts()
+        self._count_ends(self._returned, self._returns)
+        self._count_ends(self._lost, self._losses)
 
-    def _count_starts(self, started: list[float]) -> None:
+    def _count_starts(self) -> None:
+        started = self._started
         if not started:
             return
         num_slots, new_s = len(self._times_s), []
         last_s = self._times_s[-1] if num_slots else -inf
         slots = []
-        for now_s in started[1::2]:
+        for _, now_s in started:
             if now_s - last_s >= 1.0:
                 new_s.append(now_s)
                 last_s = now_s
@@ -177,16 +169,16 @@ class Hazards:
         self._times_s = np.concatenate([self._times_s, new_s])
         out = np.zeros((len(self._times_s), self._out.shape[1]))
         out[:num_slots] = self._out
-        rows = np.array(started[::2], np.intp)
+        rows = np.array([row for row, _ in started], np.intp)
         np.add.at(out, (np.array(slots), rows), 1.0)
         self._out = out
         started.clear()
 
-    def _count_ends(self, ends: list[float], table: Table) -> None:
+    def _count_ends(self, ends: list[tuple[int, float, float]], table: Table) -> None:
         """Count each end into the bin of its age, and out of the slot of its start; forget it."""
         if not ends:
             return
-        found = np.array(ends).reshape(-1, 3)
+        found = np.array(ends)
         rows, starts_s = found[:, 0].astype(np.intp), found[:, 1]
         # A start of an earlier half-life was halved since, so its end counts as little: 2 **
         # -(halvings since).
@@ -199,13 +191,7 @@ class Hazards:
         ends.clear()
 
     def _halve(self, times: int) -> None:
-        # What is noted is of the time before; and so are the counts that are worked with, once they
-        # are frozen.
-        if self._frozen_s is not None:
-            self._finish_work()
-        elif self._due <= 0:
-            while not self._is_counted:
-                next(self._work)
+        # What is noted is of the time before.
         self._count()
         share = ldexp(1.0, self._num_halved - times)
         self._num_halved = times
@@ -217,8 +203,7 @@ class Hazards:
         """Return three float [classes, bins] tables: starts that reached each bin, returned in it,
         were lost in it."""
         self._count()
-        entered = self._ended() + self._still_out(self.now_s)
-        return entered, self._by_class(self._returns), self._by_class(self._losses)
+        return self._entered(), self._by_class(self._returns), self._by_class(self._losses)
 
     def broken_laws(self) -> list[str]:
         """Return every law that does not hold. O(classes x bins)."""
@@ -242,69 +227,16 @@ class Hazards:
 
     # --- what it says -----------------------------------------------------------------------------
 
-    # Worths are worked out in parts, of what was noted by the start at which they are due.
-
-    def work_ahead(self) -> None:
-        """Do a little work on the worths ahead of a start that would have to. No result differs."""
-        # A use may have two starts: with two parts done ahead after each, these do none.
-        for _ in range(2):
-            next(self._work, None)
-        self._num_ahead = 2
-
-    def _go_on(self) -> None:
-        if self._due == 0:
-            self._begin()
-        # All at once if worths are wanted more often than parts fit in.
-        at_once = self._period < LEAST_PERIOD
-        if self._due == _FREEZE_DUE or at_once:
-            self._frozen_s = self.now_s
-        if self._due == _PUBLISH_DUE or at_once:
-            self._finish()
-            self._due += self._period
-        elif self._num_ahead:
-            self._num_ahead -= 1
-        else:
-            next(self._work, None)
-
-    def _begin(self) -> None:
-        """Set apart what is noted by now."""
-        self._counting, self._noted = self._noted, _Noted([], [], [])
-        self._frozen_s = None
-        self._is_counted, self._num_ahead = False, 1
-        self._work: Iterator[None] = self._work_out(self.now_s)
-
-    def _finish(self) -> None:
-        """Publish the worths. `worth[kind][bin]` rises up to `peak[kind]` and falls from there, so
-        the leaf of a class that is worth least is its oldest or newest. Both lists are new objects
-        (see `LeastWorth.choose`)."""
-        self._finish_work()
-        self.peak, self.worth = self._found
-        self._frozen_s, self._work = None, iter(())  # a generator could not be copied
-
-    def _finish_work(self) -> None:
-        for _ in self._work:
-            pass
-
-    def _work_out(self, begun_s: float) -> Iterator[None]:
-        """Work the worths out; a part ends with each `yield`."""
-        # 1. Count what was noted.
-        self._count_starts(self._counting.started)
-        yield
-        self._count_ends(self._counting.returned, self._returns)
-        self._count_ends(self._counting.lost, self._losses)
-        yield
-        self._thin_out(begun_s)
-        self._is_counted = True
-        # 2. The counts of the time to come.
-        while self._frozen_s is None:
-            yield
-        yield
-        entered, returns = self._ended(), self._by_class(self._returns)
-        yield
-        entered = entered + self._still_out(self._frozen_s)
-        yield
-        # 3. The chances of each class, from all to groups to classes. Each level starts from the
-        #    one above, which counts as `trust` observations.
+    def _work_out(self) -> None:
+        """`worth[kind][bin]` rises up to `peak[kind]` and falls from there, so the leaf of a class
+        that is worth least is its oldest or newest. Both lists are new objects (see
+        `LeastWorth.choose`)."""
+        self._due, self._overdue = self._period, -(self._period // 8)
+        self._count()
+        self._thin_out(self.now_s)
+        # The chances of each class, from all to groups to classes. Each level starts from the one
+        # above, which counts as `trust` observations.
+        entered, returns = self._entered(), self._by_class(self._returns)
         common = _chances(
             entered[: self._num_common].sum(0), returns[: self._num_common].sum(0),
             _UNTAUGHT, 5 * self._trust,
@@ -312,19 +244,10 @@ class Hazards:
         in_group = self._by_group
         alike = _chances(in_group(entered), in_group(returns), common, self._trust)
         chances = _chances(entered, returns, alike[self._group_of], self._trust)
-        yield
-        uses, seconds = expected_sums(chances)
-        yield
-        # 4. The worths, of some classes at a time.
-        ranked = []
-        for first in range(0, len(uses), self._slice):
-            rows = slice(first, first + self._slice)
-            ranked.append(steepest_slopes(uses[rows], seconds[rows]))
-            yield
-        indices = np.concatenate(ranked)
+        indices = steepest_slopes(*expected_sums(chances))
         peaks = indices.argmax(1)
-        worth: list[Chances] = rise_and_fall(indices, peaks).tolist()
-        self._found: tuple[list[int], list[Chances]] = peaks.tolist(), worth
+        self.peak: list[int] = peaks.tolist()
+        self.worth: list[Chances] = rise_and_fall(indices, peaks).tolist()
 
     def _thin_out(self, now_s: float) -> None:
         """Merge slots of starts that lie closer together than their age requires."""
@@ -338,9 +261,10 @@ class Hazards:
             self._out = np.add.reduceat(self._out, firsts)
             self._times_s = self._times_s[firsts]
 
-    def _ended(self) -> Table:
+    def _entered(self) -> Table:
+        """Starts that reached each bin: those that ended there or later, and those still out."""
         ended = self._by_class(self._returns + self._losses)
-        return ended[:, ::-1].cumsum(1)[:, ::-1]
+        return ended[:, ::-1].cumsum(1)[:, ::-1] + self._still_out(self.now_s)
 
     def _still_out(self, now_s: float) -> Table | float:
         """Return float [classes, bins]: starts that have not ended and at `now_s` are at least as
@@ -356,12 +280,6 @@ class Hazards:
         # first, which is its start, and two prefixes may be taken for one. So a sum may be too
         # small by a few, even negative.
         return np.maximum(self._by_class(out[until].T), 0.0)
-
-
-_FREEZE_DUE: Final = -2  # the start whose time the counts that are worked with are of
-_PUBLISH_DUE: Final = -12  # by then the parts are done, one a start
-LEAST_PERIOD: Final = 2 - _PUBLISH_DUE
-"""Starts between two workings out below which all is done at once."""
 
 
 class _Sums:

@@ -150,7 +150,7 @@ class Policy(ABC):
         """Note that the last `num_pages` of a node, down to `floor` at most, are to be evicted."""
 
     def work_ahead(self) -> None:  # noqa: B027
-        """Do a little work ahead. Called when a lock has ended: nothing waits for it then."""
+        """Do work ahead. Called when a lock has ended: nothing waits for it then."""
 
     def reset(self) -> None:  # noqa: B027
         """Forget everything learnt."""

@@ -148,7 +148,7 @@ class ModelWorkers:
         """
         answer = ChatAnswer(list(prompt), max_new_tokens)
         how = Sampling(ignore_end=ignore_end)
-        ask = Ask(rid, answer.prompt, "", how, max_new_tokens, salt=salt)
+        ask = Ask(rid, answer.prompt, "", how, max_new_tokens, namespace=salt)
         last_s = time.perf_counter()
         try:
             async with aclosing(self._fleets[decode].generate(ask)) as stream:

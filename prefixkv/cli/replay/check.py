@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, Final
-
-import numpy as np
 
 from prefixkv.cli.replay.trace import MOONCAKE, RECORD, TOKENS, Trace, TraceRequest, block_names
 from prefixkv.spi import TOKEN_BYTES
@@ -66,15 +64,13 @@ def check_trace(trace: Trace, warm: float = 0.0) -> TraceCheck:
             f"No prompt has a whole block: the longest has {longest:,} tokens, a block "
             f"{trace.block_tokens:,}. {_SMALLER.get(trace.kind, _SMALLER[MOONCAKE])}"
         ]
-    elif len(requests) == 1:
-        why = ["It has one request only."]
     elif any(known):
         why = [
             f"What repeats is in the first {begin:,} requests, which only warm the cache (--warm "
             f"{warm:g}); the {len(requests) - begin:,} others ask for new blocks alone."
         ]
     else:
-        why = [*_nothing_repeats(trace, namespaces), *doubts]
+        why = [_nothing_repeats(trace, namespaces), *doubts]
     return TraceCheck(
         trace=trace.name,
         kind=trace.kind,
@@ -135,17 +131,7 @@ def _doubts(trace: Trace, seconds: float) -> list[str]:
             f"{trace.out_of_order:,} requests are earlier than the one before them in the file; "
             "all are replayed by time."
         )
-    # In token lists equal tokens at two positions are two blocks.
-    pages = [] if trace.kind == TOKENS else [_pages(trace, request) for request in requests]
-    if repeating := sum(len({*own}) < len(own) for own in pages):
-        found.append(
-            f"{repeating:,} of {count:,} prompts have one id at two positions: an id stands for "
-            "its block and all before it, so it cannot come again in a prompt. Are the ids those "
-            "of single blocks?"
-        )
-    if empty := sum(not request.num_tokens for request in requests):
-        found.append(f"{empty:,} of {count:,} prompts are empty.")
-    short = sum(len(request.whole_key) < trace.page_size for request in requests) - empty
+    short = sum(len(request.whole_key) < trace.page_size for request in requests)
     if 0 < short < count:
         found.append(
             f"{short:,} of {count:,} prompts are shorter than a block of {trace.block_tokens} "
@@ -154,7 +140,7 @@ def _doubts(trace: Trace, seconds: float) -> list[str]:
     return found
 
 
-def _nothing_repeats(trace: Trace, namespaces: int) -> list[str]:
+def _nothing_repeats(trace: Trace, namespaces: int) -> str:
     """Say what could repeat if the file were another."""
     above: set[int] = set()  # blocks with all before them, as if there were one namespace
     pages: set[bytes] = set()  # blocks by themselves
@@ -168,32 +154,19 @@ def _nothing_repeats(trace: Trace, namespaces: int) -> list[str]:
         again += len(pages & {*own})
         pages.update(own)
     if shared:
-        found = [
+        return (
             f"Equal blocks ({shared:,}) stand in different namespaces, {namespaces:,} for "
             f"{len(trace.requests):,} requests: those share nothing."
-        ]
-    elif again:
-        found = [
-            f"{again:,} blocks come again, but behind other ones: a block is found only if all "
-            "before it are the same. Prompts that begin with a time or a name are all new; an id "
-            "has to stand for the whole prompt up to its end, not for a number in the request."
-        ]
-    else:
-        found = [
-            "No block comes a second time. An id has to be the same wherever the prompt is the "
-            "same up to its block's end; an id drawn for each request never comes again."
-        ]
-    if trace.kind == TOKENS and (common := _common_tokens(trace)):
-        found.append(
-            f"Prompts share up to {common:,} tokens from their beginnings, fewer than a block of "
-            f"{trace.block_tokens:,}: --block-tokens {1 << common.bit_length() - 1} finds some."
         )
-    if trace.kind == RECORD:
-        found.append(
-            "The ids of a record are salted for each file: what another file has seen is unknown "
-            "in this one, put together or not. A greater record_bytes keeps more in one file."
+    if again:
+        return (
+            f"{again:,} blocks come again, but behind other blocks: a block is found only if all "
+            "before it are the same. Prompts that begin with a time or a name are all new."
         )
-    return found
+    return (
+        "No block comes a second time. An id has to be the same wherever the prompt is the same up "
+        "to its block's end; ids of a record are salted for each file."
+    )
 
 
 def _lru_blocks(paths: list[list[Any]], begin: int) -> int:
@@ -221,17 +194,3 @@ def _pages(trace: Trace, request: TraceRequest) -> list[bytes]:
     """Return the whole blocks, without what stands before them."""
     size, data = TOKEN_BYTES * trace.page_size, request.whole_key.data
     return [bytes(data[at : at + size]) for at in range(0, len(data) - size + 1, size)]
-
-
-def _common_tokens(trace: Trace) -> int:
-    """Return the most tokens that two prompts share from their beginnings."""
-    # Sorted, the two that share most are neighbours. The order is that of bytes, which keeps equal
-    # beginnings together as well as any other.
-    keys = sorted((repr(one.key.namespace), bytes(one.key.data)) for one in trace.requests)
-    most = 0
-    for (space, data), (other_space, other) in pairwise(keys):
-        if space == other_space:
-            size = min(len(data), len(other)) // TOKEN_BYTES
-            one, two = (np.frombuffer(of, "<i4", size) for of in (data, other))
-            most = max(most, int(np.append(one == two, False).argmin()))
-    return most

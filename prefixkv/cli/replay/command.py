@@ -24,7 +24,7 @@ from prefixkv.cli.replay.report import (
     table,
 )
 from prefixkv.cli.replay.run import ReplayResult
-from prefixkv.cli.replay.tiers import host_sizes
+from prefixkv.cli.replay.tiers import host_size
 from prefixkv.cli.replay.trace import Trace, client_hints, footprint
 from prefixkv.errors import ConfigError, check_range
 from prefixkv.spi import policy_names
@@ -114,7 +114,7 @@ def replay(
     # Everything that can be refused is refused here, before minutes of replay.
     makers = _makers(policy or [ALL])
     given = _capacities(capacity)
-    hosts = host_sizes("--host", [size for text in host or [] for size in text.split(",")])
+    hosts = [host_size("--host", size) for text in host or [] for size in text.split(",")]
     check_writable("--json", json_file)
     check_writable("--plot", plot)
     check_plot(plot)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 from prefixkv.cli.policies import policy_of
 from prefixkv.cli.replay.optimum import OPTIMUM, replay_optimum
 from prefixkv.cli.replay.run import ReplayResult, replay_policy
-from prefixkv.cli.replay.tiers import HostSize, host_sizes
+from prefixkv.cli.replay.tiers import HostSize, host_size
 from prefixkv.cli.replay.trace import Trace, footprint
 from prefixkv.errors import ConfigError, check_range
 from prefixkv.spi import Policy, policy_names
@@ -93,19 +93,15 @@ def replays(
 
 def replay_curves(
     trace: Trace,
-    policies: str
-    | MakePolicy
-    | Iterable[str | MakePolicy]
-    | Mapping[str, str | MakePolicy]
-    | None = None,
-    capacities: int | Iterable[int] | None = None,
+    policies: Iterable[str | MakePolicy] | Mapping[str, str | MakePolicy] | None = None,
+    capacities: Iterable[int] | None = None,
     *,
     warm: float = 0.0,
     queue: int = 0,
     hints: Sequence[bool | None] | None = None,
     each: Callable[[RequestHits], None] | None = None,
     running: int = 1,
-    hosts: str | Iterable[str | int] = (),
+    hosts: Iterable[str | int] = (),
     bytes_per_token: int = 0,
 ) -> list[ReplayResult]:
     """Replay a trace with each policy at each capacity, through a real `RadixCache`. Costs some ten
@@ -136,12 +132,10 @@ def replay_curves(
     check_range("bytes_per_token", bytes_per_token, 0, 2**32)
     if bytes_per_token:
         trace = replace(trace, bytes_per_token=bytes_per_token)
-    tiers = host_sizes("hosts", hosts.split(",") if isinstance(hosts, str) else hosts)
+    tiers = [host_size("hosts", one) for one in hosts]
     if hints is not None and len(hints) != len(trace.requests):
         raise ConfigError(f"{len(hints)} hints for {len(trace.requests)} requests")
     makers = _makers([*policy_names(), OPTIMUM] if policies is None else policies)
-    if isinstance(capacities, int):
-        capacities = (capacities,)
     sizes = capacities_for(footprint(trace)) if capacities is None else sorted({*capacities})
     for size in sizes:
         check_range("capacity", size, 1, 10**8)
@@ -162,8 +156,6 @@ def maker_of(name: str) -> MakePolicy | None:
 
 
 def _makers(policies: Any) -> Makers:
-    if isinstance(policies, str) or callable(policies):
-        policies = [policies]
     if not isinstance(policies, Mapping):
         named = [(one if isinstance(one, str) else _name_of(one), one) for one in policies]
         policies = dict(named)
@@ -171,21 +163,17 @@ def _makers(policies: Any) -> Makers:
             names = ", ".join(name for name, _ in named)
             raise ConfigError(f"two policies of one name: {names}; give them names of your own")
     makers: dict[str, MakePolicy | None] = {}
-    for name, given in policies.items():
-        if isinstance(given, str):
-            makers[name] = maker_of(given)
-        else:
-            _name_of(given)  # checks that it makes one
-            makers[name] = given
+    for name, policy in policies.items():
+        if not isinstance(policy, str):
+            _name_of(policy)
+        makers[name] = maker_of(policy) if isinstance(policy, str) else policy
     return makers
 
 
-def _name_of(make: Any) -> str:
+def _name_of(make: MakePolicy) -> str:
     """Raises ConfigError if the function makes no policy."""
-    made = make() if callable(make) else make
-    if not callable(make) or not isinstance(made, Policy):
-        raise ConfigError(f"{make!r} is no function that makes an eviction policy")
+    made = make() if callable(make) else None
     name = getattr(made, "name", None)
-    if not isinstance(name, str) or not name:
-        raise ConfigError(f"the policy that {make!r} makes has no name")
+    if not isinstance(made, Policy) or not isinstance(name, str) or not name:
+        raise ConfigError(f"{make!r} is no function that makes an eviction policy with a name")
     return name

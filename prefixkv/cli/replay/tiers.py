@@ -8,9 +8,8 @@ host.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -23,63 +22,49 @@ _MOST_BLOCKS: Final = 10**9
 
 
 class HostSize(NamedTuple):
-    """`number` of `unit`: "x" (times the device's capacity), "blocks" or "bytes"."""
+    """`number` of `unit`: "x" (times the device's capacity), "" (blocks) or "bytes"."""
 
     text: str
     number: float
     unit: str
 
     def blocks(self, capacity: int, block_bytes: int) -> int:
-        """Return the size in whole blocks, rounded down.
+        """Return the size in whole blocks, rounded down. `block_bytes` of 0: not known.
 
-        Args:
-            capacity: of the device, in blocks.
-            block_bytes: of a block; 0: unknown.
-        Raises:
-            ConfigError: a size in bytes, and `block_bytes` is unknown or larger than that.
+        Raises ConfigError for a size in bytes, if `block_bytes` is unknown or larger than that.
 
         >>> HostSize("4x", 4.0, "x").blocks(1000, 0)
         4000
         """
-        if self.unit == "x":
-            found = int(self.number * capacity)
-        elif self.unit == "blocks":
-            found = int(self.number)
-        elif not block_bytes:
+        if self.unit == "bytes" and not block_bytes:
             raise ConfigError(
                 f"a host tier of {self.text}: the trace does not say what the KV of a token takes, "
                 "--bytes-per-token does"
             )
-        else:
-            found = int(self.number) // block_bytes
-            if not found and self.number:
-                raise ConfigError(
-                    f"a host tier of {self.text} has no room for a block of {block_bytes:,} bytes"
-                )
+        scaled = {"x": self.number * capacity, "bytes": self.number / max(1, block_bytes)}
+        found = int(scaled.get(self.unit, self.number))
+        if self.number and not found and self.unit == "bytes":
+            raise ConfigError(
+                f"a host tier of {self.text} has no room for a block of {block_bytes:,} bytes"
+            )
         check_range(f"a host tier of {self.text}", found, 0, _MOST_BLOCKS)
         return found
 
 
-def host_sizes(setting: str, sizes: Iterable[str | int]) -> list[HostSize]:
-    """Return the sizes of host tiers that are named. Raises ConfigError, which names the setting.
+def host_size(setting: str, given: str | int) -> HostSize:
+    """Read the size of a host tier. Raises ConfigError, which names the setting.
 
-    >>> [size.number for size in host_sizes("--host", ["4x", "1.5GiB", 300])]
-    [4.0, 1610612736.0, 300.0]
+    >>> host_size("--host", "1.5GiB").number
+    1610612736.0
     """
-    return [_host_size(setting, size) for size in sizes]
-
-
-def _host_size(setting: str, given: Any) -> HostSize:
-    text = str(given).strip()
-    size = parse_size(text)
-    if isinstance(given, bool) or not isinstance(given, str | int) or size is None:
+    size = None if isinstance(given, bool) else parse_size(str(given))
+    if size is None:
         raise ConfigError(
             f"{setting} {given!r} is no size: 4x (times the capacity), 64GiB, or blocks"
         )
-    number, unit = size
-    if not unit and not number.is_integer():
+    if not size[1] and not size[0].is_integer():
         raise ConfigError(f"{setting} {given!r}: blocks are whole")
-    return HostSize(text, number, unit or "blocks")
+    return HostSize(str(given), *size)
 
 
 @dataclass(frozen=True, slots=True)

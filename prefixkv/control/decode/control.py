@@ -164,12 +164,10 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
     def _watch_worker(self, command: MeetPrefill, now_s: float) -> None:
         """Report once whether a worker that the scheduler asks about answers."""
         address = command.address
-        self._links.open(address, now_s)
+        link = self._links.open(address, now_s)
         self._asked_workers[address] = (
             False  # so that the present state is reported, though it was before
         )
-        link = self._links.get(address)
-        assert link is not None
         self._links.note_change(link)
 
     def _refuse(self, command: RefuseRoom, now_s: float) -> None:
@@ -188,9 +186,7 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
                 room, generation = promise.key.numbers
                 raise InternalError(f"room {room} generation {generation} is open already")
             self._rooms.drop(known)  # the number is in use again
-        self._links.open(address, now_s)
-        link = self._links.get(address)
-        assert link is not None
+        link = self._links.open(address, now_s)
         # The room must be at its link before the link is looked at, or it would wait for the next
         # frame.
         opened = self._rooms[promise.key] = Room(promise, link, self.timing, now_s, refused)

@@ -125,14 +125,15 @@ class Links(dict[str, Link]):
 
     # --- what is said -----------------------------------------------------------------------------
 
-    def open(self, address: str, now_s: float) -> None:
-        """Connect to an address and say Hello, unless there is a link already."""
-        if address in self:
-            return
-        link = Link(address, PeerClock(now_s, now_s), Backoff(self._timing.resend_s))
-        self[address] = link
-        self._say(Connect(address))
-        self.greet(link, now_s)
+    def open(self, address: str, now_s: float) -> Link:
+        """Return the link to an address; where there is none, connect and say Hello."""
+        if (link := self.get(address)) is None:
+            link = self[address] = Link(
+                address, PeerClock(now_s, now_s), Backoff(self._timing.resend_s)
+            )
+            self._say(Connect(address))
+            self.greet(link, now_s)
+        return link
 
     def greet(self, link: Link, now_s: float) -> None:
         """Say Hello, and repeat it until it is answered."""
@@ -299,8 +300,7 @@ class Links(dict[str, Link]):
         rank is not what the leader said, or only some of the ranks stage."""
         links: dict[int, Link] = {}
         for rank, address in leader.rank_addresses.items():
-            self.open(address, now_s)
-            links[rank] = self[address]
+            links[rank] = self.open(address, now_s)
             links[rank].leaders.add(leader.address)
         assert leader.reply is not None
         replies = {

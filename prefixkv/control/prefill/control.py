@@ -475,7 +475,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
             self._peers.lives.supersede(peer.id, frame.sender)
             lost = PeerLostError(f"{peer.id} was replaced by life {frame.incarnation:x}", peer.id)
             self._lose_peer(peer, lost, now_s)
-        self._peers.add(accepted, frame, (route, received.credential), hello, now_s)
+        self._peers.add(accepted, frame, received, hello, now_s)
         self._peers.deaths.met(frame.sender, hello.life, received.is_local, now_s)
         # 5. The transport before the reply: decode promises pages as soon as it has the reply, and
         # a write must not be asked for before its target is known.
@@ -693,9 +693,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         staging = self.staging
         # Pages of groups are never staged: they go straight where they belong.
         if staging is not None and post.peer in staging.peers and post.group < 0:
-            use = post.key, self._rooms.jobs[post.job_id].streams, post.ticket
-            what = post.first_unit, post.src_pages, post.ready, now_s
-            staging.write(post.job_id, *use, post.peer, *what)
+            staging.write(post, self._rooms.jobs[post.job_id].streams, now_s)
             return
         pages = post.src_pages, post.dst_pages
         route: Route = "pages"

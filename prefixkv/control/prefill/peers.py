@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixkv.config import short_key
-from prefixkv.control.effects import RemovePeer
+from prefixkv.control.effects import FrameReceived, RemovePeer
 from prefixkv.control.handshake import Accepted, OurSide
 from prefixkv.control.inbox import ControlInbox
 from prefixkv.control.lives import DeathWatch, IncarnationHistory, PeerClock, nonce
@@ -307,20 +307,19 @@ class Peers(dict[str, Peer]):
         self,
         accepted: Accepted,
         frame: Frame,
-        received: tuple[bytes, str],
+        received: FrameReceived[bytes],
         hello: Hello,
         now_s: float,
     ) -> None:
-        """Make a rank that passed a peer; `received` is its route and its credential. A former life
-        under its name must have been removed before (`PrefillControl._on_handshake`)."""
-        route, credential = received
+        """Make a rank that passed a peer. A former life under its name must have been removed
+        before (`PrefillControl._on_handshake`)."""
         self.lives.begin(frame.sender)
         self.num_met += 1
         self[frame.name] = Peer(
             id=frame.sender,
             worker=hello.worker or frame.sender,
-            route=route,
-            credential=credential,
+            route=received.source,
+            credential=received.credential,
             hello=hello,
             # The Hello's own number: only frames after it are taken from now on.
             live=PeerClock(now_s, now_s, frame.seq),

@@ -243,7 +243,7 @@ class SenderRooms:
         self._peers = peers
         self._say = inbox.say
         self._tombs = tombs
-        self.next_job_id = count(1).__next__  # for a write or copy, never given before
+        self._job_ids = count(1)
 
     def all(self) -> list[SenderMachine]:
         """Return the machines of all rooms. Any thread may ask."""
@@ -351,6 +351,10 @@ class SenderRooms:
                 self._tombs.bury(use, _end(room), answered=reader.answered)
 
     # --- writes -----------------------------------------------------------------------------------
+
+    def next_job_id(self) -> int:
+        """Return a number for a write or copy, never given before."""
+        return next(self._job_ids)
 
     def on_job(self, event: sender.JobEnded | sender.JobDrained, now_s: float) -> None:
         """Tell a write's room that it has ended, or that nothing of it can land any more though it

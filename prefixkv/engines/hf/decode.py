@@ -425,7 +425,7 @@ class DecodeEngine(NodeEngine):
             structs.replace(self._answers[req.rid].choice, position=len(req.output))
             for req in sampled
         ]
-        found = choose(logits, choices, self.model.end_tokens) if sampled else []
+        found = choose(logits, choices, self.model.end_tokens)
         logprobs = chosen_logprobs(logits, found, choices)
         num = len(reqs)
         self._sampled = list(zip(reqs, found[:num], logprobs[:num], strict=True))

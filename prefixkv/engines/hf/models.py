@@ -93,7 +93,7 @@ class PagedModel:
         # 1. Refuse by the config before anything costly: the identity reads all weights.
         config = model.config.get_text_config()
         self.config = config
-        with _named(str(config.model_type)):
+        with _as_config_error(f"{config.model_type} is not served"):
             self.context = check_served(model, context)
             self.name = name or str(config.model_type)
             self.identity = identity or identity_of(model)
@@ -107,12 +107,9 @@ class PagedModel:
             self.vocab_size = int(config.vocab_size)
             self.num_heads = int(config.num_attention_heads)
             self.num_kv_heads = int(getattr(config, "num_key_value_heads", None) or self.num_heads)
-            try:
+            # transformers has an error of its own where layers differ.
+            with _as_config_error(f"{config.model_type} is not served: heads of several sizes"):
                 head_dim = getattr(config, "head_dim", None)
-            except Exception as error:  # transformers has one of its own where layers differ
-                raise ConfigError(
-                    f"{config.model_type} is not served: heads of several sizes"
-                ) from error
             self.head_dim = int(head_dim or config.hidden_size // self.num_heads)
             # 2. What its layers keep, by a forward without pages.
             _attend_plainly(self.model)
@@ -358,27 +355,20 @@ def make_model(
     check_device(device)
     element = _element(dtype)
     if isinstance(config, str):
-        try:
+        # An unknown kind, or sizes that do not go together, have errors of their own.
+        with _as_config_error(f"there is no model {config!r}"):
             known = AutoConfig.for_model(config)
             small = {name: size for name, size in SMALL.items() if hasattr(known, name)}
             config = AutoConfig.for_model(config, **{**small, **sizes})
-        # An unknown kind, or sizes that do not go together, which have errors of their own.
-        except Exception as error:
-            raise ConfigError(f"there is no model {config!r}: {one_line(error)}") from None
     elif sizes:
         raise ConfigError(f"{', '.join(sizes)}: the config has its sizes already")
     # On the CPU and in a forked generator: equal weights on every device, and the caller's random
     # numbers stay as they were.
-    with torch.random.fork_rng(devices=()):
+    with torch.random.fork_rng(devices=()), _as_config_error("the model is not made"):
         torch.manual_seed(seed)
-        try:
-            model = AutoModelForCausalLM.from_config(config, dtype=element)
-        except Exception as error:
-            raise ConfigError(f"the model is not made: {one_line(error)}") from error
-    # Before the model moves: the digest reads it on the host, without copies from a device.
-    identity = identity_of(model)
+        model = AutoModelForCausalLM.from_config(config, dtype=element)
     name = f"{config.model_type} made from seed {seed}"
-    return PagedModel(_moved(model, device), context, identity, trial, name)
+    return _paged(model, device, context, trial, name)
 
 
 def load_model(
@@ -402,36 +392,30 @@ def load_model(
     path = check_folder(folder, MODEL_FILES)
     check_device(device)
     element = None if dtype is None else _element(dtype)
-    # The folder may come from anywhere: only safetensors, which hold no code, and no remote code.
-    try:
+    # A file that is cut off or malformed has errors of the packages' own, and a kind of weights
+    # that needs another package an ImportError.
+    with _as_config_error(f"model folder {path} is not loaded"):
+        # It may come from anywhere: only safetensors, which hold no code, and no remote code.
         model, found = AutoModelForCausalLM.from_pretrained(
             path, dtype=element or "auto", local_files_only=True, use_safetensors=True,
             trust_remote_code=False, output_loading_info=True,
         )  # fmt: skip
-    # Whatever the packages raise: a file that is cut off or malformed has errors of their own, and
-    # a kind of weights that needs another package an ImportError.
-    except Exception as error:
-        raise ConfigError(f"model folder {path} is not loaded: {one_line(error)}") from error
     # transformers makes up what is missing, and only logs it.
     if missing := sorted(found.get("missing_keys", ())):
         raise ConfigError(
             f"model folder {path} is not loaded: it lacks {len(missing)} of the model's weights, "
             f"{missing[0]} for one"
         )
-    # Before the model moves: the digest reads it on the host, without copies from a device.
-    identity = identity_of(model)
     model.generation_config.eos_token_id = end_tokens(path, model)
-    return PagedModel(_moved(model, device), context, identity, trial, path.resolve().name)
+    return _paged(model, device, context, trial, path.resolve().name)
 
 
 def extra_state_of(folder: str | Path, context: int | None = None) -> ExtraState:
     """Tell by the folder's config, before the model is loaded. Raises ConfigError for a config that
     is not read."""
     path = check_folder(folder, MODEL_FILES)
-    try:
+    with _as_config_error(f"model folder {path} is not loaded"):
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # as of `load_model`
-        raise ConfigError(f"model folder {path} is not loaded: {one_line(error)}") from error
     text = config.get_text_config()
     if has_states(text):
         return ExtraState.STATES
@@ -451,25 +435,28 @@ def _element(dtype: object) -> torch.dtype:
     return names[dtype]
 
 
-def _moved(model: Any, device: str) -> Any:
+def _paged(model: Any, device: str, context: int | None, trial: bool, name: str) -> PagedModel:
+    # Before the model moves: the digest reads it on the host, without copies from a device.
+    identity = identity_of(model)
     try:
-        return model.to(device)
+        model = model.to(device)
     except RuntimeError as error:
         raise CapacityError(f"the model does not fit on {device}: {one_line(error)}") from error
+    return PagedModel(model, context, identity, trial, name)
 
 
 @contextmanager
-def _named(kind: str) -> Iterator[None]:
-    """Raise ConfigError for whatever transformers raises for a kind of model that is not served,
-    and CapacityError where the device has not enough memory."""
+def _as_config_error(what: str) -> Iterator[None]:
+    """Raise ConfigError for whatever transformers raises, and CapacityError where the device has
+    not enough memory."""
     try:
         yield
     except (ConfigError, CapacityError):
         raise
     except torch.OutOfMemoryError as error:
-        raise CapacityError(f"{kind} cannot be tried: {one_line(error)}") from error
+        raise CapacityError(f"{what}: {one_line(error)}") from error
     except Exception as error:
-        raise ConfigError(f"{kind} is not served: {one_line(error)}") from error
+        raise ConfigError(f"{what}: {one_line(error)}") from error
 
 
 def unpaged_copy(model: PagedModel) -> Any:

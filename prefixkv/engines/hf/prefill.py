@@ -7,18 +7,16 @@ otherwise. `docs/engine.md` shows the loop.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import torch
 
 from prefixkv import KVPool, NotFiniteError, PrefillConfig, PrefillNode, PrefillRequest
 from prefixkv.engines.hf.loop import NodeEngine
 from prefixkv.engines.hf.models import PagedModel
 from prefixkv.engines.hf.recurrent import NO_SLOT, StateMemory, StateRows
-from prefixkv.engines.hf.requests import PrefillJob, TokenLogprob, pack_first
+from prefixkv.engines.hf.requests import PrefillJob, pack_first
 from prefixkv.engines.hf.sampling import choose, chosen_logprobs
 from prefixkv.errors import RequestError
 from prefixkv.settings import at_least
@@ -192,7 +190,9 @@ class PrefillEngine(NodeEngine):
         ready = self.model.event()
         rows = [row for row, i in enumerate(sampled) if i not in not_finite]
         ended = [sampled[row] for row in rows]
-        firsts = _first_tokens(logits[rows], [parts[i][0] for i in ended], self.model.end_tokens)
+        choices = [parts[i][0].job.choice for i in ended]
+        chosen = choose(logits[rows], choices, self.model.end_tokens)
+        firsts = zip(chosen, chosen_logprobs(logits[rows], chosen, choices), strict=True)
         tokens = dict(zip(ended, firsts, strict=True))
         self._counters["forwards"] += 1
         # 4. Send. The last chunk carries the first token, so that decode can continue at once.
@@ -241,14 +241,3 @@ class PrefillEngine(NodeEngine):
     def stats(self) -> dict[str, int]:
         """Return the node's counters, "forwards", "computed_tokens" and "computing" (prompts)."""
         return {**self.node.stats(), **self._counters, "computing": len(self._computing)}
-
-
-def _first_tokens(
-    logits: torch.Tensor, ended: list[_Computing], end_tokens: Iterable[int]
-) -> list[tuple[int, TokenLogprob | None]]:
-    """logits: [ended, vocabulary]. Tokens come with log-probabilities where they are wanted."""
-    if not ended:
-        return []
-    choices = [one.job.choice for one in ended]
-    tokens = choose(logits, choices, end_tokens)
-    return list(zip(tokens, chosen_logprobs(logits, tokens, choices), strict=True))

@@ -12,8 +12,7 @@ from typing import Final
 
 import torch
 
-from prefixkv.engines.hf.logprobs import logprobs_of
-from prefixkv.engines.hf.requests import Choice, Sampling, TokenLogprob
+from prefixkv.engines.hf.requests import LEAST, Choice, Sampling, TokenLogprob
 
 _DRAW: Final = struct.Struct("<QQQ")
 
@@ -59,17 +58,25 @@ def choose(
 def chosen_logprobs(
     logits: torch.Tensor, tokens: Sequence[int], choices: Sequence[Choice]
 ) -> list[TokenLogprob | None]:
-    """Return the log-probabilities of what `choose` chose; None where none are wanted."""
-    wanted = [
-        (row, num) for row, one in enumerate(choices) if (num := one.sampling.logprobs) is not None
-    ]
+    """Return the log-probabilities of what `choose` chose; None where none are wanted. They are
+    log_softmax of the logits in float32: temperature, top_k and top_p do not count."""
     found: list[TokenLogprob | None] = [None] * len(tokens)
-    if wanted:
-        rows = [row for row, _ in wanted]
-        some = logits if len(rows) == len(tokens) else logits[rows]
-        asked = logprobs_of(some, [tokens[row] for row in rows], [num for _, num in wanted])
-        for row, one in zip(rows, asked, strict=True):
-            found[row] = one
+    wanted = {
+        row: num for row, one in enumerate(choices) if (num := one.sampling.logprobs) is not None
+    }
+    if not wanted:
+        return found
+    rows = [*wanted]
+    logs = torch.log_softmax(logits[rows].float(), -1)
+    logs = logs.nan_to_num(nan=LEAST, neginf=LEAST).clamp_(LEAST, 0.0)
+    ids = torch.tensor([tokens[row] for row in rows], device=logs.device)
+    chosen = logs.gather(1, ids[:, None]).squeeze(1).tolist()
+    # One `topk` for the most that any row needs: its first n are the n likeliest of each row.
+    best = logs.topk(min(max(wanted.values()), logs.shape[-1]))
+    likely = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    for (row, num), logprob, (top, values) in zip(wanted.items(), chosen, likely, strict=True):
+        pairs = tuple(zip(top[:num], values[:num], strict=True))
+        found[row] = TokenLogprob(tokens[row], logprob, pairs)
     return found
 
 

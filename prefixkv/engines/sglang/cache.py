@@ -105,11 +105,12 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
             dynamo_format=params.dynamo_kv_event_format,
             lora_names=params.kv_event_lora_names,
         )
-        # Without listeners the tree keeps no changes. The first drain switches that on.
+        # Without readers the tree keeps no changes.
         self._translator: EventTranslator | None = None
         if self.kv_events.enabled:
             self._translator = EventTranslator(self.kv_events, self.page_size, self.is_eagle)
-            self._translator.record(self.tree.drain_changes(snapshot=True))
+            self._changes = self.tree.record()
+            self._translator.record(self._changes.take())
         if params.enable_metrics:
             self.init_metrics_collector()
 
@@ -303,7 +304,7 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
     def take_events(self) -> list[Any]:
         if self._translator is None:
             return []
-        self._translator.record(self.tree.drain_changes())
+        self._translator.record(self._changes.take())
         return self.kv_events.take()  # type: ignore[no-any-return]
 
     def supports_prefix_sharing(self) -> bool:

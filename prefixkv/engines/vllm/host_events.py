@@ -43,7 +43,7 @@ class HostEvents:
     """The events of one server. Owned by its engine loop. `name_bytes`: of a block's name."""
 
     def __init__(self, cache: RadixCache, name_bytes: int) -> None:
-        self._cache, self._name_bytes = cache, name_bytes
+        self._cache, self._changes, self._name_bytes = cache, cache.record(), name_bytes
         self._left: OrderedDict[bytes, _HostBlock] = OrderedDict()  # by name: not there yet
         self._there: dict[int, _HostBlock] = {}  # by host page
 
@@ -69,7 +69,7 @@ class HostEvents:
     def take(self) -> list[HostEvent]:
         """Return what has changed since the last call. O(blocks of it)."""
         events: list[HostEvent] = []
-        for change in self._cache.drain_changes():
+        for change in self._changes.take():
             if isinstance(change, Inserted):
                 events += self._stored(change)
             elif isinstance(change, TakenOut):

@@ -32,7 +32,7 @@ from prefixkv.engines.vllm.orders import (
 from prefixkv.engines.vllm.stats import Counters
 from prefixkv.engines.vllm.wakeup import WakeupSender
 from prefixkv.errors import HandshakeError, RequestError
-from prefixkv.spi import DeviceEvent, MakeTransport
+from prefixkv.spi import DeviceEvent
 from prefixkv.transfer import (
     Bootstrapped,
     DecodeEvent,
@@ -101,7 +101,6 @@ class WorkerSide:
         model: what both servers have to agree on besides the layout.
         rank, num_ranks: this worker's number, and the number of workers that share each block.
         gather: see `Gather`; not needed by a single worker.
-        transport: makes another transport than NIXL's, for tests.
     """
 
     def __init__(
@@ -115,14 +114,12 @@ class WorkerSide:
         num_ranks: int = 1,
         num_kv_heads: int | None = None,
         gather: Gather | None = None,
-        transport: MakeTransport | None = None,
     ) -> None:
         self._options, self._model = options, model
         self._roles = is_producer, is_consumer
         self._rank, self._num_ranks = rank, num_ranks
         self._num_kv_heads = num_kv_heads
         self._gather = gather or (lambda given: [given])
-        self._transport = transport
         self._decode: DecodeTransfers | None = None
         self._prefill: PrefillTransfers | None = None
         # Two maps each, by room and by request id; always changed together. An entry goes with the
@@ -166,7 +163,7 @@ class WorkerSide:
         # Decode before prefill on every rank: both gather among the ranks, in one order everywhere.
         if is_consumer:
             decode = DecodeConfig(name, model=self._model, control=control, transport=transport)
-            self._decode = decode_transfers(pool, decode, mesh, rank, self._gather, self._transport)
+            self._decode = decode_transfers(pool, decode, mesh, rank, self._gather)
             _log.info("prefixkv decode worker %s, rank %d", name, rank)
         if is_producer:
             # A server of both roles has two peers, which need two names.
@@ -176,9 +173,7 @@ class WorkerSide:
             prefill = PrefillConfig(
                 name, bind, model=self._model, control=control, transport=transport
             )
-            self._prefill = prefill_transfers(
-                pool, prefill, mesh, rank, self._gather, self._transport
-            )
+            self._prefill = prefill_transfers(pool, prefill, mesh, rank, self._gather)
             _log.info("prefixkv prefill worker %s, rank %d, listens at %s", name, rank, bind)
             # The scheduler needs an address for the answers of offers, and the port may have been
             # chosen only now. An endpoint without a host would be of no use to a decode server.

@@ -223,7 +223,7 @@ class NixlLoop(TransportLoop[NixlPeer]):
             self._lose(peer, bare(error))
             return
         # Only now: jobs are cut by the routes that the lists were made for.
-        self._jobs.start_parked(peer.outbox, routes)
+        self._jobs.cut(peer.outbox, routes)
 
     def _lose(self, peer: NixlPeer, error: Exception) -> None:
         """What waits for the peer fails, a later write tries again."""

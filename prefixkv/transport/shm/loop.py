@@ -199,7 +199,7 @@ class ShmLoop(TransportLoop[ShmPeer]):
         # order.
         peer.routes = routes
         peer.was_reached = True
-        self._jobs.start_parked(peer.outbox, routes)
+        self._jobs.cut(peer.outbox, routes)
         return True
 
     def _lose(self, peer: ShmPeer, error: Exception) -> None:

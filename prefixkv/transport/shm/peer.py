@@ -92,14 +92,14 @@ class ShmLink:
         if self.answered:
             raise PeerLostError(f"{self._peer.name} has closed, or is dead")
         # 3. The answer: descriptors of the memory, checked. Their owner is this link from here on.
-        handed = take(self.socket, self._max_ranges)
+        blocks, ranges = take(self.socket, self._max_ranges)
         # Before anything that may raise: `close` has to find the descriptors.
-        self._files = [block.fd for block in handed.blocks]
-        blocks = sorted(handed.blocks)
+        self._files = [block.fd for block in blocks]
+        blocks.sort()
         shifts = [self._map(block) for block in blocks]
         firsts = [block.address for block in blocks]
         # Writable ranges become addresses of ours; `_check_places` saw that each lies in a block.
-        for address, num_bytes in handed.ranges:
+        for address, num_bytes in ranges:
             shift = shifts[bisect_right(firsts, address) - 1]
             self.mapped.append(Mapped(address, num_bytes, address + shift))
         # What our jobs will touch is populated, and only that: the rest may be holes.

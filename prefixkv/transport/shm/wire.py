@@ -32,7 +32,7 @@ import struct
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from typing import Annotated, Final, NamedTuple
+from typing import Annotated, Final
 
 import msgspec
 
@@ -74,13 +74,6 @@ class _Memory(msgspec.Struct, frozen=True, array_like=True):
 
     blocks: Annotated[tuple[_Range, ...], msgspec.Meta(max_length=MAX_BLOCKS)]
     ranges: Annotated[tuple[_Range, ...], msgspec.Meta(max_length=MAX_RANGES)]
-
-
-class Handed(NamedTuple):
-    """The memory that a peer has handed over. The receiver has to close the descriptors."""
-
-    blocks: list[SharedBlock]
-    ranges: tuple[tuple[int, int], ...]
 
 
 def pack_offer(offer: ShmOffer) -> bytes:
@@ -148,8 +141,11 @@ def hand_over(
     link.sendmsg([MAGIC + msgspec.msgpack.encode(words)], [rights])
 
 
-def take(link: socket.socket, max_ranges: int) -> Handed:
-    """Receive and check what `hand_over` sent: at most `max_ranges` ranges, and as many blocks.
+def take(
+    link: socket.socket, max_ranges: int
+) -> tuple[list[SharedBlock], tuple[tuple[int, int], ...]]:
+    """Receive and check what `hand_over` sent; return the blocks, whose descriptors are the
+    caller's to close, and the ranges: at most `max_ranges`, and as many blocks.
 
     Raises BlockingIOError if nothing has come yet, HandshakeError, with all descriptors closed, if
     it is not as it has to be.
@@ -189,7 +185,7 @@ def take(link: socket.socket, max_ranges: int) -> Handed:
     except BaseException:
         close_all(fds)
         raise
-    return Handed(blocks, memory.ranges)
+    return blocks, memory.ranges
 
 
 def check_file(block: SharedBlock) -> None:

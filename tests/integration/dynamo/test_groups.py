@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 from prefixkv.cache.checkpoints import NO_SLOT, Checkpoints
-from prefixkv.cache.events import EventFeed
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.config import KVEventsConfig
 from prefixkv.kv_events.publisher import KVEventPublisher
@@ -51,8 +50,7 @@ def test_services_count_pages_beside_checkpoints(tmp_path: Path) -> None:
         publisher = stack.enter_context(
             closing(KVEventPublisher(config, worker, "model", PAGE_SIZE))
         )
-        feed = EventFeed(cache, *worker, at_checkpoints=True)
-        feed.listen(publisher)
+        publisher.listen(cache)
         where = {"endpoint": publisher.endpoint, "replay": publisher.replay_endpoint}
 
         def started() -> list[Indexer | Selector]:
@@ -65,7 +63,7 @@ def test_services_count_pages_beside_checkpoints(tmp_path: Path) -> None:
             return both
 
         def agree(services: list[Indexer | Selector]) -> None:
-            feed.pass_on()
+            publisher.pass_on()
             for tokens in prompts:
                 held = cache.match_prefix(tokens).prefix_len
                 asked = {"tokens": tokens, "lora": None, "salt": None}
@@ -92,7 +90,7 @@ def test_services_count_pages_beside_checkpoints(tmp_path: Path) -> None:
                 if slot != NO_SLOT:
                     points.save(int(match.pages[depth - 1]), depth, slot)
                     saved += 1
-                feed.pass_on()
+                publisher.pass_on()
             agree(services)
         assert saved > 50
         assert points.evicted > 10

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from prefixkv.cache.events import EventFeed
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.config import KVEventsConfig
 from prefixkv.kv_events.publisher import KVEventPublisher
@@ -34,9 +33,8 @@ class Worker:
         self.publisher = KVEventPublisher(config, worker, "model", PAGE_SIZE, has_host=True)
         stack.enter_context(closing(self.publisher))
         assert self.publisher.host is not None
-        self.feeds = EventFeed(self.pool, *worker), EventFeed(self.host, *worker)
-        self.feeds[0].listen(self.publisher)
-        self.feeds[1].listen(self.publisher.host)
+        self.publisher.listen(self.pool)
+        self.publisher.host.listen(self.host)
         self.indexer = stack.enter_context(Indexer(PYTHON, folder))
         self.selector = stack.enter_context(Selector(PYTHON, folder))
         where = {
@@ -59,8 +57,8 @@ class Worker:
 
     def agrees(self) -> None:
         """What the services say comes to be what the trees have."""
-        for feed in self.feeds:
-            feed.pass_on()
+        self.publisher.pass_on()
+        self.publisher.host.pass_on()
         for tokens in (ONE, TWO):
             depths = [cache.match_prefix(tokens).prefix_len for cache in (self.pool, self.host)]
             expected = [(depths[0], max(depths))] * 2

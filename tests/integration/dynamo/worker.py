@@ -14,7 +14,6 @@ import sys
 import time
 from typing import Any
 
-from prefixkv.cache.events import EventFeed
 from prefixkv.cache.radix_key import Namespace
 from prefixkv.config import KVEventsConfig
 from prefixkv.kv_events import publisher as publisher_module
@@ -41,9 +40,8 @@ class Worker:
         self.pages = PageManager(NUM_PAGES, PAGE_SIZE, 8, NUM_PAGES)
         self.scheduler = decode_scheduler(self.pages, reserve_tokens=PAGE_SIZE)
         life = random.SystemRandom().getrandbits(60)
-        self.feed = EventFeed(self.pages.cache, name, life)
         self.publisher = KVEventPublisher(config, PeerId(name, life), "model", PAGE_SIZE)
-        self.feed.listen(self.publisher)
+        self.publisher.listen(self.pages.cache)
 
     def run(self, num_operations: int, seed: int, per_second: float, flushes: float) -> int:
         """At most so many a second, of which so many are flushes. Returns how many pages were
@@ -55,7 +53,7 @@ class Worker:
                 self.scheduler.flush()
             else:
                 self._serve(chance)
-            self.feed.pass_on()
+            self.publisher.pass_on()
             ahead_s = begun_s + number / per_second - time.monotonic()
             if ahead_s > 0:
                 time.sleep(ahead_s)

@@ -68,20 +68,6 @@ def test_it_takes_part_in_all_but_drafts() -> None:
     assert [*report.skipped.values()] == ["this engine gives one token per step"]
 
 
-@pytest.mark.slow
-def test_a_fault_of_it_is_found() -> None:
-    """An engine that gives all its requests one number."""
-
-    class Counting(HFSides):
-        def submit(self, prompt: Any, answer: Any) -> None:
-            self._decode._rooms = 0
-            super().submit(prompt, answer)
-
-    report = conformance.run(Counting, only=["decode restarts"], patience_s=PATIENCE_S)
-    assert "calls" in report.laws
-    assert "is in use" in str(report)
-
-
 def test_a_restarted_worker_uses_no_room_of_its_former_life() -> None:
     sides = [HFSides(conformance.ScenarioSettings()) for _ in range(2)]
     try:

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from prefixkv.engines.hf import PagedModel, Sampling
-from prefixkv.engines.hf import logprobs as logprobs_module
-from prefixkv.engines.hf.logprobs import logprobs_of
 from prefixkv.engines.hf.requests import (
     LEAST,
+    Choice,
     TokenLogprob,
     pack_first,
     unpack_first,
 )
+from prefixkv.engines.hf.sampling import chosen_logprobs
 from prefixkv.errors import RequestError
 from tests.support.hf_workload import check_answers
 from tests.support.hf_world import Reference, World
@@ -50,7 +50,7 @@ def test_without_them_none_are_computed(model: PagedModel, monkeypatch: pytest.M
     def never(*_: object) -> None:
         raise AssertionError("computed, and not asked for")
 
-    monkeypatch.setattr("prefixkv.engines.hf.sampling.logprobs_of", never)
+    monkeypatch.setattr("torch.log_softmax", never)
     with World(model) as world:
         world.ask("r", range(20), max_new_tokens=5, num_samples=2)
         world.run()
@@ -60,6 +60,11 @@ def test_without_them_none_are_computed(model: PagedModel, monkeypatch: pytest.M
 # --- numbers --------------------------------------------------------------------------------------
 
 
+def logprobs_of(logits: torch.Tensor, tokens: list[int], nums: list[int]) -> list[TokenLogprob]:
+    found = chosen_logprobs(logits, tokens, [Choice(sampling(num)) for num in nums])
+    return [one for one in found if one is not None]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_numbers_are_finite_and_the_likeliest_come_first(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -67,7 +72,7 @@ def test_numbers_are_finite_and_the_likeliest_come_first(dtype: torch.dtype) -> 
     logits[3, 4:] = -torch.inf
     logits[7] = torch.nan
     tokens = [int(i) % 30 for i in range(150)]
-    num_top = [i % 22 for i in range(150)]
+    num_top = [i % 21 for i in range(150)]
     found = logprobs_of(logits, tokens, num_top)
     expected = torch.log_softmax(logits.float(), -1)
     for i, one in enumerate(found):
@@ -107,17 +112,3 @@ def test_they_travel_with_the_first_token_and_a_wrong_one_is_refused() -> None:
     for data, num_top in wrong:
         with pytest.raises(ValueError, match=r"^"):
             unpack_first(data, 301, 16, num_top)
-
-
-def test_few_distributions_are_in_memory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = []
-    right = torch.log_softmax
-
-    def log_softmax(logits: torch.Tensor, dim: int) -> torch.Tensor:
-        sizes.append(len(logits))
-        return right(logits, dim)
-
-    monkeypatch.setattr(torch, "log_softmax", log_softmax)
-    logprobs_of(torch.zeros(1000, 4), [0] * 1000, [1] * 1000)
-    assert max(sizes) == logprobs_module._ROWS
-    assert sum(sizes) == 1000

@@ -19,10 +19,8 @@ HOST = {"host_memory": HostConfig(times=8, policy="lru")}
 
 
 def usage_of(answer: Answer, end: Output) -> dict[str, int]:
-    usage = Usage(
-        len(answer.ask.tokens), 0, end.hit_tokens, end.shared_tokens, end.prefill_hit_tokens,
-        end.host_tokens, decode_computed_tokens=end.decode_computed_tokens,
-    )  # fmt: skip
+    usage = Usage(len(answer.ask.tokens))
+    usage.add_prompt(len(answer.ask.tokens), end)
     parts: dict[str, int] = usage.body()["prefixkv"]
     names = ("decode_hit_tokens", "shared_tokens", "decode_computed_tokens", "sent_tokens")
     assert sum(parts[name] for name in names) == len(answer.ask.tokens)

@@ -86,7 +86,7 @@ def test_settings_of_one_worker_that_are_refused_end_those_that_were_started(
     assert psutil.Process().children() == before
 
 
-@pytest.mark.parametrize("moment", ["a Llama", "30 turns"])
+@pytest.mark.parametrize("moment", ["a Llama", "this machine, cache on"])
 def test_ctrl_c_ends_the_demo_with_one_line_and_all_its_workers(moment: str) -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored in the background
     try:

@@ -31,7 +31,7 @@ from prefixkv.serving.wire import (
 )
 from prefixkv.serving.worker import DecodeWorker, _OpenRequest
 from tests.support.patience import NEVER_S, PATIENCE_S
-from tests.support.scenes import played_by
+from tests.support.scenes import played_by, until
 
 MIB = 1 << 20
 LIMITS = Limits(MIB, NEVER_S, NEVER_S, NEVER_S, NEVER_S)
@@ -98,11 +98,6 @@ class Stage:
     async def live(self) -> list[str]:
         """The requests that the engine has."""
         return await self.worker._call(lambda engine: list(engine._samples))
-
-
-async def until(true: Callable[[], object]) -> None:
-    while not true():
-        await asyncio.sleep(0.005)
 
 
 async def last_said(answer: httpx.Response) -> TokenEvent:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from itertools import repeat
-from types import FunctionType, MethodType
+from types import BuiltinMethodType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -249,7 +249,7 @@ class _Digest:
             return tuple(map(self.of, what))
         if isinstance(what, Enum):
             return what.value
-        if isinstance(what, dict):
+        if isinstance(what, dict) and kind.__module__ in ("builtins", "collections"):
             return tuple((self.of(key), self.of(value)) for key, value in what.items())
         if isinstance(what, set | frozenset):
             return tuple(sorted(map(self.of, what), key=repr))
@@ -257,7 +257,7 @@ class _Digest:
             return what.tobytes()
         if isinstance(what, Exception):
             return kind.__name__, str(what)
-        if kind in (MethodType, FunctionType):
+        if kind in (MethodType, FunctionType, BuiltinMethodType):
             return None
         if kind is Hello or kind is messages.HelloReply or kind is ControlConfig:
             return what
@@ -281,7 +281,9 @@ class _Digest:
         name = type(what).__name__
         if not fields:
             raise TypeError(f"the explorer does not know what a {name} holds")
-        return name, *(self.of(getattr(what, of)) for of in fields if of not in _SKIPPED)
+        entries = dict(what) if isinstance(what, dict) else None
+        held = (self.of(getattr(what, of)) for of in fields if of not in _SKIPPED)
+        return name, self.of(entries), *held
 
     def _time(self, at_s: float) -> float:
         """What has passed has passed; what is far off never comes."""

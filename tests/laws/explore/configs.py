@@ -1,5 +1,5 @@
-"""What is explored: `QUICK` in every run of the tests, `WHOLE` by fuzz/explore.py, but for what
-another of them has in it (`needed`)."""
+"""What is explored: `QUICK` in every run of the tests, `WHOLE` by `fuzz/run.py explore`, but for
+what another of them has in it (`needed`)."""
 
 from __future__ import annotations
 

@@ -20,6 +20,9 @@ from prefixkv.control.prefill.control import PrefillControl
 from prefixkv.control.prefill.rooms import SenderRooms
 from prefixkv.protocol.receiver_machine import ReceiverMachine
 from prefixkv.protocol.sender_machine import SenderMachine
+from tests.laws.explore.configs import config_of
+from tests.laws.explore.search import explore
+from tests.laws.explore.state import LawError
 
 
 @dataclass(frozen=True)
@@ -153,3 +156,13 @@ MUTANTS = (
         "is_gone and not room.in_flight", "is_gone", "restart",
     ),
 )  # fmt: skip
+
+
+def find(mutant: Mutant) -> str:
+    """Return what breaks with a mutant in its configuration; "": nothing."""
+    try:
+        with mutant.alive():
+            explore(config_of(mutant.config))
+    except LawError as error:
+        return f"{error} ({len(error.trace)} moves)"
+    return ""

@@ -1,4 +1,4 @@
-"""Plays cases and looks for mutants (`tests/unit/control/test_liveness.py`, `fuzz/liveness.py`)."""
+"""Plays cases and looks for mutants, for test_liveness.py and `fuzz/run.py liveness`."""
 
 from __future__ import annotations
 

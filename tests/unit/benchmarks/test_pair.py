@@ -8,8 +8,6 @@ from benchmarks import transfer
 from benchmarks.pair import WorkerError, run_pair
 from prefixkv.errors import InternalError
 
-# --- processes ------------------------------------------------------------------------------------
-
 
 def _ask(pipe, watch, number):
     pipe.send(number)
@@ -42,9 +40,6 @@ def test_a_side_that_fails_ends_the_pair(serving, why):
     """Of a side that died the other one may hear first: its pipe has an end."""
     with pytest.raises(WorkerError, match=why):
         run_pair(_ask, serving, 4)
-
-
-# --- repetitions ----------------------------------------------------------------------------------
 
 
 def test_bytes_that_differ_are_an_error() -> None:

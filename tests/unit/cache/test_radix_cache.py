@@ -110,15 +110,6 @@ def test_namespaces_never_share():
     fails_unchanged(cache, CallerError, cache.insert, RadixKey([1]), [9], namespace="lora")
 
 
-def test_an_empty_namespace_leaves_nothing_behind():
-    cache = RadixCache(page_size=1)
-    for name in range(100):
-        cache.insert([1], [name], namespace=name)
-        cache.unlock(cache.lock(cache.match_prefix([2], namespace=("empty", name))))
-    cache.evict(100)
-    assert not cache._roots
-
-
 def test_arrays_that_come_in_are_copied_and_arrays_that_go_out_are_the_callers():
     cache = RadixCache(page_size=1)
     key, pages = np.array([1, 2, 3], np.int32), np.array([7, 8, 9], np.int32)
@@ -389,19 +380,25 @@ def test_a_broken_law_is_reported_with_the_state():
 # --- wants and events -----------------------------------------------------------------------------
 
 
-def test_a_listener_that_comes_late_or_falls_behind_gets_the_tree_as_it_is(monkeypatch):
-    monkeypatch.setattr("prefixkv.cache.radix_cache.EVENT_LIMIT_PAGES", 3)
+def test_a_reader_that_comes_late_or_falls_behind_gets_the_tree_as_it_is():
     cache = filled("abc", "abd")
-    changes = cache.drain_changes()
-    assert [type(change) for change in changes] == [Inserted] * 3
-    assert sum(len(change.pages) for change in changes) == 4 * PAGE_ID_BYTES
-    assert cache.drain_changes() == []
+    log, slow = cache.record(), cache.record(limit_pages=3)
+    for each in (log, slow):
+        first, *rest = each.take()
+        assert first == Cleared()
+        assert [type(change) for change in rest] == [Inserted] * 3
+        assert sum(len(change.pages) for change in rest) == 4 * PAGE_ID_BYTES
+        assert each.take() == []
     evicted = cache.evict(1)
-    assert cache.drain_changes() == [TakenOut([evicted.tobytes()])]
     cache.insert(tokens("wxyz"), range(10, 14))
-    first, *rest = cache.drain_changes()
+    taken, stored = log.take()
+    assert taken == TakenOut([evicted.tobytes()])
+    first, *rest = slow.take()
     assert first == Cleared()
     assert sum(len(change.pages) for change in rest) == cache.num_pages * PAGE_ID_BYTES
+    assert (len(stored.pages), slow.overruns, log.overruns) == (4 * PAGE_ID_BYTES, 1, 0)
+    log.restart()
+    assert log.take() == slow._whole()
 
 
 class Recorded(LeastRecentlyUsed):

@@ -31,7 +31,7 @@ from prefixkv.protocol.messages import PROTOCOL_VERSION
         ("serve {tmp}", "no config.json and no *.safetensors and no tokenizer.json"),
         ("serve {tmp}/none", "there is no model folder"),
         ("serve {tmp}/w.toml", "is no folder"),
-        ("serve --device nonsense", "device is 'nonsense'"),
+        ("serve --port 0 --device nonsense", "device is 'nonsense'"),
         ("serve --request-log /nowhere/at/all", "request_log: '/nowhere/at/all' cannot be written"),
         ("replay none.jsonl --json {tmp}/no/p.jsonl", "--json is"),
     ],

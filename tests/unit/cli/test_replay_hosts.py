@@ -14,7 +14,7 @@ import pytest
 from prefixkv.cache.eviction.policy import policy_names
 from prefixkv.cli.main import run_command
 from prefixkv.cli.replay import Trace, make_trace, replay_curves
-from prefixkv.cli.replay.tiers import host_sizes
+from prefixkv.cli.replay.tiers import host_size
 from prefixkv.errors import ConfigError
 
 
@@ -80,7 +80,7 @@ def plain(trace: Trace, capacity: int, host: int) -> list[tuple[int, int, int]]:
 @pytest.mark.parametrize("host", [0, 7, 30, 60, 120, 10_000])
 def test_host_tiers_agree_with_a_plain_model(seed: int, host: int) -> None:
     trace, seen = sessions(seed), []
-    found = replay_curves(trace, "lru", [30], hosts=[host], warm=0.25, each=seen.append)
+    found = replay_curves(trace, ["lru"], [30], hosts=[host], warm=0.25, each=seen.append)
     rows = plain(trace, 30, host)
     assert [(one.hit_tokens, one.host_hit_tokens) for one in seen] == [
         (known * 512, {host: behind * 512}) for known, behind, _ in rows
@@ -102,19 +102,19 @@ def test_a_host_tier_changes_nothing_on_the_device_and_one_of_no_pages_nothing_a
     trace = sessions(5, 150)
     hints = [at % 3 == 0 or None for at in range(150)]
     options: dict[str, Any] = {"running": running, "queue": 4, "hints": hints, "warm": 0.2}
-    (without,) = replay_curves(trace, policy, [40], **options)
-    (found,) = replay_curves(trace, policy, [40], hosts=[0, "3x", 90], **options)
+    (without,) = replay_curves(trace, [policy], [40], **options)
+    (found,) = replay_curves(trace, [policy], [40], hosts=[0, "3x", 90], **options)
     assert bare(found) == bare(without)
     none, behind, nearly = found.host
     assert (none.block_hit_ratio, none.loads, none.written_blocks) == (found.block_hit_ratio, 0, 0)
     assert (nearly.host_blocks, behind.host_blocks) == (120, 90)
     assert behind.loaded_blocks > 0
     # Each size is replayed by itself.
-    assert replay_curves(trace, policy, [40], hosts=[120], **options)[0].host == (nearly,)
+    assert replay_curves(trace, [policy], [40], hosts=[120], **options)[0].host == (nearly,)
 
 
 def test_the_optimum_has_no_host_tier() -> None:
-    found = replay_curves(sessions(1, 50), ["optimum", "lru"], [20], hosts="2x,4x")
+    found = replay_curves(sessions(1, 50), ["optimum", "lru"], [20], hosts=["2x", "4x"])
     assert [len(one.host) for one in found] == [0, 2]
 
 
@@ -129,7 +129,7 @@ def test_the_optimum_has_no_host_tier() -> None:
     ],
 )  # fmt: skip
 def test_sizes_of_host_tiers(text: str | int, blocks: int) -> None:
-    (size,) = host_sizes("--host", [text])
+    size = host_size("--host", text)
     assert size.blocks(100, 1024) == blocks
 
 
@@ -138,17 +138,17 @@ def test_sizes_of_host_tiers(text: str | int, blocks: int) -> None:
 )
 def test_what_is_no_size_is_refused(given: Any) -> None:
     with pytest.raises(ConfigError, match="hosts"):
-        replay_curves(trace_of([1]), "lru", [2], hosts=[given])
+        replay_curves(trace_of([1]), ["lru"], [2], hosts=[given])
 
 
 def test_a_size_in_bytes_needs_the_size_of_a_token() -> None:
     trace, seen = trace_of([1], [1]), []
     with pytest.raises(ConfigError, match="--bytes-per-token"):
-        replay_curves(trace, "lru", [1, 2], hosts=["1MiB"], each=seen.append)
+        replay_curves(trace, ["lru"], [1, 2], hosts=["1MiB"], each=seen.append)
     with pytest.raises(ConfigError, match="no room for a block of 51,200 bytes"):
-        replay_curves(trace, "lru", [1], hosts=["1KiB"], bytes_per_token=100, each=seen.append)
+        replay_curves(trace, ["lru"], [1], hosts=["1KiB"], bytes_per_token=100, each=seen.append)
     assert not seen
-    (found,) = replay_curves(trace, "lru", [1], hosts=["1MiB"], bytes_per_token=100)
+    (found,) = replay_curves(trace, ["lru"], [1], hosts=["1MiB"], bytes_per_token=100)
     assert found.host[0].host_blocks == (1 << 20) // 51_200
 
 

@@ -59,8 +59,8 @@ def test_policies_and_capacities_may_be_none_one_or_have_names_of_ones_own() -> 
     short = partial(Gated, fresh_s=0)
     found = replay_curves(small(), {"a": Gated, "b": short, "c": "lru", "d": "optimum"}, [2])
     assert [one.policy for one in found] == ["a", "b", "c", "d"]
-    assert replay_curves(small(), "adaptive:trust=5", [2])[0].policy == "adaptive:trust=5"
-    (one,) = replay_curves(small(), Gated, 2)
+    assert replay_curves(small(), ["adaptive:trust=5"], [2])[0].policy == "adaptive:trust=5"
+    (one,) = replay_curves(small(), [Gated], [2])
     assert (one.policy, one.capacity_blocks, one.hit_tokens) == ("gated", 2, found[0].hit_tokens)
 
 
@@ -72,8 +72,8 @@ def test_policies_and_capacities_may_be_none_one_or_have_names_of_ones_own() -> 
         ({"policies": [Gated()]}, "no function that makes"),
         ({"policies": [dict]}, "no function that makes"),
         ({"policies": {"a": lambda: None}}, "no function that makes"),
-        ({"policies": [type("Nameless", (Gated,), {"name": 3})]}, "has no name"),
-        ({"policies": [type("Nameless", (Gated,), {"name": ""})]}, "has no name"),
+        ({"policies": [type("Nameless", (Gated,), {"name": 3})]}, "with a name"),
+        ({"policies": [type("Nameless", (Gated,), {"name": ""})]}, "with a name"),
         ({"capacities": [0]}, "capacity"),
         ({"warm": 1.0}, "warm"),
         ({"queue": -1}, "queue"),

@@ -214,37 +214,6 @@ class DoesNotWriteTheNewestTokensKV(ToyDecode):
         return toy_answer(req.tokens.tolist(), 1) if req.output else super().sample(req)
 
 
-class DropsSampledTokens(ToyDecode):
-    """Its sampler goes on by itself, as one with a random generator does."""
-
-    def __init__(self, settings: Any) -> None:
-        super().__init__(settings)
-        self.says: dict[str, Iterator[int]] = {}
-
-    def sample(self, req: Any) -> list[int]:
-        new = super().sample(req)
-        if req.rid not in self.says:
-            left = req.max_new_tokens - len(req.output)
-            self.says[req.rid] = iter([*new, *toy_answer([*req.tokens.tolist(), *new], left - 1)])
-        return [next(self.says[req.rid], 0)]
-
-    def append(self) -> None:
-        tokens = {req: new[0] for req, new in self.sampled.items()}
-        self.sampled = {}
-        try:
-            self.node.append_many([*tokens], [*tokens.values()])
-        except OutOfPagesError as error:
-            for rid in error.retract[:1]:
-                self.retract(rid)
-            return
-        for req, token in tokens.items():
-            self.answers[req.rid].token(token)
-
-    def retract(self, rid: str) -> None:
-        super().retract(rid)
-        del self.says[rid]
-
-
 class MakesTheStepAgain(ToyDecode):
     """Tokens come out the same, so that no answer shows it."""
 
@@ -260,6 +229,21 @@ class MakesTheStepAgain(ToyDecode):
         for req, token in tokens.items():
             if not req.state.ended:
                 self.answers[req.rid].token(token)
+
+
+class DropsSampledTokens(MakesTheStepAgain):
+    """Its sampler goes on by itself, as one with a random generator does."""
+
+    def __init__(self, settings: Any) -> None:
+        super().__init__(settings)
+        self.says: dict[str, Iterator[int]] = {}
+
+    def sample(self, req: Any) -> list[int]:
+        new = super().sample(req)
+        if req.rid not in self.says:
+            left = req.max_new_tokens - len(req.output)
+            self.says[req.rid] = iter([*new, *toy_answer([*req.tokens.tolist(), *new], left - 1)])
+        return [next(self.says[req.rid], 0)]
 
 
 class IgnoresRetraction(ToyDecode):
@@ -319,11 +303,6 @@ class TellsPrefillToKeepIt(ToyDecode):
     def add(self, prompt: Prompt, answer: AnswerLog, prefill: str) -> None:
         super().add(prompt, answer, prefill)
         self.asked[-1] = changed(self.asked[-1], cacheable=True)
-
-
-class SetsNoDeadline(ToyDecode):
-    def add(self, prompt: Prompt, answer: AnswerLog, prefill: str) -> None:
-        super().add(replace(prompt, deadline_s=None), answer, prefill)
 
 
 class NeverEndsAnAnswer(ToyDecode):
@@ -499,8 +478,6 @@ MUTANTS = [
     Mutant(AsksAgainWithThePromptOnly, TINY, "order", "with another tokens"),
     Mutant(AsksAgainWithoutADeadline, TINY, "order", "no deadline_s, which its prompt has ("),
     Mutant(TellsPrefillToKeepIt, "not cacheable", "order", "prefill was given another cacheable"),
-    Mutant(SetsNoDeadline, TINY, "order", "decode was given no deadline_s"),
-    Mutant(SetsNoDeadline, TINY, "order", "prefill was given no deadline_s"),
     Mutant(NeverEndsAnAnswer, "one prompt", "law 7", "engine never ended its answer", True),
     Mutant(HasAConfigOfItsOwn, "one prompt", "calls", "prefill's node has follow_s=0.5, the"),
     Mutant(HasAnotherPool, "one prompt", "calls", "prefill's pool has 65 pages besides"),

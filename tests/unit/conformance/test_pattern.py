@@ -114,21 +114,6 @@ def test_token_by_token_is_the_same_as_at_once(make, pattern_of):
     assert np.array_equal(as_bytes(pool), one_by_one)
 
 
-@WAYS
-@pytest.mark.parametrize("token_by_token", [False, True])
-def test_what_others_wrote_beside_what_is_filled_stays(pattern_of, token_by_token):
-    pool = make_pool()
-    pattern, pages, hashes = pattern_of(pool, 1), pages_of(7, 3), hashes_of(6)
-    before = pool.read_pages(range(PAGES)).random_(0, 256)
-    pool.write_pages(range(PAGES), before)
-    if token_by_token:
-        pattern.fill_tokens(pages[1:], np.array([1]), hashes[5:])
-    else:
-        pattern.fill(pages, 5, hashes)
-    changed = (pool.read_pages(range(PAGES)) != before).flatten(3).any(3).any(1).nonzero()
-    assert changed.tolist() == [[3, 1]]  # page, slot
-
-
 @given(st.data())
 def test_any_flipped_bit_is_seen_in_its_page_only(data):
     shape = data.draw(st.sampled_from(SHAPES))

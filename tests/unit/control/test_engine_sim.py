@@ -1,13 +1,11 @@
 """Both sides whole, over a bad network, with aborts, failures and restarts, each run from one seed:
-single ranks, and workers of several ranks with staging. The long profiles: `fuzz/pair.py`, and
-`fuzz/mesh_pair.py`."""
+single ranks, and workers of several ranks with staging. The long profiles: `fuzz/run.py pair`, and
+`mesh_pair`."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.support.shm_fabric import OverShm
 from tests.support.sim import Storm
 from tests.support.sim_engines import STORMS, PairSim, simulation, with_windows
 
@@ -120,31 +118,3 @@ def test_without_faults_ranks_have_every_byte(seed: int) -> None:
 @seeds(1, 1, 5, 7, 9, 10, begin=16)  # unequal sizes, staged or not, with replicas; 1: equal
 def test_ranks_with_window_layers_end_with_nothing_lost(seed: int) -> None:
     with_windows(seed).run()
-
-
-class ShmPairSim(OverShm, PairSim):
-    """`fuzz/pair.py --backend shm`."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [3, 8])
-@pytest.mark.parametrize("storm", ["calm", "everything"])
-def test_pair_ends_with_nothing_lost_over_shm(storm: str, seed: int) -> None:
-    sim = ShmPairSim(seed, STORMS[storm], decode_pages=18, failure_policy="fail")
-    sim.run()
-    if storm == "calm":
-        assert sim.finished == sim.decode.scheduler.counters["finished"] >= 8
-
-
-def test_a_write_to_pages_of_another_room_is_found_over_shm() -> None:
-    """The guard is asked before each copy: a job that is sent astray does not pass it."""
-    sim = ShmPairSim(3, STORMS["calm"], decode_pages=18)
-    show = sim.fabric.show
-
-    def astray(target: Any, job: Any) -> None:
-        job.job = replace(job.job, dst_pages=(job.job.dst_pages + 1) % 18)
-        show(target, job)
-
-    sim.fabric.show = astray
-    with pytest.raises(AssertionError):
-        sim.run()

@@ -1,6 +1,6 @@
 """Requests that arrive at two small workers in any order, with and without prefixes that they
 share: each ends without a timer, as does each that can never fit, and nothing is left. A short
-run; the long profile: `fuzz/liveness.py`."""
+run; the long profile: `fuzz/run.py liveness`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Weights that are changed in place while both sides serve: what is of another version ends by name
 on both sides at once, nothing is mixed, and the pair works again once both have the new version.
-The long profile is `fuzz/weights.py`."""
+The long profile is `fuzz/run.py weights`."""
 
 from __future__ import annotations
 

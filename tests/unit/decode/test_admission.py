@@ -4,7 +4,6 @@ at."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -15,7 +14,6 @@ from prefixkv.admission import AdmissionPolicy, admission_names, register_admiss
 from prefixkv.config import ComputeConfig
 from prefixkv.decode.admission import MAX_LOOKS
 from prefixkv.decode.request import DecodeRequest, DecodeState
-from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.decode.sources import Sources
 from prefixkv.errors import (
     AdmissionTimeoutError,
@@ -24,10 +22,8 @@ from prefixkv.errors import (
     RequestError,
     TransferTimeoutError,
 )
-from prefixkv.pages.manager import PageManager
 from prefixkv.protocol.commands import AbortRoom, OpenRoom, RefuseRoom
 from prefixkv.protocol.ids import RoomKey
-from tests.support.schedulers import decode_scheduler
 from tests.unit.decode.desk import PAGE_SIZE, Desk
 
 POLICIES = ["fifo", "hit_aware", "priority"]
@@ -145,19 +141,6 @@ def test_a_request_admitted_before_a_policy_raised_is_in_flight() -> None:
     for req in (first, second):
         desk.finish(req)
     desk.at_rest()
-
-
-def test_prefill_hears_of_what_was_admitted_before_a_policy_raised(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """And the engine, which may only sleep now, that there is something to pop."""
-    told: list[Any] = []
-    monkeypatch.setattr(DecodeScheduler, "_tell", lambda self: told.extend(self._commands))
-    desk, first, second = desk_halfway()
-    rooms = [command.promise.room for command in told if isinstance(command, OpenRoom)]
-    assert rooms[-2:] == [first.room, second.room]
-    assert desk.scheduler.has_results
-    assert desk.admit() == ["a", "b"]
 
 
 @pytest.mark.parametrize("end", ["abort", "fail", "succeed"])
@@ -486,27 +469,6 @@ def test_an_admitted_request_whose_kv_is_not_here_by_its_own_deadline_fails() ->
     desk.at_rest()
 
 
-def test_a_request_that_joined_a_flight_waits_for_that_no_longer_than_its_deadline() -> None:
-    desk = Desk(16)
-    first = desk.admitted("a", 8)
-    second = desk.admitted("a2", 8, deadline_s=5.0)
-    desk.succeed(second.room_key)  # its own part is here, what it joined is not
-    desk.now_s = 5.0
-    assert (desk.admit(), desk.pop_failed()) == ([], [second])
-    desk.arrive(first)
-
-
-def test_a_request_with_a_deadline_of_its_own_may_wait_longer_than_others() -> None:
-    desk = Desk(16, waiting_timeout_s=20.0)
-    desk.start("H", 40, max_new=20)
-    own = desk.add("o", 40, max_new=1, deadline_s=60.0)
-    for now_s in (20.0, 59.9):
-        desk.now_s = now_s
-        assert (desk.admit(), desk.pop_failed()) == ([], [])
-    desk.now_s = 60.0
-    assert (desk.admit(), desk.pop_failed()) == ([], [own])
-
-
 def test_a_deadline_ends_no_request_that_ran_before() -> None:
     desk = Desk(16)
     desk.token(desk.start("o", 4))
@@ -569,11 +531,3 @@ def test_what_is_idle_has_nothing_to_pop_and_no_room_that_a_peer_may_write_for()
     assert not desk.scheduler.idle, "nobody has popped it"
     desk.pop_failed()
     assert desk.scheduler.idle
-
-
-def test_many_deadlines_cost_nothing_while_none_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = decode_scheduler(PageManager(8, PAGE_SIZE, 4), waiting_timeout_s=9.0)
-    due: list[Callable[[float], Any]] = []
-    monkeypatch.setattr(scheduler.waiting._late, "due", lambda now_s: due.append(now_s) or [])
-    scheduler.pop_preallocated()
-    assert not due

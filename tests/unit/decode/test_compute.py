@@ -174,23 +174,9 @@ def test_where_prefill_was_told_it_is_refused_there() -> None:
     desk.at_rest()
 
 
-def test_no_share_of_prefills_is_taken() -> None:
-    desk = Alone()
-    desk.compute("a")
-    assert desk.scheduler.workers.of("p").num_pages == 0
-
-
 def test_what_wants_more_of_prefill_than_kv_is_not_computed() -> None:
     desk = Alone()
     desk.add("a", may_compute=False)
-    desk.admit()
-    assert desk.local() == []
-    assert kinds(desk) == [OpenRoom]
-
-
-def test_a_request_with_a_slot_of_extra_state_is_never_computed() -> None:
-    desk = Alone(num_slots=2, fails_over=True)
-    desk.add("a")
     desk.admit()
     assert desk.local() == []
     assert kinds(desk) == [OpenRoom]
@@ -319,26 +305,6 @@ def test_a_deadline_keeps_its_pages_until_the_engine_has_heard_and_its_device_is
     event.done = True
     desk.admit()
     assert desk.states() == {"FREE": 16}
-    desk.at_rest()
-
-
-def test_what_no_engine_has_begun_is_free_at_once() -> None:
-    desk = Alone()
-    req = desk.admitted("a", deadline_s=1.0)
-    desk.admit(at_s=2.0)
-    assert req.state is DecodeState.FAILED
-    assert desk.states() == {"FREE": 16}
-    assert desk.local() == []
-
-
-def test_a_flush_lets_it_go_on_for_itself_alone() -> None:
-    desk = Alone()
-    req = desk.compute("a", 9)
-    desk.scheduler.flush()
-    desk.whole(req, 9)
-    desk.token(req)
-    desk.finish(req)
-    assert desk.prefix_of(req) == 0, "it is of the old weights"
     desk.at_rest()
 
 
@@ -517,28 +483,6 @@ def test_what_lacks_too_much_by_the_time_of_its_admission_fails_by_name() -> Non
     desk.at_rest()
 
 
-def test_nothing_waits_for_one_that_lacks_too_much() -> None:
-    """It takes no page: what begins alike fails in the same pass, or goes on by itself."""
-    desk = Alone(below=4, fails_over=True, down_below=8)
-    first = desk.add("a", 20, prefill="")
-    desk.add("ab", 22, prefill="")
-    short = desk.admitted("ac", 8, prefill="")
-    assert sorted(req.rid for req in desk.pop_failed()) == ["a", "ab"]
-    assert isinstance(first.error, PeerLostError)
-    assert desk.local() == ["ac"]
-    desk.whole(short, 8)
-    desk.finish(short)
-    desk.at_rest()
-
-
-def test_a_transfer_that_failed_is_computed_here() -> None:
-    desk = _gone()
-    req = desk.admitted("a")
-    desk.fail(req.room_key, drained=True)
-    assert desk.admit() == desk.local() == ["a"]
-    desk.whole(req, 8)
-
-
 def test_what_an_attempt_before_has_brought_is_not_left_in_aux() -> None:
     """Else an engine takes it for what prefill says of this one."""
     desk = _gone()
@@ -549,13 +493,6 @@ def test_what_an_attempt_before_has_brought_is_not_left_in_aux() -> None:
     assert sorted(desk.admit()) == ["a", "a2"]
     assert desk.local() == ["a"]
     assert (joined.aux, joined.resumed) == (b"", False)
-
-
-def test_without_the_policy_a_transfer_that_failed_fails() -> None:
-    desk = Alone(below=7)
-    req = desk.admitted("a")
-    desk.fail(req.room_key, drained=True)
-    assert req.state is DecodeState.FAILED
 
 
 def test_without_the_policy_a_small_part_is_computed_while_prefill_does_not_answer() -> None:
@@ -602,15 +539,6 @@ def test_a_request_may_name_no_prefill_worker_where_decode_carries_on() -> None:
             other.add("a", prefill="")
     with pytest.raises(RequestError, match="names no prefill worker"):
         desk.add("c", prefill="", may_compute=False)
-
-
-def test_a_request_that_names_no_prefill_worker_and_lacks_too_much_fails_by_name() -> None:
-    desk = Alone(fails_over=True, down_below=7)
-    req = desk.add("a", prefill="")
-    assert desk.admit() == []
-    assert "it names none" in str(req.error)
-    assert desk.pop_failed() == [req]
-    desk.at_rest()
 
 
 @pytest.mark.parametrize("stall_s", [0.0, 1.0, 30.0])
@@ -677,21 +605,6 @@ def test_what_is_sent_elsewhere_before_it_is_admitted_is_asked_for_there(
     assert opened.promise.generation == prompt.generation == req.generation
     desk.arrive(req)
     desk.finish(req)
-
-
-@pytest.mark.parametrize("ask", ["both", "late"])
-def test_what_is_sent_elsewhere_may_end_before_it_is_admitted(ask: str) -> None:
-    desk = Alone(num_pages=16, fails_over=True, ask=ask)
-    hog = desk.start("h", 60, max_new=1, cacheable=False, may_compute=False)
-    req = desk.add("a", 8, prefill="")
-    desk.scheduler.retarget("a", "q")
-    desk.abort(req)
-    desk.finish(hog)
-    assert desk.admit() == []
-    assert desk.pop_failed() == [req]
-    desk.carry_out_aborts()
-    desk.asked()
-    desk.at_rest()
 
 
 @pytest.mark.parametrize("ask", ["both", "late"])

@@ -99,26 +99,6 @@ def test_host_memory_copies_nothing_that_the_device_has_still_to_write() -> None
     desk.at_rest_after(again)
 
 
-def test_each_chunk_has_its_own_event() -> None:
-    desk, first, last = ComputingDesk(), Event(), Event()
-    desk.leave_due()
-    desk.end_copy()
-    desk.evict(desk.pages.num_pages)
-    desk.leave_due("b", 16)
-    req = desk.begin("b3", prompt("b", 19))
-    desk.computed(req, 10, first)
-    desk.computed(req, 19, last)
-    assert desk.transferred() == ["b3"]
-    desk.end_all_copies()
-    last.is_done = True
-    desk.admit()
-    assert desk.orders() == [], "its third page is not written yet"
-    first.is_done = True
-    desk.admit()
-    assert len(desk.orders()) == 1
-    desk.end_copy()
-
-
 @pytest.mark.parametrize("how", ["finish", "retract", "abort"])
 def test_the_end_of_its_request_does_not_say_that_the_device_is_done(how: str) -> None:
     """Another request of the same prompt finishes: its path is due, and has those pages."""
@@ -137,21 +117,6 @@ def test_the_end_of_its_request_does_not_say_that_the_device_is_done(how: str) -
     assert len(write.device_pages) == 4
     desk.end_all_copies()
     desk.finish(older)
-
-
-def test_other_paths_are_written_meanwhile() -> None:
-    desk, event = ComputingDesk(num_pages=32), Event()
-    desk.finish(desk.run("a", 16, after=event))
-    desk.finish(desk.run("b", 16))
-    (write,) = desk.orders()
-    assert desk.host.has_due, "a's"
-    there = desk.pages.cache.match_prefix(prompt("b", 16))
-    assert write.device_pages.tolist() == there.pages.tolist()
-    event.is_done = True
-    desk.end_all_copies()
-    desk.admit()
-    desk.end_all_copies()
-    desk.at_rest()
 
 
 def test_an_event_that_raises_proves_nothing() -> None:
@@ -250,35 +215,6 @@ def test_a_prompt_that_waits_for_an_event_that_raises_fails_by_that() -> None:
     assert not own & owned(desk)
 
 
-def test_what_frees_nothing_runs_whatever_its_event_raises() -> None:
-    desk, event = ComputingDesk(num_pages=32), Event()
-    req = desk.begin("a", 16)
-    desk.computed(req, 16, event)
-    event.error = RuntimeError("the device is lost")
-    assert desk.transferred() == ["a"]
-
-
-def test_the_deadline_of_a_prompt_that_was_whole_and_is_in_the_tree_by_another_ends_it() -> None:
-    """When its deadline is over it only waits to be popped; then `a` brings the tree what it has
-    copies of."""
-    desk, event = ComputingDesk(num_pages=32), Event()
-    a = desk.run("a", prompt("b", 6), max_new=8)
-    b = desk.begin("b", prompt("b", 20), deadline_s=5.0)
-    for token in prompt("b", 13)[6:]:
-        desk.token(a, token=token)
-    desk.computed(b, 20, event)
-    desk.admit(at_s=6.0)
-    assert b.state is DecodeState.PREALLOCATED
-    desk.finish(a)
-    assert desk.transferred() == []
-    desk.admit()
-    assert b.state is DecodeState.FAILED
-    event.is_done = True
-    assert desk.pop_failed() == [b]
-    desk.end_all_copies()
-    desk.at_rest()
-
-
 @pytest.mark.parametrize(
     ("how", "is_whole"),
     [
@@ -308,19 +244,6 @@ def test_its_pages_wait_for_its_own_event_without_another(how: str, is_whole: bo
     event.is_done = True
     desk.admit()
     assert not own & owned(desk)
-
-
-def test_an_abort_of_a_request_that_runs_waits_for_the_event_of_its_chunk() -> None:
-    desk, event = ComputingDesk(num_pages=32), Event()
-    req = desk.run("a", 18, after=event)
-    held = set(req.pages.tolist())
-    desk.abort(req)
-    desk.evict(32)
-    assert not held & set(desk.pages.allocator.pages_in(PageState.FREE).tolist())
-    event.is_done = True
-    desk.admit()
-    desk.evict(32)
-    assert held <= set(desk.pages.allocator.pages_in(PageState.FREE).tolist())
 
 
 def test_its_own_event_is_that_of_each_chunk() -> None:
@@ -364,14 +287,6 @@ def test_a_request_that_comes_back_has_no_deadline_any_more() -> None:
     assert req.state is DecodeState.PREALLOCATED
     event.is_done = True
     assert desk.transferred() == ["b"]
-
-
-def test_without_copies_a_request_runs_before_the_device_is_done() -> None:
-    desk, event = ComputingDesk(), Event()
-    desk.finish(desk.run("a", 8))
-    req = desk.run("a2", prompt("a", 18), after=event)
-    desk.token(req)
-    assert req.state is DecodeState.RUNNING
 
 
 # --- what is no event -----------------------------------------------------------------------------

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixkv.decode.request import DecodeRequest, DecodeState
+from prefixkv.decode.request import DecodeState
 from prefixkv.errors import RequestError
-from prefixkv.pages.manager import PageManager
 from prefixkv.paging import pages_for
 from tests.support.spelled import Event
 from tests.unit.decode.desk import PAGE_SIZE, Desk
@@ -106,64 +104,6 @@ def test_an_ended_request_gets_no_token_though_its_pages_have_room(how: str) -> 
         desk.token(req)
     assert desk.snapshot() == before
     assert len(req.output) == 1
-
-
-def test_one_that_grows_by_eviction_leaves_the_blocked_head_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Taking pages makes no room for anybody else, so nothing is to be looked at."""
-    desk = Desk(8)
-    desk.finish(desk.start("i", 16, max_new=1))
-    running = desk.start("a", 12, max_new=12, outputs=1)
-    desk.add("big", 28, max_new=4)
-    assert desk.admit() == []
-    looks: list[Any] = []
-    match = desk.pages.match
-    monkeypatch.setattr(desk.pages, "match", lambda *args: looks.append(args) or match(*args))
-    for _ in range(4):
-        desk.token(running)
-        assert desk.admit() == []
-    assert (desk.pages.evicted_pages, len(running.pages)) == (1, 5)
-    assert not looks
-
-
-def test_what_is_taken_by_eviction_is_all_that_was_free_and_what_was_evicted() -> None:
-    pages = PageManager(8, PAGE_SIZE, 4)
-    desk = Desk(8)
-    pages = desk.pages
-    idle = desk.start("i", 20, max_new=1)
-    cached = idle.pages[:5].tolist()
-    desk.finish(idle)
-    free = pages.allocator.pages_in(0).tolist()
-    assert len(free) == 3
-    req = desk.admitted("a", 20, max_new=1)
-    assert desk.states() == {"OWNED": 5, "CACHED": 3}
-    assert req.pages.tolist() == sorted(req.pages.tolist()), (
-        "neighbours side by side: they travel as one"
-    )
-    assert set(free) < set(req.pages.tolist()) <= set(free + cached)
-
-
-def test_the_queue_keeps_its_order_whoever_leaves_it() -> None:
-    desk = Desk(8, admission="fifo")
-    running = desk.start("r", 20, max_new=1)
-    reqs: dict[str, DecodeRequest] = {rid: desk.add(rid, 16) for rid in "abcde"}
-    assert desk.admit() == []
-    waiting = desk.scheduler.waiting
-    desk.abort(reqs["c"])
-    assert desk.admit() == []
-    assert reqs["c"] not in waiting
-    waiting.add(reqs.pop("c"), first=True)
-    assert waiting.may_admit
-    assert [req.rid for req in waiting] == ["c", "a", "b", "d", "e"]
-    assert len(waiting) == 5
-    waiting.remove(next(iter(waiting)))
-    assert desk.admit() == []
-    desk.abort(reqs["a"])
-    assert waiting.may_admit, "the next one may be smaller"
-    assert [req.rid for req in waiting] == ["b", "d", "e"]
-    desk.finish(running)
-    assert desk.admit() == ["b"]
 
 
 def test_a_batch_that_was_checked_before_is_checked_for_what_may_have_changed() -> None:

@@ -154,17 +154,6 @@ def test_what_the_pool_forgets_is_loaded_again() -> None:
     desk.at_rest()
 
 
-def test_the_load_may_end_first() -> None:
-    desk = HostDesk()
-    desk.leave_in_host_memory()
-    req = next_turn(desk)
-    desk.end_copy()
-    assert desk.transferred() == []
-    assert desk.prefix_of(req) == 16, "others find it before prefill's part is there"
-    desk.arrive(req)
-    desk.at_rest_after(req)
-
-
 def test_only_what_the_pool_lacks_is_loaded() -> None:
     desk = HostDesk()
     a = desk.start("a", 16)
@@ -177,18 +166,6 @@ def test_only_what_the_pool_lacks_is_loaded() -> None:
     assert len(load.device_pages) == 3
     assert load.device_pages.tolist() == req.pages[1:4].tolist()
     assert (req.hit_tokens, req.host_tokens) == (16, 12)
-
-
-def test_a_load_takes_pages_as_what_is_sent_does() -> None:
-    desk = HostDesk(num_pages=6)
-    desk.leave_in_host_memory()
-    other = desk.start("x", 8, 1)
-    req = desk.add("b", prompt("a", 22), 1)
-    assert desk.admit() == [], "it needs six, four are free"
-    assert not desk.orders()
-    desk.finish(other, continues=False)
-    assert desk.admit() == ["b"]
-    assert len(req.pages) == 6
 
 
 def test_a_page_that_nothing_waits_for_is_not_written() -> None:
@@ -301,21 +278,6 @@ def test_what_is_due_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> Non
     desk.at_rest()
 
 
-def test_what_is_evicted_before_its_turn_is_missed() -> None:
-    desk = HostDesk(num_pages=8)
-    a = desk.start("a", 16, 1)
-    others = [desk.start(rid, 4, 1) for rid in "wxyz"]
-    desk.finish(a)
-    assert desk.orders() == []
-    desk.evict(2)
-    for req in others:
-        desk.finish(req, continues=False)
-    desk.admit()
-    (write,) = desk.orders()
-    assert len(write.device_pages) == 2
-    assert desk.scheduler.counters["host_missed_pages"] == 2
-
-
 def test_no_eviction_takes_what_a_copy_reads() -> None:
     desk = HostDesk(num_pages=6)
     desk.finish(desk.start("a", 16))
@@ -340,29 +302,6 @@ def test_nothing_is_retracted_for_pages_that_a_write_gives_back() -> None:
     assert caught.value.retract == (), "the copy's pages come back by themselves"
     desk.end_copy()
     desk.token(first, second)
-
-
-def test_host_memory_forgets_what_was_used_longest_ago() -> None:
-    desk = HostDesk(host_pages=8)
-    for rid in "abc":
-        desk.leave_in_host_memory(rid)
-    assert desk.host.cache.num_pages == 8
-    assert desk.host.cache.match_prefix(prompt("a", 16)).prefix_len == 0
-    assert desk.host.cache.match_prefix(prompt("b", 16)).prefix_len == 16
-
-
-def test_where_all_host_pages_are_busy_less_is_written() -> None:
-    desk = HostDesk(num_pages=24, host_pages=6)
-    desk.finish(desk.start("a", 16))
-    desk.finish(desk.start("b", 16))
-    one, two = desk.orders()
-    assert (len(one.host_pages), len(two.host_pages)) == (4, 2)
-    assert desk.pages.cache.protected_pages == 6, "what is not written may be evicted"
-    desk.finish(desk.start("c", 16))
-    assert desk.orders() == []
-    desk.end_all_copies()
-    assert desk.host.cache.match_prefix(prompt("b", 16)).prefix_len == 8
-    desk.at_rest()
 
 
 def test_host_pages_are_used_once_they_are_ready() -> None:
@@ -519,37 +458,6 @@ def test_a_flush_between_order_and_end_of_a_load() -> None:
     desk.at_rest_after(req)
 
 
-def test_new_weights_end_what_is_loaded() -> None:
-    desk = HostDesk()
-    desk.leave_in_host_memory()
-    req = next_turn(desk)
-    desk.scheduler.flush("2")
-    desk.scheduler.flush()
-    desk.scheduler.check_invariants()
-    assert [one.rid for one in desk.pop_failed()] == ["b"]
-    desk.carry_out_aborts()
-    desk.end_copy()
-    assert (desk.prefix_of(req), desk.host.cache.num_pages) == (0, 0)
-    desk.at_rest()
-
-
-def test_a_retracted_request_comes_back_from_host_memory() -> None:
-    desk = HostDesk(num_pages=12)
-    first = desk.start("x", 4, 20)
-    req = desk.start("a", 16, 8, outputs=2)
-    desk.retract(req)
-    desk.end_all_copies()
-    desk.evict(12)
-    desk.commands()
-    assert desk.admit() == ["a"]
-    (promise,) = desk.promises().values()
-    assert (promise.prefix_len, promise.fill_len) == (16, 17)
-    desk.end_copy()
-    desk.arrive(req)
-    desk.finish(req)
-    desk.at_rest_after(first)
-
-
 def test_all_of_a_retracted_request_may_be_in_host_memory() -> None:
     """Then nothing is asked of prefill."""
     desk = HostDesk(num_pages=12)
@@ -622,20 +530,6 @@ def test_a_load_is_one_use_of_the_pool() -> None:
     assert visits(desk.pages.cache, 4) == [2] * 4
 
 
-def test_what_the_pool_has_and_what_is_loaded_behind_it_is_used_once() -> None:
-    desk = HostDesk(num_pages=32, policy="lfu")
-    desk.finish(desk.start("a", 16))
-    desk.end_all_copies()
-    desk.evict(3)
-    desk.commands()
-    before = visits(desk.pages.cache, 1)
-    req = next_turn(desk)
-    assert req.host_tokens == 12
-    desk.end_copy()
-    desk.arrive(req)
-    assert visits(desk.pages.cache, 4) == [before[0] + 1, 1, 1, 1]
-
-
 # --- what others got wrong ------------------------------------------------------------------------
 
 
@@ -663,21 +557,6 @@ def test_nothing_is_retracted_for_pages_that_an_aborted_load_gives_back() -> Non
     desk.token(first, second)
 
 
-def test_host_memory_gives_nothing_up_that_a_load_reads() -> None:
-    """A load goes on while other paths are written, and there is no other page for them."""
-    desk = HostDesk(num_pages=32, host_pages=6)
-    desk.leave_in_host_memory("a", 16)
-    req = next_turn(desk)
-    (load,) = desk.orders()
-    for rid in "xyz":
-        desk.finish(desk.start(rid, 16, prefill="q"))
-    written = [page for order in desk.orders() for page in order.host_pages.tolist()]
-    assert len(written) == 2
-    assert not set(written) & set(load.host_pages.tolist())
-    desk.end_all_copies()
-    desk.arrive(req)
-
-
 def test_nothing_is_promised_before_its_bytes_are_there() -> None:
     """What is being written is not in host memory yet: a request asks prefill for it."""
     desk = HostDesk(num_pages=12)
@@ -699,59 +578,6 @@ def test_nothing_is_promised_before_its_bytes_are_there() -> None:
     next_turn(desk)
     (promise,) = desk.promises().values()
     assert promise.prefix_len == 0
-
-
-def test_nothing_is_promised_that_host_memory_has_forgotten_while_a_request_waited() -> None:
-    desk = HostDesk(num_pages=12, host_pages=4)
-    desk.leave_in_host_memory("a", 16)
-    other = desk.start("x", 36)
-    req = desk.add("b", prompt("a", 22))
-    assert desk.admit() == []
-    assert desk.host.cache.num_pages == 4
-    desk.finish(other)
-    desk.end_all_copies()
-    assert desk.host.cache.match_prefix(req.key).prefix_len == 0, "what was left last is there"
-    desk.commands()
-    assert desk.admit() == ["b"]
-    (promise,) = desk.promises().values()
-    assert promise.prefix_len == req.prefix_len == 0
-    assert desk.orders() == []
-
-
-def test_an_eviction_for_a_load_does_not_wait_for_the_write_of_what_it_evicts() -> None:
-    """A pool and host memory that are both full of what is used: one makes room for the other."""
-    desk = HostDesk(num_pages=8, host_pages=4)
-    desk.leave_in_host_memory("a", 16)
-    # The pool is full of another path, and host memory of "a": neither has a free page.
-    other = desk.start("x", 28, 1)
-    desk.finish(other)
-    assert desk.orders(), "it takes the pages of a path that nothing reads"
-    desk.end_all_copies()
-    desk.leave_in_host_memory("a", 16)
-    desk.finish(desk.start("x", 28, 1), continues=False)
-    assert desk.pages.allocator.free_pages <= 1
-    req = next_turn(desk, num_tokens=20)
-    assert req.host_tokens == 16
-    desk.end_all_copies()
-    desk.arrive(req)
-    desk.at_rest_after(req)
-
-
-def test_a_load_that_has_ended_is_heard_of_whatever_is_before_it() -> None:
-    """The end of each copy counts for its request alone, not in the order of their begin."""
-    desk = HostDesk(num_pages=32)
-    for rid in "ab":
-        desk.leave_in_host_memory(rid)
-    first, second = desk.add("c", prompt("a", 20)), desk.add("d", prompt("b", 20))
-    assert desk.admit() == ["c", "d"]
-    _, late = desk.orders()
-    desk.succeed(second.room_key)
-    desk.end_copy(late)
-    assert desk.scheduler.has_results
-    assert desk.transferred() == ["d"]
-    desk.succeed(first.room_key)
-    desk.end_copy()
-    assert desk.transferred() == ["c"]
 
 
 def test_what_is_due_is_forgotten_with_the_weights() -> None:

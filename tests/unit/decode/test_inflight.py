@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -70,34 +69,6 @@ class Air:
 # --- looking --------------------------------------------------------------------------------------
 
 
-def test_the_deepest_flight_is_found_along_ends_and_branches() -> None:
-    air = Air()
-    a = air.start("aabbccddee")
-    b = air.start("aabbccxxyy")  # leaves a at 3
-    c = air.start("aabbccddeeffgg")  # begins where a ends
-    assert [(one.start_pages, one.end_pages, one.joined) for one in (a, b, c)] == [
-        (0, 5, None),
-        (3, 5, a),
-        (5, 7, a),
-    ]
-    cases: dict[str, tuple[Flight | None, int]] = {
-        "": (None, 0),
-        "a": (None, 0),
-        "aa": (a, 1),
-        "aab": (a, 1),
-        "ab": (None, 0),
-        "aabbz": (a, 2),
-        "aabbccddee": (a, 5),
-        "aabbccxx": (b, 4),
-        "aabbccxxyyzz": (b, 5),
-        "aabbccddeefg": (a, 5),
-        "aabbccddeeffg": (c, 6),
-        "aabbccddeeffgghh": (c, 7),
-    }
-    for tokens, found in cases.items():
-        assert air.find(tokens) == found, tokens
-
-
 def test_the_whole_prefix_has_to_be_equal_not_the_page_where_it_begins_alone() -> None:
     air = Air()
     a = air.start("aaxxyy", cached_pages=1)
@@ -116,62 +87,6 @@ def _chain() -> tuple[Air, list[Flight]]:
     """a <- b <- c, and d beside b."""
     air = Air()
     return air, [air.start("aabb"), air.start("aabbcc"), air.start("aabbccdd"), air.start("aabbxx")]
-
-
-def test_a_commit_lets_go_of_those_that_waited_in_their_order() -> None:
-    air, (a, b, c, d) = _chain()
-    assert air.flights.commit(a) == [b, d]
-    assert (b.joined, d.joined, c.joined) == (None, None, b)
-    b.owner.pages_held.num_joined = d.owner.pages_held.num_joined = 0  # settled
-    air.flights.check_invariants()
-    assert air.find("aabbcc") == (None, 0)
-    assert air.find("aabbcc", 2) == (b, 3), "that begins where the tree ends now"
-    assert len(air.flights) == 3
-
-
-def test_all_that_wait_go_with_a_flight_however_far_away() -> None:
-    air, (a, b, c, d) = _chain()
-    other = air.start("zz")
-    assert air.flights.remove(a) == [b, c, d]
-    assert list(air.flights) == [other]
-    assert all(one.joined is None and not one.waiters for one in (a, b, c, d))
-    air.flights.check_invariants()
-
-
-def test_pages_above_go_when_they_have_no_owner_and_no_other_user() -> None:
-    air, (a, b, c, d) = _chain()
-    air.flights.disown(a)
-    air.flights.disown(b)
-    assert air.flights.remove(c) == [b], "d still waits for a"
-    assert list(air.flights) == [a, d]
-    assert air.flights.remove(d) == [a]
-    assert len(air.flights) == 0
-
-    air, (a, b, c, d) = _chain()
-    air.flights.disown(b)
-    assert air.flights.remove(c) == [b], "and a has an owner"
-    air.flights.check_invariants()
-
-
-def test_after_a_flush_no_flight_waits_and_none_is_found() -> None:
-    air, (a, b, c, d) = _chain()
-    alone, adopted = air.start("zz"), air.start("yy")
-    last = air.start("yyzz")
-    air.flights.disown(adopted)
-    assert air.flights.flush() == [b, c, d, adopted, last]
-    assert list(air.flights) == [a, alone]
-    assert air.find("aabb") == (None, 0)
-    air.flights.check_invariants()
-    assert air.flights.commit(a) == []
-    assert air.flights.remove(alone) == []
-
-
-@pytest.mark.slow
-def test_a_long_chain_needs_no_deep_stack() -> None:
-    air = Air()
-    flights = [air.start("ab" * length, check=False) for length in range(1, 1_200)]
-    assert all(later.joined is before for before, later in pairwise(flights))
-    assert len(air.flights.remove(flights[0])) == len(flights) - 1
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixkv.decode.request import DecodeRequest, DecodeState
+from prefixkv.decode.request import DecodeRequest
 from prefixkv.paging import pages_for
-from prefixkv.protocol.messages import Promise
-from tests.unit.decode.desk import PAGE_SIZE, Desk, OpenRoom
+from tests.unit.decode.desk import PAGE_SIZE, Desk
 
 
 def test_first_come_first_served_and_a_head_that_does_not_fit_is_waited_for() -> None:
@@ -108,21 +107,6 @@ def test_rows_are_a_limit_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert desk.admit() == ["b"]
 
 
-def test_what_is_promised_skips_the_prefix_and_names_the_new_pages() -> None:
-    desk = Desk()
-    desk.finish(desk.start("a", list(range(8))))
-    desk.commands()
-    req = desk.admitted("b", [*range(8), 50, 51, 52], max_new=9, room=70)
-    assert desk.commands() == [
-        OpenRoom(
-            Promise(70, 0, 11, 8, req.pages[2:3].astype("<i4").tobytes(), 2, req.request.digest),
-            "p",
-        )
-    ]  # fmt: skip
-    assert (req.state, req.prefix_len, len(req.pages)) == (DecodeState.PREALLOCATED, 8, 3)
-    assert desk.scheduler.counters["skipped_tokens"] == 8
-
-
 def test_a_prompt_that_is_cached_whole_promises_no_page_and_still_opens_its_room() -> None:
     desk = Desk()
     desk.finish(desk.start("a", list(range(8))))
@@ -135,22 +119,6 @@ def test_a_prompt_that_is_cached_whole_promises_no_page_and_still_opens_its_room
     assert req.aux == b"first"
 
 
-def test_the_first_to_run_finds_its_pages_even_without_a_victim() -> None:
-    desk = Desk(4)
-    first = desk.add("a", 4, max_new=8)
-    for rid in "bcd":
-        desk.add(rid, 4, max_new=4)
-    assert desk.admit() == ["a", "b"], "the last two pages are what the first may still need"
-    desk.succeed(first.room_key)
-    desk.transferred()
-    for _ in range(8):
-        desk.token(first)
-    desk.finish(first)
-    assert desk.admit() == ["c", "d"], (
-        "of the three pages now, one is what any of them may still need"
-    )
-
-
 def test_what_the_match_itself_would_lock_is_no_room() -> None:
     desk = Desk(4)
     desk.finish(desk.start("a", list(range(8))))
@@ -159,12 +127,6 @@ def test_what_the_match_itself_would_lock_is_no_room() -> None:
     assert desk.admit() == [], "the two evictable pages are its own prefix"
     desk.finish(running)
     assert (desk.admit(), req.prefix_len) == (["b"], 8)
-
-
-def test_the_reserve_is_never_more_than_may_still_be_generated() -> None:
-    desk = Desk(2, reserve_tokens=100)
-    desk.add("a", 4, max_new=4)
-    assert desk.admit() == ["a"]
 
 
 def test_the_reserve_keeps_room_for_those_admitted_before() -> None:
@@ -226,28 +188,6 @@ def test_a_request_that_waits_no_longer_protects_nothing(end: str) -> None:
         assert desk.pages.cache.num_wants == 1, "it waits still"
         desk.abort(waits)
     assert desk.pages.cache.num_wants == 0
-
-
-def test_a_request_admitted_from_free_pages_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    desk = Desk(16)
-    said: list[Any] = []
-    monkeypatch.setattr(desk.pages.cache, "want", said.append)
-    desk.finish(desk.start("a", 12))
-    desk.finish(desk.start("a again", 20))
-    assert said == []
-
-
-def test_requests_named_to_the_cache_in_a_pass_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefixkv.decode.admission.MAX_WANTS", 2)
-    desk = Desk(8)
-    desk.start("H", 27, max_new=1)
-    for number in range(5):
-        desk.add(f"{number}", 8, max_new=1)
-    wants = []
-    for _ in range(4):
-        desk.admit()
-        wants.append(desk.pages.cache.num_wants)
-    assert wants == [2, 4, 5, 5]
 
 
 @pytest.mark.parametrize("how", ["uncacheable", "no cache"])

@@ -8,7 +8,7 @@ import pytest
 
 from prefixkv.config import DecodeConfig
 from prefixkv.decode.request import DecodeRequest, DecodeState
-from prefixkv.errors import AbortedError, ConfigError, RequestError
+from prefixkv.errors import ConfigError, RequestError
 from prefixkv.protocol.commands import OpenRoom, RefuseRoom
 from prefixkv.protocol.ids import RoomKey
 from tests.unit.decode.desk import BROKEN, Desk
@@ -132,30 +132,6 @@ def test_a_request_that_was_never_admitted_is_refused_where_it_was_and_asked_for
     desk.at_rest()
 
 
-def test_an_abort_tells_the_worker_that_a_waiting_request_goes_to_now() -> None:
-    desk = Desk(16)
-    desk.start("H", 60, max_new=1)
-    req = desk.add("a")
-    desk.scheduler.retarget("a", "q")
-    desk.commands()
-    desk.abort(req)
-    [refused] = desk.commands()
-    assert isinstance(refused, RefuseRoom)
-    assert (refused.key, refused.address) == (RoomKey(req.room, 1), "q")
-    assert isinstance(req.error, AbortedError)
-
-
-def test_a_running_request_is_asked_for_elsewhere_when_it_comes_back() -> None:
-    desk = Desk(16, num_slots=2)
-    desk.token(desk.start("o", 4))
-    req = desk.start("a", 8, outputs=1)
-    desk.scheduler.retarget("a", "q")
-    desk.retract(req)
-    desk.commands()
-    assert desk.admit() == ["a"]
-    assert opened(desk) == [("q", 1)]
-
-
 def test_what_is_on_its_way_or_not_here_is_not_sent_elsewhere() -> None:
     desk = Desk()
     req = desk.admitted("a")
@@ -170,29 +146,3 @@ def test_what_is_on_its_way_or_not_here_is_not_sent_elsewhere() -> None:
         with pytest.raises(RequestError, match="prefill"):
             desk.scheduler.retarget("a", wrong)  # type: ignore[arg-type]
     assert (req.prefill, req.state) == ("p", DecodeState.TRANSFERRED)
-
-
-def test_those_that_joined_a_flight_that_fails_ask_again_where_they_went() -> None:
-    desk = Desk(32, max_retries=1, retarget=lambda req, error: "q")
-    first = desk.admitted("a", 8)
-    second = desk.admitted("a2", 8)
-    desk.commands()
-    desk.fail(first.room_key, drained=True)
-    assert sorted(desk.admit()) == ["a", "a2"]
-    assert (first.prefill, second.prefill) == ("q", "p")
-    assert second.retries == 0
-
-
-def test_a_share_of_the_pool_is_of_the_worker_that_is_asked() -> None:
-    desk = Desk(max_retries=1, retarget=lambda req, error: "q")
-    req = desk.admitted("a", 8)
-    assert (desk.scheduler.workers.of("p").num_pages, desk.scheduler.workers.of("q").num_pages) == (
-        2,
-        0,
-    )
-    desk.fail(req.room_key, drained=True)
-    desk.admit()
-    assert (desk.scheduler.workers.of("p").num_pages, desk.scheduler.workers.of("q").num_pages) == (
-        0,
-        2,
-    )

@@ -11,6 +11,7 @@ import pytest
 
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.decode.request import DecodeRequest, DecodeState, PrefillAsk
+from prefixkv.digest import prompt_digest
 from prefixkv.errors import (
     AbortedError,
     CallerError,
@@ -20,10 +21,10 @@ from prefixkv.errors import (
     TokenError,
     WeightsVersionError,
 )
-from prefixkv.protocol.ids import KVPoll, RoomKey
+from prefixkv.protocol.ids import RoomKey
 from prefixkv.request import Request
 from tests.support.spelled import Event
-from tests.unit.decode.desk import BROKEN, AbortRoom, Desk, OpenRoom, RefuseRoom
+from tests.unit.decode.desk import BROKEN, AbortRoom, Desk, RefuseRoom
 
 # --- add ------------------------------------------------------------------------------------------
 
@@ -63,26 +64,6 @@ def test_what_cannot_be_taken_is_refused_and_changes_nothing(
     desk.drain(RoomKey(2, 0))
     desk.abort(desk.scheduler.requests["b"])
     desk.add("x", room=2)
-
-
-def test_a_request_as_large_as_the_pool_runs_alone() -> None:
-    desk = Desk(4)
-    req = desk.start("a", 12, max_new=4)
-    for _ in range(4):
-        desk.token(req)
-    desk.finish(req)
-    desk.at_rest()
-
-
-def test_a_room_is_in_use_until_it_is_drained_also_without_pages() -> None:
-    desk = Desk()
-    desk.finish(desk.start("a", list(range(8))))
-    req = desk.admitted("b", list(range(8)), room=70)
-    desk.abort(req)
-    with pytest.raises(RequestError, match="room 70"):
-        desk.add("c", room=70)
-    desk.drain(RoomKey(70, 0))
-    desk.add("c", room=70)
 
 
 # --- aborts ---------------------------------------------------------------------------------------
@@ -214,19 +195,6 @@ def test_an_abort_of_what_runs_waits_for_the_device() -> None:
     desk.at_rest()
 
 
-def test_an_abort_while_it_is_being_retracted_waits_for_the_same_device() -> None:
-    desk = Desk()
-    req = _deferred_retraction(desk)
-    before = desk.states()
-    desk.abort(req)
-    assert desk.states() == before
-    desk.scheduler._ending._waiting[0][0].done = True
-    assert desk.admit() == [], "and it does not come back"
-    assert desk.states() == {"FREE": 12, "CACHED": 3, "OWNED": 1}, (
-        "the older one keeps the page it writes to"
-    )
-
-
 def test_an_unknown_request_is_no_error() -> None:
     desk = Desk()
     desk.finish(desk.start("a"))
@@ -254,44 +222,6 @@ def test_a_failed_transfer_fails_its_request_and_holds_its_pages_until_drained()
     assert desk.scheduler.counters["quarantined_pages"] == 2
     desk.drain(req.room_key)
     desk.drain(req.room_key)
-    desk.at_rest()
-
-
-def test_retry_asks_prefill_once_more_under_the_next_generation() -> None:
-    desk = Desk(max_retries=1)
-    req = _preallocated(desk)
-    others = desk.add("b")
-    desk.commands()
-    desk.fail(req.room_key)
-    assert req.state is DecodeState.RETRACTED
-    assert desk.pop_failed() == []
-    assert desk.admit() == ["a", "b"], "it goes first"
-    [ask] = desk.scheduler.pop_needs_prefill()
-    assert (ask.rid, ask.room, ask.generation, ask.known_token, ask.prefill) == (
-        "a",
-        req.room,
-        1,
-        None,
-        "p",
-    )
-    assert ask.tokens.tolist() == req.tokens.tolist()
-    opened = [command for command in desk.commands() if isinstance(command, OpenRoom)]
-    assert [command.promise.generation for command in opened] == [1, 0]
-    assert desk.states()["HELD"] == 2, (
-        "the pages of the first attempt are still its peer's to write"
-    )
-    assert set(desk.pages.allocator.held_by(RoomKey(req.room, 0)).tolist()).isdisjoint(
-        req.pages.tolist()
-    )
-    desk.succeed(RoomKey(req.room, 0))
-    assert (desk.states(), desk.transferred()) == ({"FREE": 12, "OWNED": 4}, []), (
-        "late news of the first attempt"
-    )
-    desk.fail(req.room_key)
-    assert (req.state, desk.pop_failed()) == (DecodeState.FAILED, [req]), "once, not for ever"
-    desk.drain(req.room_key)
-    desk.abort(others)
-    desk.carry_out_aborts()
     desk.at_rest()
 
 
@@ -471,18 +401,21 @@ def test_back_from_retraction_a_lost_tail_page_is_asked_for_and_the_known_token_
     assert (req.output, req.kv_len) == ([11, 12, 13, 14], 11)
 
 
-def test_retraction_frees_what_is_its_own_alone_and_goes_to_the_front() -> None:
-    desk = Desk()
-    old = desk.start("old", 4, outputs=1)
-    req = desk.start("a", 9, outputs=1)
-    waiting = desk.add("w", 60, max_new=4)
-    assert desk.admit() == []
+def test_a_promise_after_some_output_is_of_the_prompt_and_the_output() -> None:
+    """The tree has hashes of the prompt's path, from which the digest of both is worked out."""
+    desk = Desk(32)
+    desk.start("old", 4, outputs=1)
+    req = desk.start("a", 10, max_new=9, outputs=6)
+    first = desk.commands()[-1]
+    assert first.promise.digest == prompt_digest(req.request.key)
     desk.retract(req)
-    assert [other.rid for other in desk.scheduler.waiting] == ["a", "w"]
-    assert desk.scheduler.counters["retracted"] == 1
-    desk.abort(waiting)
-    desk.finish(old)
     assert desk.admit() == ["a"]
+    again = desk.commands()[-1]
+    assert again.promise.digest == prompt_digest(req.tokens[:-1])
+    assert again.promise.digest != first.promise.digest
+    match = desk.pages.match(req.key)
+    assert match is not None
+    assert desk.pages.cache.hashed(match) is not None
 
 
 def test_the_oldest_keeps_its_age_through_a_retraction() -> None:
@@ -523,13 +456,6 @@ def test_nothing_is_released_before_the_device_is_done(how: str) -> None:
     if how == "finish":
         desk.finish(old)
         desk.at_rest()
-
-
-def test_a_device_that_is_done_already_defers_nothing() -> None:
-    desk = Desk()
-    desk.finish(desk.start("a"), after=Event(done=True))
-    assert desk.scheduler.num_deferred == 0
-    desk.at_rest()
 
 
 # --- the cache ------------------------------------------------------------------------------------
@@ -628,15 +554,6 @@ def test_priority_reaches_the_tree() -> None:
     desk = Desk(policy="priority")
     desk.finish(desk.start("a", 8, priority=3))
     assert [node.mark[0] for node in desk.pages.cache.nodes()] == [3]
-
-
-def test_success_is_success() -> None:
-    """`room_ended` tells the two ends apart by the poll alone."""
-    desk = Desk()
-    req = _preallocated(desk)
-    desk.scheduler.room_ended(req.room_key, KVPoll.SUCCESS, BROKEN, b"aux", 0.0)
-    assert desk.transferred() == ["a"]
-    assert (req.aux, req.error) == (b"aux", None)
 
 
 def test_the_token_of_a_request_that_was_aborted_is_dropped() -> None:

@@ -1,4 +1,4 @@
-"""The decode side under fire, a short run; `fuzz/scheduler.py` is the long one."""
+"""The decode side under fire, a short run; `fuzz/run.py scheduler` is the long one."""
 
 import random
 from collections import Counter

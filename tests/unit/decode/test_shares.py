@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from prefixkv.decode.workers import Workers
-from prefixkv.errors import AdmissionTimeoutError
 from tests.unit.decode.desk import Desk
 
 
@@ -70,65 +69,6 @@ def test_one_whose_share_is_held_without_proof_waits_alone() -> None:
     assert d.admit() == ["v"]
 
 
-def test_alone_a_worker_may_have_all() -> None:
-    d = desk()
-    for rid in "uvw":
-        d.add(rid, 12, 4, prefill="a")
-    assert d.admit() == ["u", "v", "w"]
-    d.add("x", 8, 4, prefill="b")
-    d.add("y", 4, 4, prefill="a")
-    assert d.admit() == ["x"], "it is above its share from now on"
-
-
-def test_a_request_larger_than_the_share_is_admitted_where_nothing_else_is_held() -> None:
-    d = desk(most=2)
-    d.add("x", 4, 4, prefill="b")
-    d.add("u", 12, 4, prefill="a")
-    assert d.admit() == ["x", "u"]
-    d.add("v", 4, 4, prefill="a")
-    assert d.admit() == []
-
-
-def test_what_waits_for_its_share_fails_in_time() -> None:
-    d = desk(waiting_timeout_s=10.0)
-    for rid in "uvw":
-        d.add(rid, 12, 4, prefill="a")
-    d.add("x", 4, 4, prefill="b")
-    assert sorted(d.admit()) == ["u", "v", "x"]
-    d.now_s = 11.0
-    assert d.admit() == []
-    (failed,) = d.pop_failed()
-    assert failed.rid == "w"
-    assert isinstance(failed.error, AdmissionTimeoutError)
-
-
-def test_a_retracted_request_waits_for_its_share_and_holds_up_none() -> None:
-    """With all its KV flushed it needs prefill again."""
-    d = desk(most=4)
-    oldest = d.start("o", 4, 4, prefill="b", outputs=1)
-    req = d.start("r", 8, 4, prefill="a", outputs=1)
-    d.add("u", 12, 4, prefill="a")
-    assert d.admit() == ["u"]
-    d.retract(req)
-    d.scheduler.flush()
-    d.add("v", 4, 1, prefill="b")
-    assert d.admit() == ["v"]
-    d.finish(oldest)
-
-
-def test_a_request_that_waits_for_a_share_goes_at_once_where_another_worker_has_one() -> None:
-    d = desk()
-    for rid in "uvw":
-        d.add(rid, 12, 4, prefill="a")
-    d.add("x", 4, 1, prefill="b")
-    assert d.admit() == ["x", "u", "v"]
-    assert d.admit() == []
-    assert not d.scheduler.waiting.may_admit
-    d.scheduler.retarget("w", "b")
-    assert d.scheduler.waiting.may_admit
-    assert d.admit() == ["w"]
-
-
 def test_a_share_binds_no_more_when_the_other_worker_goes_away() -> None:
     d = Desk(16, workers=Workers(gated=True, share_pages=4))
     lost = d.add("u", 12, 4, prefill="a")
@@ -144,15 +84,6 @@ def test_a_share_binds_no_more_when_the_other_worker_goes_away() -> None:
     assert d.scheduler.waiting.why(waits, 0.0) == why
     d.scheduler.prefill_away("b", 0.0)
     assert d.admit() == ["w"]
-
-
-def test_a_worker_that_a_request_is_sent_to_later_counts_among_the_others() -> None:
-    d = desk()
-    for rid in "uvw":
-        d.add(rid, 12, 4, prefill="a")
-    d.scheduler.retarget("u", "b")
-    d.add("x", 12, 4, prefill="a")
-    assert d.admit() == ["u", "v", "w"], "x is above the share of a, since b is named now"
 
 
 def test_a_worker_with_pages_in_its_power_is_known_beside_many_others() -> None:

@@ -103,47 +103,6 @@ def test_samples_of_one_prompt_share_all_its_whole_pages() -> None:
     end_well(desk, reqs)
 
 
-def test_a_request_that_lacks_only_the_aux_still_has_a_room() -> None:
-    desk = in_order()
-    a, b = burst(desk, tokens(), tokens())
-    sent = promises(desk)
-    assert (sent[b.room_key].fill_len, sent[b.room_key].prefix_len, sent[b.room_key].pages) == (
-        8,
-        8,
-        b"",
-    )
-    desk.arrive(a)
-    desk.succeed(b.room_key, b"aux")
-    assert (desk.transferred(), b.aux) == (["b"], b"aux")
-    end_well(desk, [a, b])
-
-
-def test_one_that_comes_while_the_pages_are_there_but_not_committed_joins_too() -> None:
-    desk = in_order()
-    a = desk.admitted("a", tokens(1))
-    desk.succeed(a.room_key)
-    b = desk.admitted("b", tokens(1, 2))
-    assert b.prefix_len == 12
-    flights = desk.scheduler.flights
-    flight = flights.of(b)
-    assert flight is not None
-    assert flight.joined is flights.of(a) is not None
-    assert desk.transferred() == ["a"]
-    assert (flight.joined, b.pages_held.num_locked, b.pages_held.num_joined) == (None, 3, 0)
-    end_well(desk, [a, b])
-
-
-def test_behind_what_is_cached_the_rest_is_shared() -> None:
-    desk = in_order()
-    desk.finish(desk.start("s", tokens()))
-    a, b = burst(desk, tokens(1, 2), tokens(1, 3))
-    assert (b.pages_held.num_locked, b.pages_held.num_joined, b.prefix_len) == (2, 1, 12)
-    desk.succeed(a.room_key)
-    desk.succeed(b.room_key)
-    assert desk.transferred() == ["a", "b"]
-    end_well(desk, [a, b])
-
-
 @pytest.mark.parametrize("order", ["abc", "acb", "bac", "bca", "cab", "cba"])
 def test_rooms_may_succeed_in_any_order_and_none_runs_before_all_its_pages_are_there(
     order: str,
@@ -283,21 +242,6 @@ def test_when_the_last_that_waits_has_gone_a_room_without_an_owner_is_aborted(th
     desk.at_rest()
 
 
-def test_an_arrived_flight_that_is_no_longer_needed_is_dropped() -> None:
-    desk = in_order()
-    a, b = burst(desk, tokens(1), tokens(2))
-    desk.succeed(a.room_key)
-    desk.abort(a)
-    desk.commands()
-    assert desk.scheduler.has_results
-    desk.abort(b)
-    assert aborted(desk) == [b.room_key]
-    assert desk.transferred() == []
-    desk.drain(b.room_key)
-    assert desk.states() == {"FREE": 16}
-    desk.at_rest()
-
-
 # --- the flight fails -----------------------------------------------------------------------------
 
 
@@ -340,71 +284,6 @@ def test_those_that_wait_for_what_fails_ask_again_in_their_order_and_share_again
         desk.fail(key, drained=True)
     assert "HELD" not in desk.states()
     end_well(desk, [b, c, d])
-
-
-def test_a_retry_of_the_owner_goes_first_and_the_others_join_it_again() -> None:
-    desk = in_order(32, max_retries=1)
-    a, b, c = trio(desk)
-    desk.fail(a.room_key)
-    assert [req.rid for req in desk.scheduler.waiting] == ["a", "b", "c"]
-    assert (a.retries, b.retries) == (1, 0)
-    assert desk.admit() == ["a", "b", "c"]
-    assert [req.prefix_len for req in (a, b, c)] == [0, 12, 16]
-    desk.fail(a.room_key)
-    assert (a.state, b.state) == (DecodeState.FAILED, DecodeState.RETRACTED), "once, not for ever"
-    assert b.generation == 2
-    desk.admit()
-    desk.fail(b.room_key)
-    assert (b.state, b.retries) == (DecodeState.RETRACTED, 1), "its own retry is still its own"
-    for room in (a.room, b.room, c.room):
-        for generation in range(3):
-            desk.drain(RoomKey(room, generation))
-    end_well(desk, [b, c])
-
-
-def test_what_fails_in_the_middle_leaves_those_before_it_alone() -> None:
-    desk = in_order(32)
-    a, b, c = trio(desk)
-    desk.fail(b.room_key, drained=True)
-    assert [req.state for req in (a, b, c)] == [
-        DecodeState.PREALLOCATED,
-        DecodeState.FAILED,
-        DecodeState.RETRACTED,
-    ]
-    desk.admit()
-    flights = desk.scheduler.flights
-    flight = flights.of(c)
-    assert flight is not None
-    assert flight.joined is flights.of(a) is not None
-    assert c.prefix_len == 12
-    end_well(desk, [a, c])
-
-
-def test_the_last_that_waits_fails_and_takes_a_room_without_an_owner_with_it() -> None:
-    desk = in_order()
-    a, b = burst(desk, tokens(1), tokens(2))
-    desk.commands()
-    desk.abort(a)
-    desk.fail(b.room_key, drained=True)
-    assert aborted(desk) == [a.room_key]
-    desk.fail(a.room_key, drained=True)
-    desk.at_rest()
-
-
-def test_the_pages_of_a_failed_attempt_are_not_written_twice() -> None:
-    desk = in_order(32)
-    a, b, c = trio(desk)
-    desk.fail(a.room_key)
-    desk.admit()
-    held = [desk.pages.allocator.held_by(RoomKey(req.room, 0)).tolist() for req in (a, b, c)]
-    writable = [page for pages in held for page in pages]
-    writable += [
-        page for promise in promises(desk).values() for page in promise.page_ids().tolist()
-    ]
-    assert len(writable) == len(set(writable)) == 6 + 5
-    for req in (a, b, c):
-        desk.drain(RoomKey(req.room, 0))
-    end_well(desk, [b, c])
 
 
 def test_one_that_comes_back_waits_for_a_flight_that_brings_all_it_has_lost_without_a_room() -> (

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import math
-import random
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
-
 import numpy as np
 import pytest
 
 from prefixkv.config import ComputeConfig
-from prefixkv.decode.sources import Lack, Sources
+from prefixkv.decode.sources import TRY_SHARE, Lack, Rate, Sources
 
 HERE, PREFILL = True, False
 
@@ -85,18 +79,6 @@ def test_no_measurement_takes_more_than_the_bound_here() -> None:
     bound = ComputeConfig().below
     assert Scale(rate=1e9, sent=1.0).choose(bound) is HERE
     assert Scale(rate=1e9, sent=1.0).choose(bound + 1) is PREFILL
-
-
-def test_the_sooner_way_is_taken() -> None:
-    # 1,000 tokens from prefill in .1 + .1 s.
-    for rate, chosen in ((5100, HERE), (4900, PREFILL), (1e5, HERE), (10, PREFILL)):
-        assert Scale(rate=rate, sent=1e4, wait_s=0.1).choose(1000) is chosen
-
-
-def test_what_is_due_here_makes_it_slower_here() -> None:
-    scale = Scale(rate=1e4, sent=1e4, wait_s=0.1)
-    assert scale.choose(1000, due=900) is HERE  # .19 of .2 s
-    assert Scale(rate=1e4, sent=1e4, wait_s=0.1).choose(1000, due=1100) is PREFILL
 
 
 def test_beside_a_batch_each_chunk_waits_for_its_step() -> None:
@@ -241,14 +223,6 @@ def test_the_chunks_of_several_prompts_keep_to_the_share_of_a_step_together() ->
     assert tokens == pytest.approx(30, abs=3)
 
 
-def test_noise_never_makes_a_chunk_cost_less_than_nothing() -> None:
-    sources = Sources(ComputeConfig())
-    for _ in range(100):
-        sources.step(0.02)
-        sources.chunk(200, 0.001, running=1)
-    assert sources.chunk_tokens(1) == 256
-
-
 def test_beside_a_batch_that_never_steps_alone_the_step_is_guessed() -> None:
     """1,000 tokens a second were measured before: of a pass with 8 that takes 28 ms 20 are a
     step."""
@@ -297,12 +271,6 @@ def test_a_prefill_worker_that_does_not_answer_counts_as_slow_as_it_is_by_now() 
     assert scale.choose(1000, after_s=1.0) is HERE
     scale.sources.gave_up(room)
     assert scale.choose(1000) is PREFILL
-
-
-def test_a_new_prefill_worker_counts_as_one_that_does_nothing_else() -> None:
-    scale = Scale(rate=1e4, sent=1e6)
-    assert scale.choose(1000, address="new") is PREFILL
-    assert Scale(rate=1e6, sent=1e4).choose(1000, address="new") is HERE
 
 
 @pytest.mark.parametrize("side", ["here", "prefill"])
@@ -419,152 +387,6 @@ def test_what_is_loaded_is_sent_instead_where_that_is_much_sooner(
     assert sources.worth_loading(Lack(1100), loaded._replace(load_s=0.0), "p", 1e3), "not known"
 
 
-# --- engines --------------------------------------------------------------------------------------
-
-SHARE = 0.5
-
-
-@dataclass
-class Engine:
-    """Passes that cost what these say, in seconds: times a lognormal factor of this deviation, and
-    now and then, by chance, a stall."""
-
-    a_pass: float
-    running: float = 0.0
-    prompt: float = 0.0
-    token: float = 0.0
-    noise: float = 0.2
-    stalls: float = 0.0
-    stall_s: float = 0.0
-
-    def mean_s(self, running: int, prompts: int, tokens: int) -> float:
-        cost_s = self.a_pass + self.running * running + self.prompt * prompts + self.token * tokens
-        return cost_s + self.stalls * self.stall_s
-
-    def draw_s(self, chance: random.Random, running: int, prompts: int, tokens: int) -> float:
-        took_s = self.mean_s(running, prompts, tokens) - self.stalls * self.stall_s
-        took_s *= chance.lognormvariate(-(self.noise**2) / 2, self.noise)
-        late = chance.random() < self.stalls
-        return took_s + late * self.stall_s * chance.expovariate(1.0)
-
-    def best_chunk(self, running: int, most: int = 256) -> int:
-        """The longest chunk that keeps to its share of a step."""
-        if not running:
-            return most
-        left_s = SHARE * self.mean_s(running, 0, 0) - self.prompt
-        if left_s <= 0:
-            return 8
-        return most if not self.token else max(8, min(most, int(left_s / self.token)))
-
-    def best_s(self, running: int, tokens: int) -> float:
-        """What a prompt takes in such chunks; where the least breaks the share, in some steps."""
-        chunk = self.best_chunk(running)
-        chunks = math.ceil(tokens / chunk)
-        added_s = self.prompt + self.token * chunk
-        without = max(0.0, added_s / (SHARE * self.mean_s(running, 0, 0)) - 1) if running else 0.0
-        took_s = chunks * self.mean_s(running, 1, 0) + self.token * tokens
-        return took_s + chunks * without * self.mean_s(running, 0, 0)
-
-
-ENGINES = {
-    # Launching takes 20 ms, whatever is launched.
-    "flat": Engine(0.02),
-    "a card that is kept busy": Engine(0.008, 1e-4, 2e-4, 4e-5),
-    # A processor: each prompt's KV is read, however few tokens the chunk has.
-    "processor": Engine(0.002, 0.003, 0.0054, 1.5e-4, noise=0.1),
-    "by tokens alone": Engine(0.001, 0.001, 0.0, 1e-4),
-}
-
-
-class Seen(NamedTuple):
-    """What became of a run's last three quarters."""
-
-    here: float  # share of requests
-    over: list[float]  # what chunks added to a step beside a batch, by a step
-    seconds: float  # all of it, by what the better way would have taken each time
-
-
-def play(
-    engine: Engine,
-    prefill_s: Callable[[int], float],
-    running: Callable[[int], int],
-    seed: int,
-    requests: int = 160,
-) -> Seen:
-    """Requests that lack 64 to 600 tokens, with steps of a batch between. None waits."""
-    chance, sources, now_s = random.Random(seed), Sources(ComputeConfig(itl_share=SHARE)), 0.0
-    here, took_s, best_s = 0, 0.0, 0.0
-    over: list[float] = []
-    for number in range(requests):
-        batch = running(number)
-        for _ in range(12):
-            step_s = engine.draw_s(chance, batch, 0, 0) if batch else 0.02
-            now_s += step_s
-            if batch:
-                sources.next_pass(batch)
-                sources.step(step_s)
-                if sources._without > 0:  # of the chunks before
-                    over.append(0.0)
-        now_s += 1000.0
-        missing = round(math.exp(chance.uniform(math.log(64), math.log(600))))
-        source = sources.is_here(missing, 0, batch, "p", now_s)
-        begin_s, counts = now_s, number >= requests // 4
-        if source is HERE:
-            left = missing
-            while left:
-                sources.next_pass(batch)
-                tokens = min(left, sources.chunk_tokens(batch))
-                pass_s = engine.draw_s(chance, batch, tokens > 0, tokens)
-                now_s += pass_s
-                if tokens:
-                    sources.chunk(tokens, pass_s, batch)
-                else:
-                    sources.step(pass_s)
-                left -= tokens
-                if counts and batch:
-                    added_s = engine.prompt * (tokens > 0) + engine.token * tokens
-                    over.append(added_s / engine.mean_s(batch, 0, 0))
-        else:
-            room = sources.promised("p", now_s, missing)
-            now_s += prefill_s(missing) * chance.lognormvariate(0.0, 0.1)
-            sources.arrived(room, now_s)
-        ways = engine.best_s(batch, missing), prefill_s(missing)
-        if counts:
-            here += source is HERE
-            took_s, best_s = took_s + now_s - begin_s, best_s + min(ways)
-    return Seen(here / (0.75 * requests), over, took_s / best_s)
-
-
-BATCHES: dict[str, Callable[[int], int]] = {
-    "8 run": lambda number: 8,
-    "none runs": lambda number: 0,
-    "0 to 16 run": lambda number: (0, 1, 3, 8, 16)[number // 7 % 5],
-}
-
-
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("name", ENGINES)
-def test_requests_take_little_longer_than_by_the_sooner_way_each_time(
-    name: str, batch: str
-) -> None:
-    engine = ENGINES[name]
-    at_s = engine.best_s(8 if batch == "8 run" else 0, 256)  # equal for 256 tokens
-    for factor in (0.3, 1.0, 3.0):
-
-        def prefill_s(tokens: int, factor: float = factor) -> float:
-            return factor * at_s * (0.3 + 0.7 * tokens / 256)
-
-        for seed in range(2):
-            seen = play(engine, prefill_s, BATCHES[batch], seed)
-            # To try what is slow once more costs what it takes.
-            assert seen.seconds < (1.6 if factor < 1 else 1.35), (factor, seed, seen)
-            if batch != "0 to 16 run" and factor != 1.0:
-                assert (seen.here > 0.5) is (factor > 1), (factor, seed, seen)
-            # Chunks keep to their share of the steps, as well as noise lets it be known.
-            if len(over := seen.over) > 20:
-                assert sum(over) / len(over) < 1.8 * SHARE, (factor, seed)
-
-
 # --- the rest -------------------------------------------------------------------------------------
 
 
@@ -580,3 +402,56 @@ def test_workers_that_were_asked_long_ago_are_forgotten() -> None:
     for number in range(400):
         scale.transfer(100, 0.1, address=f"p{number}")
     assert len(scale.sources._workers) == 256
+
+
+# --- rates -------------------------------------------------------------------------------------
+
+
+def measured(*seconds: float, units: float = 100) -> Rate:
+    rate = Rate()
+    for each_s in seconds:
+        rate.add(units, each_s)
+    return rate
+
+
+def test_a_rate_is_known_after_three_measures_of_which_one_may_be_a_stall() -> None:
+    assert not measured(1.0, 1.0).is_known
+    for stalls in ((30.0, 1.0, 1.0), (1.0, 30.0, 1.0), (1.0, 1.0, 30.0)):
+        rate = measured(*stalls)
+        assert rate.is_known
+        assert rate.unit_s == pytest.approx(0.01)
+
+
+def test_a_change_is_known_after_four_measures() -> None:
+    assert measured(*[1.0] * 50, *[5.0] * 3).unit_s == pytest.approx(0.01)
+    assert measured(*[1.0] * 50, *[5.0] * 4).unit_s == pytest.approx(0.05)
+
+
+def test_a_measure_that_grew_takes_the_place_of_the_last_one() -> None:
+    rate = measured(1.0, 1.0)
+    rate.add(200, 6.0, amends=True)
+    assert len(rate) == 2
+    assert rate.most_units == 200
+    assert rate.unit_s == pytest.approx(0.01)
+
+
+def test_what_is_decided_against_seems_ever_cheaper_until_it_is_measured() -> None:
+    rate = measured(1.0, 1.0, 1.0)
+    rate.declined = round(1 / TRY_SHARE)
+    assert rate.price_s == pytest.approx(0.005)
+    rate.add(100, 1.0)
+    assert rate.price_s == pytest.approx(0.01)
+
+
+def test_a_worker_answers_its_promises_in_turn() -> None:
+    rule = Sources(loads=True)
+    rooms = [rule.promised("p", 10.0, tokens) for tokens in (100, 50, 25)]
+    assert rooms[0] is not None
+    load = rooms[0].worker
+    assert load.backlog_s(0.01, 10.25) == pytest.approx(1.75 - 0.25)
+    # The answer is late: it takes as long again.
+    assert load.backlog_s(0.01, 15.0) == pytest.approx(5.0 + 0.75)
+    rule.arrived(rooms[0], 11.0)
+    assert rule._sent.unit_s == pytest.approx(1.0 / 100)
+    assert load.backlog_s(0.01, 11.1) == pytest.approx(0.75 - 0.1)
+    assert load.tokens == 75

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from prefixkv.decode.request import DecodeRequest, DecodeState
-from prefixkv.decode.waiting import MAX_BACK, MAX_WALK
+from prefixkv.decode.waiting import MAX_WALK
 from prefixkv.decode.workers import Workers
 from prefixkv.errors import (
     AdmissionTimeoutError,
@@ -116,30 +116,6 @@ def test_pages_that_come_to_be_held_while_it_is_first_let_the_others_pass(admiss
     desk.fail(lost.room_key)
     assert desk.admit() == ["s"]
     assert desk.scheduler.waiting.stepped_aside["pages"] == 1
-
-
-def test_a_request_that_fits_what_is_left_when_all_have_ended_is_not_aside() -> None:
-    desk = with_held_pages(patience_s=0.0)
-    running = desk.start("r", 8, 1)
-    desk.add("B", 45, 4)  # 12 pages, and 4 are held
-    desk.add("s", 8, 1)
-    assert desk.admit() == []
-    desk.finish(running)
-    assert desk.admit() == ["B"]
-
-
-@pytest.mark.parametrize("admission", POLICIES)
-def test_more_than_a_pass_goes_through_are_aside_and_all_come_back(admission: str) -> None:
-    desk = with_held_pages(admission=admission, patience_s=0.0)
-    for number in range(2 * MAX_BACK + 5):
-        desk.add(f"{chr(300 + number)}B", 50, 2)
-    assert serve(desk, "s") == 0.0
-    desk.drain(RoomKey(1, 0))
-    admitted: list[str] = []
-    while desk.scheduler.waiting.may_admit:
-        admitted += desk.admit()
-    assert len(admitted) == 1
-    assert desk.scheduler.waiting.aside()["pages"] == 0
 
 
 def test_pages_whose_device_event_has_raised_are_no_hope_either() -> None:
@@ -334,17 +310,6 @@ def test_what_is_never_answered_fails_in_time() -> None:
     desk.at_rest()
 
 
-def test_with_retries_it_goes_to_the_worker_that_retarget_names() -> None:
-    desk = gated(max_retries=1, retarget=lambda req, error: "p")
-    req = desk.add("a", 8, 4, prefill="nowhere")
-    desk.scheduler.prefill_lost("nowhere", PeerLostError("gone"), 1.0)
-    assert desk.pop_failed() == []
-    ready(desk, "p")
-    assert desk.admit() == ["a"]
-    (ask,) = desk.scheduler.pop_needs_prefill()
-    assert (ask.prefill, ask.generation, req.retries) == ("p", 1, 1)
-
-
 def test_pages_promised_to_a_worker_that_answers_no_more_are_not_counted_on() -> None:
     desk = gated(patience_s=0.0)
     for address in ("p", "stopped"):
@@ -360,18 +325,6 @@ def test_pages_promised_to_a_worker_that_answers_no_more_are_not_counted_on() ->
     ready(desk, "stopped")
     assert desk.admit() == []
     assert desk.scheduler.waiting.aside()["pages"] == 0
-
-
-def test_a_request_moved_to_another_worker_waits_in_its_lane() -> None:
-    desk = gated()
-    req = desk.add("a", 8, 4, prefill="nowhere")
-    desk.admit()
-    ready(desk, "p")  # never asked about: nothing happens
-    desk.scheduler.retarget("a", "p")
-    assert MeetPrefill("p") in desk.commands()
-    ready(desk, "p")
-    assert desk.admit() == ["a"]
-    assert req.generation == 1
 
 
 # --- what prefill can hold ------------------------------------------------------------------------
@@ -479,31 +432,7 @@ def test_only_one_is_retracted_late() -> None:
     assert desk.scheduler.counters["retracted"] == 1
 
 
-def test_pages_of_one_that_has_finished_count_and_so_do_those_that_it_alone_locks() -> None:
-    desk = Desk(13, rows=8)
-    ends, *rest = [desk.start(rid, 15, 8, outputs=1) for rid in "abc"]
-    event = Event()
-    desk.finish(ends, after=event)
-    with pytest.raises(OutOfPagesError) as coming:
-        desk.token(*rest)
-    assert coming.value.retract == ()
-    event.done = True
-    desk.admit()
-    desk.token(*rest)
-
-
 # --- what a request may still write ---------------------------------------------------------------
-
-
-def test_nothing_is_kept_for_a_request_beyond_what_it_may_write() -> None:
-    desk = Desk(2000, rows=256, reserve_tokens=128)
-    for number in range(100):
-        desk.add(f"{chr(300 + number)}", 39, 2)
-    admitted = []
-    while more := desk.admit():
-        admitted += more
-    assert len(admitted) == 100
-    assert desk.scheduler.budget.reserved_pages == 0, "the last token needs no page"
 
 
 @pytest.mark.parametrize(("length", "most"), [(64, 1), (63, 2), (61, 4), (60, 5), (1, 64)])
@@ -519,13 +448,3 @@ def test_a_request_that_fills_the_pool_to_its_last_token_runs_to_its_end(
     assert desk.states() == {"CACHED": 16}
     with pytest.raises(RequestError, match="17 pages"):
         desk.scheduler.add(desk.request("b", length, most + 1))
-
-
-def test_one_that_was_taken_back_with_all_its_tokens_needs_no_page_more() -> None:
-    desk = Desk(17)
-    desk.start("o", 4, 1, outputs=1)
-    req = desk.start("a", 57, 4, outputs=4)
-    assert len(req.pages) == 15
-    desk.retract(req)
-    assert desk.admit() == ["a"]
-    assert len(req.pages) == 15

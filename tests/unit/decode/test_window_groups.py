@@ -10,7 +10,7 @@ import pytest
 from prefixkv.config import ComputeConfig, PageOptions
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.sources import Sources
-from prefixkv.errors import OutOfPagesError, RequestError
+from prefixkv.errors import RequestError
 from prefixkv.pages.groups import GroupSpec
 from prefixkv.pages.manager import PageManager
 from prefixkv.protocol.commands import OpenRoom
@@ -115,21 +115,6 @@ def test_a_room_that_failed_holds_them_until_it_is_drained() -> None:
     assert desk.admit() == ["b"]
 
 
-def test_a_room_with_window_pages_alone_is_held_and_drained_too() -> None:
-    desk = make()
-    desk.finish(desk.start("a", 16))
-    desk.commands()
-    req = desk.admitted("a2", tokens_of("a", 16))
-    (promise,) = promises(desk)
-    assert (promise.prefix_len, promise.pages) == (16, b"")
-    assert promise.groups[0] != b""
-    desk.abort(req)
-    (group,) = desk.pages.windows
-    assert group.allocator.held_pages == 3
-    desk.drain(req.room_key)
-    assert group.allocator.free_pages == 9
-
-
 def test_one_that_was_retracted_has_its_window_sent_again_though_all_its_kv_is_cached() -> None:
     desk = make()
     desk.start("old", 8, 8)
@@ -143,45 +128,6 @@ def test_one_that_was_retracted_has_its_window_sent_again_though_all_its_kv_is_c
     assert (promise.prefix_len, promise.fill_len, promise.pages) == (16, 16, b"")
     assert len(promise.group_ids()[0]) == 2
     assert [ask.rid for ask in desk.scheduler.pop_needs_prefill()] == ["young"]
-
-
-def test_a_flight_without_an_owner_keeps_them_until_it_is_committed() -> None:
-    desk = make()
-    first = desk.admitted("a", 17, 12)
-    desk.add("b", [*tokens_of("a", 17), 1], 12)
-    assert desk.admit() == ["b"]
-    key = first.room_key
-    desk.abort(first)
-    (group,) = desk.pages.windows
-    assert group.allocator.owned_pages == 6, "others wait for what it brings"
-    desk.succeed(key)
-    assert desk.transferred() == []
-    assert group.allocator.owned_pages == 3
-
-
-def test_one_that_fails_tries_again_with_other_pages() -> None:
-    desk = make(windows=(6,), max_retries=1)
-    req = desk.admitted("a", 10)
-    before, key = set(req.window_pages("w0").ids.tolist()), req.room_key
-    desk.fail(key)
-    desk.admit()
-    after = set(req.window_pages("w0").ids.tolist())
-    assert not before & after, "prefill may still write the former ones"
-    desk.drain(key)
-    desk.arrive(req)
-
-
-def test_running_out_of_pages_is_as_ever() -> None:
-    desk = make(num_pages=8)
-    first, second = desk.start("a", 9, 9), desk.start("b", 9, 9)
-    for _ in range(7):
-        desk.token(first, second)
-    with pytest.raises(OutOfPagesError) as caught:
-        desk.token(first, second)
-    assert caught.value.retract == ("b",)
-    desk.retract(second)
-    (group,) = desk.pages.windows
-    assert group.allocator.owned_pages == 3
 
 
 # --- checkpoints of what decode computes itself ---------------------------------------------------

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from prefixkv.cache.events import NO_PARENT, Cleared, EventFeed, PageRef
+from prefixkv.cache.events import NO_PARENT, Cleared, EventFeed, PageRef, Stored
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import Namespace, shortened
 from prefixkv.errors import RequestError
@@ -30,6 +30,7 @@ class World:
         self.chance = random.Random(seed)
         self.page_size = page_size
         self.cache = RadixCache(page_size=page_size, policy="lru")
+        self.log = self.cache.record()
         worded = BlockEvents(page_size, "GPU")
         self.stream = EventStream(
             page_size, worded, 0, FIRST, Keep(keep, more.pop("bytes", 1 << 20))
@@ -59,7 +60,7 @@ class World:
                 self.cache.insert(tokens, ids, namespace)
 
     def publish(self, ts: float = 1.0) -> None:
-        self.published += self.stream.publish(self.cache.drain_changes(), ts)
+        self.published += self.stream.publish(self.log.take(), ts)
         self.stream.check_invariants()
 
     def agrees(self, follower: Follower) -> None:
@@ -92,8 +93,9 @@ class TwoTiers:
 
     def publish(self) -> None:
         for tier, world in enumerate((self.pool, self.host)):
-            changes = world.cache.drain_changes(snapshot=self.pool.chance.randrange(20) == 0)
-            self.published += self.stream.publish(changes, 1.0, tier)
+            if self.pool.chance.randrange(20) == 0:
+                world.log.restart()
+            self.published += self.stream.publish(world.log.take(), 1.0, tier)
             self.stream.check_invariants()
 
     def follower(self) -> Follower:
@@ -141,7 +143,7 @@ def test_a_long_tier_that_ends_is_several_batches(monkeypatch: pytest.MonkeyPatc
     tiers.pool.cache.reset()
     follower = tiers.follower()
     follower.restart(*tiers.stream.snapshot(1.0))
-    batches = list(tiers.stream.publish(tiers.pool.cache.drain_changes(), 1.0))
+    batches = list(tiers.stream.publish(tiers.pool.log.take(), 1.0))
     assert len(batches) == 5
     assert all(follower.take(*batch) for batch in batches)
     tiers.agrees(follower)
@@ -168,7 +170,7 @@ def test_a_follower_knows_the_tree(seed: int) -> None:
 def test_a_follower_with_a_gap_is_given_a_snapshot(seed: int) -> None:
     """From any number: those batches, or a snapshot where they are not kept."""
     world = World(seed, keep=5)
-    world.cache.drain_changes()
+    world.log.take()
     for _ in range(60):
         world.step()
         world.publish()
@@ -206,7 +208,7 @@ def test_a_snapshot_is_made_once_for_all_that_ask() -> None:
 def test_what_follows_goes_first(num_pages: int) -> None:
     """Also where all goes at once, in no order."""
     world = World(1, page_size=1)
-    world.cache.drain_changes()
+    world.log.take()
     world.cache.insert([1, 2, 3], [0, 1, 2])
     world.cache.insert([1, 2, 4, 5], [0, 1, 3, 4])
     world.cache.evict(num_pages)
@@ -219,7 +221,7 @@ def test_what_follows_goes_first(num_pages: int) -> None:
 def test_a_snapshot_keeps_namespaces_apart() -> None:
     """Equal tokens have equal page keys in all of them."""
     world = World(1, page_size=1)
-    world.cache.drain_changes()  # from now on in the order in which it happens
+    world.log.take()  # from now on in the order in which it happens
     for namespace in (None, Namespace(lora="a")):
         world.cache.insert([1], [world.cache.num_pages], namespace)
     world.cache.insert([1, 2], [0, 2], None)  # it follows a page of the other, in order
@@ -247,12 +249,13 @@ def test_what_is_kept_is_bounded_by_batches_and_bytes() -> None:
 
 def test_a_long_list_of_changes_is_several_batches() -> None:
     cache = RadixCache(page_size=1)
-    cache.drain_changes()
+    log = cache.record()
+    log.take()
     for start in range(0, 9_000, 1_000):
         cache.insert([start, *range(999)], range(start, start + 1_000))
     worded = BlockEvents(1, "GPU")
     stream = EventStream(1, worded, 0, 0, Keep(10, 1 << 20))
-    batches = list(stream.publish(cache.drain_changes(), 1.0))
+    batches = list(stream.publish(log.take(), 1.0))
     assert [seq for seq, _ in batches] == [0, 1]
     follower = Follower(1, next_seq=0)
     assert all(follower.take(*batch) for batch in batches)
@@ -265,13 +268,14 @@ def test_a_long_list_of_changes_is_several_batches() -> None:
 def events_of(namespace: Any, page_size: int = 4) -> list[dict[str, Any]]:
     """What is published of three pages, two of which go; their last page goes first."""
     cache = RadixCache(page_size=page_size)
-    cache.drain_changes()
+    log = cache.record()
+    log.take()
     cache.insert([7, 8, 9, 10] * 3, [5, 6, 7], namespace)
     cache.insert([7, 8, 9, 10] * 3 + [1] * page_size, [5, 6, 7, 8], namespace)
     cache.evict(3)
     worded = BlockEvents(page_size, "GPU")
     stream = EventStream(page_size, worded, 3, 0, Keep(1, 1 << 20))
-    [batch] = stream.publish(cache.drain_changes(), 12.5)
+    [batch] = stream.publish(log.take(), 12.5)
     ts, events, rank = msgspec.msgpack.decode(batch.payload)
     assert (ts, rank) == (12.5, 3)
     return list(events)
@@ -346,60 +350,12 @@ def test_a_namespace_of_nothing_or_that_no_event_carries_is_refused(wrong: dict[
     assert Namespace(salt=shortened("\ud800")) != Namespace(salt=shortened("\ud801"))
 
 
-# --- one feed -------------------------------------------------------------------------------------
-
-
-class Deaf:
-    """A listener that loses what it is handed while `losing`, and is busy while `busy`."""
-
-    def __init__(self) -> None:
-        self.lists: list[list[Any]] = []
-        self.losing = self.idle = False
-
-    def hand_over(self, changes: list[Any]) -> bool:
-        if not self.losing:
-            self.lists.append(changes)
-        return not self.losing
-
-
-def test_a_listener_with_a_loss_gets_a_snapshot_once_it_is_idle() -> None:
-    cache, listener = RadixCache(page_size=1), Deaf()
+def test_batches_of_take_begin_with_the_whole_tree_and_go_on_from_there() -> None:
+    cache = RadixCache(page_size=1)
     feed = EventFeed(cache, "w", 1)
     cache.insert([1, 2], [0, 1])
-    feed.listen(listener)
-    assert [type(one).__name__ for one in listener.lists.pop()] == ["Cleared", "Inserted"]
-    listener.losing = True
+    assert [type(event) for event in feed.take().events] == [Cleared, Stored]
     cache.insert([1, 2, 3], [0, 1, 2])
-    feed.pass_on()
-    listener.losing = False
-    cache.insert([1, 2, 3, 4], [0, 1, 2, 3])
-    feed.pass_on()
-    assert not listener.lists, "a list that does not begin with Cleared follows one that was lost"
-    listener.idle = True
-    feed.pass_on()
-    [[first, *rest]] = listener.lists
-    assert first == Cleared()
-    assert sum(len(one.pages) for one in rest) == 4 * 4
-    feed.pass_on()
-    assert len(listener.lists) == 1
-
-
-def test_one_feed_serves_a_listener_and_a_taker_of_batches(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    cache, listener = RadixCache(page_size=1), Deaf()
-    feed = EventFeed(cache, "w", 1)
-    feed.listen(listener)
-    cache.insert([1, 2], [0, 1])
-    feed.pass_on()
-    assert len(feed.take().events) == 2  # Cleared, and all there is
-    listener.lists.clear()
-    cache.insert([1, 2, 3], [0, 1, 2])
-    feed.pass_on()
     cache.insert([1, 2, 3, 4], [0, 1, 2, 3])
     assert [len(event.page_keys) for event in feed.take().events] == [1, 1]
-    assert sum(map(len, listener.lists)) == 2
-    monkeypatch.setattr("prefixkv.cache.events.UNTAKEN_LIMIT_PAGES", 1)
-    cache.insert([5, 6], [4, 5])
-    feed.pass_on()
-    assert isinstance(feed.take().events[0], Cleared)  # too much has waited
+    assert [type(event) for event in feed.take(snapshot=True).events] == [Cleared, Stored]

@@ -158,19 +158,6 @@ def test_duplicates_are_repointed_and_freed_when_nothing_reads_them(being_read: 
     ]
 
 
-def test_a_lock_of_its_own_deeper_prefix_replaces_the_one_before() -> None:
-    manager = PageManager(8, PAGE_SIZE, 4)
-    pages, key = opened(manager, [1, 2, 3, 4], num_pages=4)
-    manager.cache_unfinished(pages, key, 0.0)
-    key.extend([5, 6, 7])
-    manager.cache_unfinished(pages, key, 0.0)
-    assert (manager.cache.stats().num_locks, manager.cache.protected_pages, pages.num_own) == (
-        1,
-        3,
-        1,
-    )
-
-
 @pytest.mark.parametrize("tokens", [[1], [1, 2, 3]])
 def test_nothing_new_to_cache_changes_nothing(tokens: list[int]) -> None:
     manager = PageManager(8, PAGE_SIZE, 4)

@@ -29,20 +29,6 @@ def test_reserved_pages_are_in_no_transition() -> None:
     pages.check_invariants()
 
 
-def test_an_interrupt_leaves_them_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
-    pages = PageAllocator(8, reserved_pages=1)
-    taken = pages.alloc(3)
-
-    def interrupted(where: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(pages._runs, "add", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        pages.free(taken)
-    assert pages.pages_in(PageState.RESERVED).tolist() == [0]
-    pages.check_invariants()
-
-
 @pytest.mark.parametrize("reserved_pages", [-1, 8, 9])
 def test_what_leaves_no_page_is_refused(reserved_pages: int) -> None:
     with pytest.raises(CallerError):

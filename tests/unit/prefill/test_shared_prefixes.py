@@ -175,16 +175,6 @@ def test_a_chunk_is_on_its_way_before_its_pages_go_to_the_tree() -> None:
     assert desk.pages.cache.protected_pages == 2, "its writes may read them"
 
 
-def test_one_that_has_ended_before_the_next_pass_is_cached_once() -> None:
-    desk = desk_of()
-    req = desk.computing("a", 10)
-    desk.send(req, 10, last=True)
-    desk.done(req)
-    assert desk.states() == {"FREE": 62, "CACHED": 2}
-    assert desk.next_pass() == []
-    assert_at_rest(desk.scheduler)
-
-
 # --- handing over ---------------------------------------------------------------------------------
 
 
@@ -297,13 +287,6 @@ def test_where_nothing_would_be_found_nothing_is_waited_for(
     assert desk.next_pass() == ["r0", "r1", "r2"]
 
 
-def test_one_that_may_not_use_the_cache_waits_for_none_that_may() -> None:
-    desk = desk_of()
-    for rid, cacheable in (("a", True), ("b", False), ("c", True)):
-        desk.promised(rid, [*SYSTEM, 1], cacheable=cacheable)
-    assert desk.next_pass() == ["a", "b"]
-
-
 def test_one_that_is_aborted_while_it_waits_is_gone() -> None:
     desk = desk_of()
     first, *_ = burst(desk, 2)
@@ -314,40 +297,6 @@ def test_one_that_is_aborted_while_it_waits_is_gone() -> None:
     assert [req.rid for req in desk.pop_failed()] == ["r1"]
     desk.send(first, len(SYSTEM))
     assert not desk.scheduler.has_results
-
-
-def test_namespaces_do_not_wait_for_each_other() -> None:
-    desk = desk_of()
-    for rid, namespace in (("a", None), ("b", "lora"), ("c", None), ("d", "lora")):
-        desk.promised(rid, [*SYSTEM, 1], namespace=namespace)
-    assert desk.next_pass() == ["a", "b"]
-    desk.send(desk.scheduler.requests["b"], len(SYSTEM))
-    assert desk.next_pass() == ["d"]
-
-
-def test_equal_pages_behind_others_are_not_waited_for() -> None:
-    desk = desk_of()
-    for start in (1, 2):
-        desk.done(desk.sending(f"{start}", [start] * PAGE_SIZE))
-    for rid, start in (("a", 1), ("b", 2), ("c", 1)):
-        desk.promised(rid, [*[start] * PAGE_SIZE, *SYSTEM, 1])
-    assert desk.next_pass() == ["a", "b"]
-    assert [req.prefix_len for req in desk.scheduler.requests.values()] == [4, 4, 0]
-
-
-def test_a_chunk_within_what_was_cached_moves_no_leader_back() -> None:
-    """As on a rank that had more in its cache than another."""
-    desk = desk_of()
-    desk.done(desk.sending("cached", SYSTEM[:8]))
-    first, *_ = burst(desk, 3)
-    assert desk.next_pass() == ["r0"]
-    assert first.prefix_len == 8
-    desk.send(first, 4)
-    assert desk.next_pass() == []
-    late = desk.add("late", [*SYSTEM, 1])
-    assert desk.bootstrap(late) == [], "it finds the leader where it was"
-    desk.send(first, len(SYSTEM))
-    assert desk.next_pass() == ["r1", "r2", "late"]
 
 
 def test_one_whose_wait_was_over_and_that_did_not_fit_does_not_wait_for_that_again() -> None:
@@ -366,13 +315,6 @@ def test_one_whose_wait_was_over_and_that_did_not_fit_does_not_wait_for_that_aga
     assert desk.next_pass() == ["r1"]
 
 
-def test_an_engine_with_extra_state_waits_for_nothing() -> None:
-    desk = desk_of()
-    desk.scheduler = prefill_scheduler(desk.pages, num_slots=2)
-    burst(desk, 2)
-    assert desk.next_pass() == ["r0", "r1"]
-
-
 def test_what_is_computed_across_a_flush_is_not_waited_for() -> None:
     desk = desk_of()
     first, *_ = burst(desk, 3)
@@ -382,15 +324,6 @@ def test_what_is_computed_across_a_flush_is_not_waited_for() -> None:
     assert desk.next_pass() == ["r1"]
     desk.send(first, 20)
     assert desk.next_pass() == [], "the third waits for the second, that the flush left alone"
-
-
-def test_only_the_common_part_but_for_the_last_token_is_waited_for() -> None:
-    desk = desk_of()
-    for rid, tokens in (("a", SYSTEM), ("b", SYSTEM[:4]), ("c", SYSTEM[:5])):
-        desk.promised(rid, tokens)
-    assert desk.next_pass() == ["a", "b"], "b has one page, and has to compute its last token"
-    desk.send(desk.scheduler.requests["a"], 4)
-    assert desk.next_pass() == ["c"]
 
 
 # --- limit ----------------------------------------------------------------------------------------

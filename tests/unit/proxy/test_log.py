@@ -12,7 +12,8 @@ from typing import Any
 from starlette.responses import Response
 
 from prefixkv.serving.http import ApiError, Stream, json_response
-from tests.unit.proxy.test_server import LIMITS, Engine, Stage, never, refusing, run, until, well
+from tests.support.scenes import until
+from tests.unit.proxy.test_server import LIMITS, Engine, Stage, never, refusing, run, well
 
 USAGE = {
     "prompt_tokens": 40,

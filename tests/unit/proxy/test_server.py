@@ -26,7 +26,7 @@ from prefixkv.proxy.server import Proxy
 from prefixkv.serving.config import Limits, ListenSettings
 from prefixkv.serving.http import ApiError, HttpServer, Stream, json_response, make_app
 from tests.support.patience import NEVER_S, PATIENCE_S
-from tests.support.scenes import played_by
+from tests.support.scenes import played_by, until
 
 LIMITS = Limits(1 << 20, NEVER_S, NEVER_S, NEVER_S, NEVER_S)
 Say = Callable[["Engine", dict[str, Any]], Awaitable[Response]]
@@ -161,9 +161,7 @@ def run(
             stack.push_async_callback(stage.client.aclose)
             await asyncio.wait_for(scene(stage), PATIENCE_S)
             await stage.client.aclose()  # clients that still wait leave
-            await asyncio.wait_for(
-                until(lambda: not any(places_taken(stage.proxy).values())), PATIENCE_S
-            )
+            await until(lambda: not any(places_taken(stage.proxy).values()))
 
     asyncio.run(main())
 
@@ -179,11 +177,6 @@ def places_taken(proxy: Proxy) -> dict[str, float]:
     }
 
 
-async def until(true: Callable[[], object]) -> None:
-    while not true():
-        await asyncio.sleep(0.005)
-
-
 @played(decode=[never], limits=replace(LIMITS, max_requests_per_client=1))
 async def test_a_client_with_as_many_requests_as_it_may_have_is_refused(stage: Stage) -> None:
     asking = asyncio.create_task(stage.complete())
@@ -192,16 +185,6 @@ async def test_a_client_with_as_many_requests_as_it_may_have_is_refused(stage: S
     assert refused.status_code == 429
     assert "rate_limit" in refused.text
     asking.cancel()
-
-
-@played([never], [never])
-async def test_a_request_has_a_place_on_both_sides_until_it_ends(stage: Stage) -> None:
-    """That each gives its place back, however it ends, is looked at after every scene."""
-    asking = asyncio.create_task(stage.complete())
-    await until(lambda: stage.prefill[0].under_way and stage.decode[0].under_way)
-    assert places_taken(stage.proxy) == {"prefill": 1.0, "decode": 1.0}
-    asking.cancel()
-    await until(lambda: not stage.prefill[0].under_way and not stage.decode[0].under_way)
 
 
 @played([refusing(500)], [never])
@@ -214,7 +197,10 @@ async def test_an_attempt_without_prefill_has_one_place(stage: Stage) -> None:
 
 
 @played([never], [never])
-async def test_both_servers_are_asked_with_one_room(stage: Stage) -> None:
+async def test_both_servers_are_asked_with_one_room_and_have_a_place_until_it_ends(
+    stage: Stage,
+) -> None:
+    """That each gives its place back, however it ends, is looked at after every scene."""
     (prefill,), (decode,) = stage.prefill, stage.decode
     asked = asyncio.create_task(
         stage.complete(
@@ -239,7 +225,9 @@ async def test_both_servers_are_asked_with_one_room(stage: Stage) -> None:
         "kv_transfer_params",
     }  # fmt: skip
     assert (send["temperature"], load["temperature"]) == (0, 0.5)
+    assert places_taken(stage.proxy) == {"prefill": 1.0, "decode": 1.0}
     asked.cancel()
+    await until(lambda: not prefill.under_way and not decode.under_way)
 
 
 def test_parameters_of_the_prompt_reach_both_servers_and_the_others_decode_alone() -> None:
@@ -498,15 +486,6 @@ async def test_what_decode_computes_by_itself_has_no_room(
     assert more.items() <= asked.items()
 
 
-@played()
-async def test_what_it_does_not_pass_on_is_a_404_that_lists_what_it_does(stage: Stage) -> None:
-    for path in ("/v1/responses", "/v1/messages", "/nothing"):
-        answer = await stage.client.post(path, json={})
-        assert answer.status_code == 404
-        for known in ("/v1/completions", "/tokenize", path):
-            assert known in answer.json()["error"]["message"]
-
-
 @played(api_key="key")
 async def test_load_balancers_ask_the_port_that_serves(stage: Stage) -> None:
     bare = httpx.AsyncClient(base_url=stage.proxy.server.url, trust_env=False)
@@ -523,7 +502,14 @@ async def test_load_balancers_ask_the_port_that_serves(stage: Stage) -> None:
 
 
 @played()
-async def test_decode_answers_for_tokens_and_version(stage: Stage) -> None:
+async def test_decode_answers_for_tokens_and_version_and_other_paths_are_told(
+    stage: Stage,
+) -> None:
+    for path in ("/v1/responses", "/v1/messages", "/nothing"):
+        answer = await stage.client.post(path, json={})
+        assert answer.status_code == 404
+        for known in ("/v1/completions", "/tokenize", path):
+            assert known in answer.json()["error"]["message"]
     for path in ("/tokenize", "/detokenize"):
         answer = await stage.client.post(path, json={"prompt": "a"})
         assert answer.json() == {"path": path, "body": {"prompt": "a"}}

@@ -200,18 +200,6 @@ def test_whatever_the_order_prefill_hears_what_all_ranks_say(data: st.DataObject
     assert not len(leader)
 
 
-def test_what_a_rank_has_sent_before_it_died_is_free_once_it_is_dead() -> None:
-    leader = Led(2, "prefill")
-    for rank in (0, 1):
-        leader.on(rank, begun(rank))
-        leader.on(rank, success(rank))
-    leader.on(0, FREE)
-    assert leader.heard == [begun(0), success(0)]
-    leader.dies(1)
-    assert leader.heard[3:] == [FREE]
-    assert not len(leader)
-
-
 def test_a_rank_that_alone_is_not_done_is_named() -> None:
     leader = Led(3, "prefill")
     for rank in (0, 2):
@@ -322,12 +310,6 @@ def test_every_event_of_decode_is_tried_here() -> None:
     assert set(EVENTS) == members(DecodeEvent)
 
 
-@given(st.one_of(*EVENTS.values()))
-def test_events_come_back_as_they_were(event: Any) -> None:
-    back = there_and_back(event, DecodeEvent)
-    assert (type(back), back) == (type(event), same(event))
-
-
 @pytest.mark.parametrize(
     ("error", "back"),
     [
@@ -386,17 +368,3 @@ def refuses(raw: Any, match: str | None = None) -> None:
 )
 def test_news_that_are_not_the_next_of_a_rank_are_refused(raw: Any, match: str) -> None:
     refuses(raw, match)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["CallerError", "InternalError", "PrefixKVError", "Mapping", "__name__", "", "os.system"],
-)
-def test_an_error_of_another_name_comes_back_as_a_plain_one(name: str) -> None:
-    error = TransferError("rank 1 broke")
-    raw = pack_rank_events(1, 0, [RoomEnded(KEY, KVPoll.FAILED, error)]).replace(
-        msgspec.msgpack.encode("TransferError"), msgspec.msgpack.encode(name)
-    )
-    leader = Led(2)
-    leader.on_rank_events(raw, 0.0)
-    assert leader.taken == [(1, same(RoomEnded(KEY, KVPoll.FAILED, error)))]

@@ -15,12 +15,11 @@ from prefixkv.config import DecodeConfig
 from prefixkv.control.decode.control import DecodeControl
 from prefixkv.control.effects import AgentDestroyed, Tick
 from prefixkv.errors import InternalError, ProtocolError
-from prefixkv.protocol.events import RoomEnded
 from prefixkv.protocol.messages import Hello, HelloReply, RoomBody
 from prefixkv.runtime import control_thread
 from prefixkv.runtime.control_thread import ControlFailed
 from tests.support.node_pair import NodePair, make_pool, tokens_of
-from tests.support.patience import PATIENCE_S, SkippableClock, until
+from tests.support.patience import SkippableClock, until
 from tests.support.wires import wired
 from tests.unit.runtime.conftest import node_threads
 
@@ -96,69 +95,6 @@ def test_an_exception_from_a_frame_is_its_senders_fault(
         assert pair.d.ended["r"] is None
     stats = node.stats()
     assert (stats["frames_failed"], stats["control_errors"]) == (1, 0)
-
-
-@pytest.mark.parametrize("side", ["decode", "prefill"])
-def test_an_exception_in_one_item_does_not_end_the_batch(
-    pair: NodePair, monkeypatch: pytest.MonkeyPatch, side: str
-) -> None:
-    """What was queued behind it, and comes with it, is handled too."""
-    thread = getattr(pair, side).transfers.thread
-    control = thread.control
-    on = control.on
-    held, go_on, taken = threading.Event(), threading.Event(), []
-
-    def careful(what: Any, now_s: float) -> Any:
-        taken.append(what)
-        if what == "hold":
-            held.set()
-            assert go_on.wait(PATIENCE_S)
-            return []
-        if what == "bad":
-            raise ZeroDivisionError("on purpose")
-        return on(what, now_s)
-
-    monkeypatch.setattr(control, "on", careful)
-    thread.inbox.put("hold")
-    assert held.wait(PATIENCE_S)
-    thread.inbox.put("bad")
-    pair.d.submit("r", tokens_of(1, 10), pair.prefill.endpoint)
-    pair.decode.pop_preallocated()
-    go_on.set()
-    with pytest.raises(InternalError, match="on purpose"):
-        pair.until(lambda: False)
-    pair.run("r")
-    assert pair.d.ended["r"] is None
-
-
-def test_what_was_said_before_an_exception_is_heard(
-    pair: NodePair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its rooms say an end once: lost with another room's fault, their requests would hang."""
-    control: Any = pair.decode.transfers.thread.control
-    put_out = control.INSIDE[RoomEnded]
-
-    def broken(control: Any, ended: RoomEnded, now_s: float) -> None:
-        put_out(control, ended, now_s)
-        raise ZeroDivisionError("on purpose")
-
-    monkeypatch.setattr(control, "INSIDE", {**control.INSIDE, RoomEnded: broken})
-    pair.submit("r", tokens_of(1, 10))
-    raised = 0
-
-    def step() -> bool:
-        nonlocal raised
-        try:
-            pair.step()
-        except InternalError:
-            raised += 1  # its end came with a notification, which is no peer's fault
-        return "r" in pair.d.ended
-
-    until(step)
-    assert pair.d.ended["r"] is None
-    # It is counted after it is heard.
-    until(lambda: pair.decode.stats()["frames_failed"] + pair.decode.stats()["control_errors"] == 1)
-    assert raised == pair.decode.stats()["control_errors"]
 
 
 @pytest.mark.parametrize("where", ["poll", "tick"])

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import select
-from copy import copy
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import zmq
 
-from prefixkv.cache.eviction.adaptive import Adaptive
-from prefixkv.cache.eviction.plain import LeastRecentlyUsed
 from prefixkv.config import CurveConfig, DecodeConfig, PrefillConfig
 from prefixkv.errors import AdmissionTimeoutError, ConfigError, InternalError
 from prefixkv.memory.mesh import Mesh
@@ -90,37 +87,6 @@ def test_the_ranks_of_a_worker_share_its_key() -> None:
         assert pair.mismatches == 0
         pair.finish("r")
         pair.until(pair.at_rest)
-
-
-class Untyped(LeastRecentlyUsed):
-    """A policy of a user's own, with a setting, that is no dataclass."""
-
-    name = "untyped"
-
-    def __init__(self, weight: float) -> None:
-        super().__init__()
-        self.weight = weight
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", [Adaptive(half_life_s=7.0), Untyped(3.0), "adaptive"])
-def test_an_object_of_a_policy_serves_a_group(policy: Any) -> None:
-    """Rank 0 of each side decides alone."""
-    configs = PrefillConfig(policy=copy(policy)), DecodeConfig(policy=copy(policy))
-    pair = MeshPair(MESH, MESH, prefill_config=configs[0], decode_config=configs[1])
-    with pair.prefill, pair.decode:
-        for turn in range(2):
-            pair.submit(f"r{turn}", tokens_of(1, 30), room=turn)
-            until(lambda turn=turn: bool(pair.step() or f"r{turn}" in pair.arrived))  # type: ignore[misc]
-            pair.decode.finish(pair.arrived[f"r{turn}"])
-    assert pair.mismatches == 0
-
-
-def test_an_object_that_serves_a_cache_and_is_no_dataclass_is_refused() -> None:
-    policy = Untyped(3.0)
-    policy.serve(4, 16)
-    with pytest.raises(ConfigError, match="serves a cache already"):
-        group(policy=policy)  # type: ignore[arg-type]
 
 
 def slots(*numbers: int) -> list[StatePool | None]:

@@ -319,23 +319,6 @@ def test_close_waits_for_what_runs_and_ends_the_rest(worlds: Worlds) -> None:
         world.copies.submit(load(6, pages(0), pages(0)))
 
 
-def test_an_order_of_unequal_or_no_pages_is_refused(world: World) -> None:
-    for host, device in ((pages(0, 1), pages(0)), (pages(), pages())):
-        with pytest.raises(PageStateError, match="order 1 has"):
-            world.copies.submit(load(1, host, device))
-
-
-def test_threads_are_named_and_gone_after_close() -> None:
-    before = set(threading.enumerate())
-    world = World(threads=2)
-    new = set(threading.enumerate()) - before
-    assert sorted(thread.name for thread in new) == [
-        "prefixkv-host-copy-here-0", "prefixkv-host-copy-here-1",
-    ]  # fmt: skip
-    world.close()
-    assert not any(thread.is_alive() for thread in new)
-
-
 def test_threads_that_have_started_end_where_another_cannot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

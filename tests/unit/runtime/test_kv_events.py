@@ -8,16 +8,14 @@ from typing import Any
 
 import pytest
 
-from prefixkv import DecodeNode, PrefillNode
+from prefixkv import DecodeNode
 from prefixkv.cache.events import page_keys
-from prefixkv.cache.eviction.plain import LeastRecentlyUsed
 from prefixkv.cache.radix_key import Namespace, RadixKey
 from prefixkv.config import (
     CurveConfig,
     DecodeConfig,
     HostConfig,
     KVEventsConfig,
-    PrefillConfig,
 )
 from prefixkv.errors import ConfigError, RequestError
 from prefixkv.request import Request
@@ -59,15 +57,6 @@ def test_routers_know_both_trees(make_pair: MakePair) -> None:
         assert agrees(node) > 20
     pair.decode.flush()
     assert agrees(pair.decode) == 0
-
-
-def test_one_feed_serves_routers_and_takers_of_batches(make_pair: MakePair) -> None:
-    pair = make_pair(decode={"kv_events": EVENTS})
-    pair.decode.take_cache_events()
-    pair.submit("a", tokens_of(1, 40), max_new_tokens=2)
-    pair.run("a")
-    taken = pair.decode.take_cache_events().events
-    assert sum(len(event.page_keys) for event in taken) == agrees(pair.decode)
 
 
 def test_routers_know_what_is_in_host_memory(make_pair: MakePair) -> None:
@@ -152,21 +141,6 @@ def test_a_namespace_with_words_travels_to_both(make_pair: MakePair) -> None:
     pair.run("a")
     for node in (pair.decode, pair.prefill):
         assert agrees(node, named) >= 10
-
-
-@pytest.mark.parametrize(
-    ("node", "config"), [(DecodeNode, DecodeConfig), (PrefillNode, PrefillConfig)]
-)
-def test_a_policy_serves_the_next_node_where_the_last_part_of_one_failed(
-    node: Any, config: Any
-) -> None:
-    policy = LeastRecentlyUsed()
-    events = replace(EVENTS, endpoint="tcp://0.0.0.0:*")
-    with pytest.raises(ConfigError, match="network_is_isolated"):
-        node(make_pool(), config(control=QUICK, policy=policy, kv_events=events))
-    assert not node_threads()
-    with node(make_pool(), config(control=QUICK, policy=policy)):
-        pass
 
 
 def test_a_node_publishes_beyond_loopback_on_an_isolated_network_alone() -> None:

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 from prefixkv.config import Backend, DecodeConfig, PrefillConfig, TransportConfig
-from prefixkv.errors import AbortedError
 from prefixkv.memory.mesh import Mesh
-from prefixkv.protocol.commands import AbortRoom
 from prefixkv.runtime.rank_spec import RankSpec
 from prefixkv.transport.shm.loop import ShmTransport
 from tests.support.mesh_workers import MeshPair
@@ -138,31 +136,6 @@ def test_pipeline_stages_may_differ(prefill: Mesh, decode: Mesh, mode: str) -> N
         serve(pair)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["sliced", "staged, 1.5 leases"])
-def test_an_abort_from_either_side_ends_the_room_on_all_ranks(mode: str) -> None:
-    options = staging(LEASE * 3 // 2) if mode != "sliced" else {}
-    with MeshPair(mesh(4), mesh(2), **options) as pair:  # type: ignore[arg-type]
-        pair.hold = True
-        for number, rid in enumerate(("by decode", "by prefill", "stays")):
-            pair.submit(rid, tokens_of(number, 60), room=number + 1)
-        pair.until(lambda: len(pair.computing) == 3)
-        for rid in list(pair.computing):  # one chunk is under way
-            pair.compute(pair.on_prefill(rid))
-        pair.decode.abort("by decode")
-        pair.prefill.abort("by prefill")
-        pair.hold = False
-        pair.until(lambda: len(pair.failed) == 2 and "stays" in pair.arrived)
-        assert isinstance(pair.failed["by decode"], AbortedError)
-        assert "aborted" in str(pair.failed["by prefill"])
-        assert pair.mismatches == 0
-        pair.finish("stays")
-        pair.until(
-            lambda: len(pair.prefill_failed) == 2 and pair.sent == ["stays"] and pair.at_rest()
-        )
-        pair.decode.audit()
-
-
 def test_meshes_that_cannot_work_together_say_why() -> None:
     with MeshPair(replace(mesh(1), num_kv_heads=6, tp_size=3), Mesh(LAYERS, 6, 2)) as pair:
         pair.submit("r", tokens_of(0, 10), room=1)
@@ -180,24 +153,3 @@ def test_opaque_pages_move_whole_between_ranks_of_equal_shares(prefill: Mesh, de
     with MeshPair(prefill, decode, opaque="amx", **staging(8 * LEASE)) as pair:  # type: ignore[arg-type]
         serve(pair)
         assert pair.prefill.stats()["staging_pieces_written"] == 0
-
-
-def test_a_request_that_failed_on_one_rank_is_computed_no_more_on_any() -> None:
-    """The engine hears of it once, as soon as one rank has said so."""
-    with MeshPair(mesh(2), mesh(2)) as pair:
-        pair.hold = True
-        pair.submit("r", tokens_of(1, 60), room=1)
-        pair.until(lambda: "r" in pair.computing)
-        req = pair.on_prefill("r")
-        pair.prefill.others[0].transfers.submit(AbortRoom(req.room_key, "on one rank"))
-        pair.until(lambda: "r" in pair.prefill_failed)
-        assert isinstance(req.error, AbortedError)
-        assert pair.prefill.send_chunk(req, 12) == 0
-        pair.until(lambda: "r" in pair.failed and pair.at_rest())
-        pair.prefill_failed.clear()
-        pair.failed.clear()
-        pair.submit("r", tokens_of(1, 60), room=2)  # the name is free again on all ranks
-        pair.hold = False
-        pair.until(lambda: "r" in pair.arrived)
-        assert pair.mismatches == 0
-        assert not pair.prefill_failed, "once is enough"

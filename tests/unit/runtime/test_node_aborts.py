@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from typing import Any
 
-import numpy as np
 import pytest
 
-from prefixkv.errors import AbortedError, RequestError, TransferError
-from prefixkv.protocol import messages
-from tests.support.node_pair import NodePair, asked_for, tokens_of
+from prefixkv.errors import AbortedError, TransferError
+from tests.support.node_pair import NodePair, tokens_of
 from tests.support.node_stages import (
     STAGES,
     Proceed,
@@ -78,92 +74,3 @@ def test_what_was_not_posted_yet_is_not_waited_for(pair: NodePair, side: str) ->
     getattr(pair, side).abort("r")
     pair.until(lambda: "r" in pair.d.ended)
     pair.settle()
-
-
-def test_aborts_of_both_sides_at_once(pair: NodePair) -> None:
-    """A storm of both, at whatever moment; each request ends once on each side, and the rest is
-    whole."""
-    rng = np.random.default_rng(3)
-    rids = [f"r{i}" for i in range(60)]
-    for i, rid in enumerate(rids):
-        pair.submit(rid, tokens_of(i % 7, int(rng.integers(4, 60))), max_new_tokens=2)
-        for _ in range(int(rng.integers(3))):
-            pair.step()
-        victim = rids[int(rng.integers(max(0, i - 4), i + 1))]
-        if rng.random() < 0.5:
-            (pair.decode if rng.random() < 0.5 else pair.prefill).abort(victim)
-    pair.until(lambda: len(pair.d.ended) == len(rids))
-    for rid in pair.prefill.requests.copy():
-        if (
-            pair.d.ended[rid.partition(".")[0]] is not None
-        ):  # decode ended it before prefill had ever heard of it
-            pair.prefill.abort(rid)
-    pair.settle()
-    finished = [rid for rid, error in pair.d.ended.items() if error is None]
-    assert len(finished) > 10
-    assert len(finished) < 55
-    assert set(finished) <= asked_for(
-        pair.p.sent
-    )  # some at the second attempt, when what they shared was aborted
-    assert sorted([*pair.p.sent, *pair.p.failed]) == sorted(pair.p.added)
-
-
-def lossy(
-    pair: NodePair, side: str, lost: type[messages.Body], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From now on no frame of this kind leaves that side."""
-    channel = getattr(pair, side).transfers.thread.channel
-    send = channel.send
-
-    def unless_lost(to: Any, raw: bytes) -> None:
-        if not isinstance(messages.decode(raw).body, lost):
-            send(to, raw)
-
-    monkeypatch.setattr(channel, "send", unless_lost)
-
-
-@pytest.mark.parametrize("stage", [computing, full_hit])
-def test_a_room_is_in_use_until_all_that_will_be_said_of_it_was_said(
-    pair: NodePair, stage: Callable[[NodePair], Proceed], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also when it held no pages: a word on the old request would end the new one."""
-    stage(pair)
-    pair.p.hold = False
-    room = pair.decode.requests["r"].room
-    lossy(pair, "prefill", messages.Drained, monkeypatch)
-    pair.decode.abort("r")
-    for _ in range(20):
-        with pytest.raises(RequestError, match="in use"):
-            pair.submit("again", tokens_of(2, 28), room=room, tell=False)
-        pair.step()
-        time.sleep(0.005)
-    monkeypatch.undo()
-    pair.settle()
-    pair.submit("again", tokens_of(2, 28), room=room, tell=False)
-    pair.until(
-        lambda: pair.prefill.stats()["rooms"] == 1
-    )  # the promise ends what prefill remembers of the abort
-    pair.p.add("again", tokens_of(2, 28), room)
-    pair.run("again")
-    assert pair.d.ended["again"] is None
-
-
-def test_a_room_is_used_again_while_its_first_end_is_still_repeated(
-    pair: NodePair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Decode's acknowledgement was lost: the old outcome must not end the new request, whose shape
-    is the same."""
-    pair.submit("before", tokens_of(1, 16), max_new_tokens=1)
-    pair.submit("and", tokens_of(2, 16), max_new_tokens=1)
-    pair.run("before", "and")
-    lossy(pair, "decode", messages.OutcomeAck, monkeypatch)
-    for rid, seed in (("old", 1), ("new", 2)):  # full hits: no page tells them apart
-        pair.submit(rid, tokens_of(seed, 16), room=5, max_new_tokens=1)
-        pair.until(
-            lambda rid=rid: (
-                pair.d.ended.get(rid, True) is None and not pair.prefill.stats()["requests"]
-            )
-        )
-    assert pair.d.prefix_lens["new"] == [16]
-    assert pair.prefill.stats()["rooms"] == 1
-    monkeypatch.undo()

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefixkv import DecodeNode, PrefillNode
+from prefixkv import DecodeNode
 from prefixkv.cache.eviction.plain import LeastRecentlyUsed
-from prefixkv.config import ComputeConfig, DecodeConfig, HostConfig, PrefillConfig
+from prefixkv.config import ComputeConfig, DecodeConfig, HostConfig
 from prefixkv.decode.host_tier import HostTier, make_host
 from prefixkv.errors import ConfigError
 from prefixkv.memory.host_pool import HostPool
@@ -108,22 +108,6 @@ def test_a_rank_with_other_host_memory_is_refused() -> None:
         alike.apply(message)
         with pytest.raises(ConfigError, match="host_pages is 9 on this rank, 8 on rank 0"):
             unlike.apply(message)
-
-
-def test_a_node_with_copies_under_way_closes() -> None:
-    for _ in range(5):
-        config = DecodeConfig(reserve_tokens=0, host_memory=HOST)
-        with (
-            PrefillNode(make_pool(64), PrefillConfig()) as prefill,
-            DecodeNode(make_pool(64), config) as decode,
-        ):
-            pair = NodePair(decode, prefill)
-            pair.submit("a", tokens_of(1, 50))
-            pair.run("a")
-            # Its write was ordered just now.
-            decode.close()
-            decode.close()
-        assert not [one for one in threading.enumerate() if "host-copy" in one.name]
 
 
 def test_an_inbox_is_closed_once_no_copy_writes_to_it(monkeypatch: pytest.MonkeyPatch) -> None:

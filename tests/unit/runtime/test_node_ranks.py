@@ -3,80 +3,22 @@ goes through."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
-from contextlib import suppress
 
-import numpy as np
 import pytest
 
 from prefixkv import DecodeNode, PrefillNode
 from prefixkv.config import DecodeConfig, PrefillConfig
-from prefixkv.errors import CallerError, DrainingError, PeerLostError, RequestError
+from prefixkv.errors import CallerError, DrainingError, PeerLostError
 from prefixkv.memory.mesh import Mesh
 from prefixkv.ranks.row_log import RankLog
 from prefixkv.request import Request
-from prefixkv.spi import DecodeRank
-from tests.support.node_pair import NodePair, left, make_pool, tokens_of
+from prefixkv.spi import DecodeRank, PrefillRank
+from tests.support.node_pair import NodePair, make_pool, tokens_of
 from tests.support.patience import until
 from tests.unit.runtime.conftest import QUICK
 
 MESH = Mesh(2, 2, tp_size=2)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_after_each_pass_another_rank_has_the_rows_of_rank_0(seed: int) -> None:
-    """Prompts that begin alike, more than there are pages for, aborts, retractions, a flush."""
-    chance = random.Random(seed)
-    config = DecodeConfig(control=QUICK, reserve_tokens=0, max_running=6)
-    with (
-        PrefillNode(make_pool(), PrefillConfig(control=QUICK)) as prefill,
-        DecodeNode(make_pool(30, num_kv_heads=1), config, RankLog(), MESH) as decode,
-        DecodeRank(make_pool(30, num_kv_heads=1), config, MESH, 1, decode.peer_id) as other,
-    ):
-        pair = NodePair(decode, prefill)
-        rows_compared = 0
-        rids = [f"r{i}" for i in range(14)]
-
-        def exchange() -> None:
-            nonlocal rows_compared
-            other.apply(decode.take_log())
-            held = {req.row: req for req in decode.requests.values() if req.row >= 0}
-            for row, req in held.items():
-                assert other.pages(row).tolist() == req.pages.tolist()
-            rows_compared += len(held)
-            # A flight that others wait for keeps the row of a request that has left it.
-            for row in {*range(6)} - held.keys():
-                if decode.pages.table.lengths[row] >= 0:
-                    assert other.pages(row).tolist() == decode.pages.table.pages(row).tolist()
-                    continue
-                with pytest.raises(CallerError, match="no request on this rank"):
-                    other.pages(row)
-            decode.apply_rank_events(other.take_rank_events())
-
-        def ended() -> bool:
-            exchange()
-            event = chance.randrange(60)
-            if event == 0:
-                decode.flush()
-            elif event == 1 and pair.d.running:
-                rid = chance.choice(sorted(pair.d.running))
-                with suppress(RequestError):  # the oldest goes on
-                    decode.retract(rid)
-                    del pair.d.running[rid]
-            elif event == 2:
-                decode.abort(chance.choice(rids))
-            return all(rid in pair.d.ended for rid in rids)
-
-        for i, rid in enumerate(rids):
-            branch = tokens_of(50 + chance.randrange(3), 3 + i)
-            pair.submit(rid, np.concatenate([tokens_of(1, 16), branch]), max_new_tokens=12)
-        pair.until(ended)
-        pair.until(
-            lambda: bool(exchange()) or not (left(decode) or left(prefill) or other.num_rooms)
-        )
-        assert rows_compared > 100
-        pair.decode.audit()
 
 
 def test_a_node_of_one_rank_has_no_log() -> None:
@@ -85,12 +27,11 @@ def test_a_node_of_one_rank_has_no_log() -> None:
 
 
 def test_a_decode_rank_whose_process_is_dead_is_waited_for_until_it_is_fenced() -> None:
-    mesh = Mesh(2, 2, tp_size=2)
     config = DecodeConfig(control=QUICK, reserve_tokens=0, max_running=2)
     with (
         PrefillNode(make_pool(), PrefillConfig(control=QUICK)) as prefill,
-        DecodeNode(make_pool(num_kv_heads=1), config, RankLog(), mesh) as decode,
-        DecodeRank(make_pool(num_kv_heads=1), config, mesh, 1, decode.peer_id) as other,
+        DecodeNode(make_pool(num_kv_heads=1), config, RankLog(), MESH) as decode,
+        DecodeRank(make_pool(num_kv_heads=1), config, MESH, 1, decode.peer_id) as other,
     ):
         pair = NodePair(decode, prefill)
 
@@ -130,3 +71,47 @@ def test_a_decode_rank_whose_process_is_dead_is_waited_for_until_it_is_fenced() 
         decode.apply_rank_events(late := other.take_rank_events())
         assert late, "what it said before its end is left out"
         assert decode.drain()
+
+
+def test_a_prefill_rank_whose_process_is_dead_is_waited_for_until_it_is_fenced() -> None:
+    config, half = PrefillConfig(control=QUICK), make_pool(num_kv_heads=1)
+    with (
+        PrefillRank(make_pool(num_kv_heads=1), config, MESH, 1) as other,
+        PrefillNode(half, config, MESH, ranks=RankLog([other.endpoint])) as prefill,
+        DecodeNode(make_pool(), DecodeConfig(control=QUICK, reserve_tokens=0)) as decode,
+    ):
+        computing: list[str] = []
+        failed: set[str] = set()
+
+        def step() -> None:
+            decode.pop_preallocated()
+            failed.update(req.rid for req in decode.pop_failed())
+            computing.extend(req.rid for req in prefill.pop_bootstrapped())
+
+        def exchange() -> None:
+            step()
+            other.apply(prefill.take_log())
+            prefill.apply_rank_events(other.take_rank_events())
+
+        for room, rid in enumerate(("given up", "cut")):
+            where = {"prefill": prefill.endpoint, "decode": "decode-0"}
+            request = Request(rid, tokens_of(room, 24), 2, room=room, **where)
+            prefill.add(request)
+            decode.add(request)
+        until(lambda: len(computing) == 2, step=exchange)
+        # From here on nothing comes of rank 1. What has ended on rank 0 waits for its word.
+        prefill.abort("given up")
+        assert [req.rid for req in prefill.pop_failed()] == ["given up"]
+        until(lambda: prefill.awaited_ranks() == {1: 1}, step=prefill.pop_sent)
+        assert prefill.stats()["pages_owned"] > 0
+        prefill.fence_rank(1)
+        (cut,) = prefill.pop_failed()
+        assert isinstance(cut.error, PeerLostError)
+        assert "prefill rank 1: its process is dead" in str(cut.error)
+        # Decode hears of it from rank 0. What rank 1 may still write there, it has to be told.
+        until(lambda: failed == {"given up", "cut"}, step=step)
+        decode.fence(*other.peer_id)
+        until(lambda: prefill.drain() and decode.drain(), step=step)
+        for node in (prefill, decode):
+            node.audit()
+            assert node.stats()["pages_owned"] == node.stats()["pages_held"] == 0

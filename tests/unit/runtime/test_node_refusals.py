@@ -4,7 +4,6 @@ sides hear of it at once, with real nodes."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 import pytest
 
@@ -17,9 +16,7 @@ from prefixkv.errors import (
     RequestError,
     TransferError,
 )
-from prefixkv.memory.mesh import Mesh
 from prefixkv.request import Request
-from tests.support.mesh_workers import MeshPair
 from tests.support.node_pair import NodePair, make_pool, tokens_of
 from tests.support.patience import until
 from tests.unit.runtime.conftest import QUICK, MakePair
@@ -73,28 +70,7 @@ def test_a_duplicate_does_not_harm_the_one_that_lives(pair: NodePair) -> None:
     assert pair.d.ended["r"] is None
 
 
-def test_a_request_is_served_that_was_refused_and_is_added_after_all(pair: NodePair) -> None:
-    pair.prefill.refuse(for_prefill("r", 1))
-    pair.submit("r", PROMPT, room=1)
-    pair.run("r")
-    assert pair.d.ended["r"] is None
-
-
-def test_all_ranks_of_a_worker_refuse() -> None:
-    with MeshPair(Mesh(2, 2, 2), Mesh(2, 2, 2)) as pair:
-        pair.prefill.refuse(for_prefill("r", 1), "not for this worker")
-        pair.submit("r", PROMPT, room=1, tell=False)
-        pair.until(lambda: "r" in pair.failed)
-        assert "not for this worker" in str(pair.failed["r"])
-
-
 # --- peers ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def lines(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
-    with caplog.at_level(logging.INFO, "prefixkv.peers"):
-        yield caplog.messages
 
 
 def logged(caplog: pytest.LogCaptureFixture, *words: str) -> bool:

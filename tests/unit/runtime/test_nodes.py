@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
 
-from prefixkv import DecodeNode, PrefillNode
-from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.conformance.hashing import PrefixHasher
 from prefixkv.errors import (
-    AbortedError,
-    ConfigError,
     PromptMismatchError,
 )
-from prefixkv.memory.mesh import Mesh
 from prefixkv.protocol.ids import PeerId
 from prefixkv.request import Request
-from prefixkv.spi import DecodeGroup, DecodeRank, PrefillGroup
-from prefixkv.transfer import DecodeTransfers, PrefillTransfers
 from tests.support.node_pair import (
-    DecodeDriver,
     NodePair,
     first_token,
-    left,
-    make_pool,
     tokens_of,
 )
 from tests.support.node_stages import Gate
@@ -145,37 +132,6 @@ def test_many_at_once_in_a_small_pool(make_pair: MakePair) -> None:
             tokens = np.append(tokens, np.int32(token))
 
 
-def test_a_retracted_request_whose_pages_are_gone_is_sent_again(make_pair: MakePair) -> None:
-    pair = make_pair(pool={"num_pages": 24}, decode={"reserve_tokens": 0})
-    pair.d.hold_running = True
-    pair.submit("first", tokens_of(1, 30), max_new_tokens=3)
-    pair.until(lambda: "first" in pair.d.running)
-    victim = pair.submit("victim", tokens_of(2, 20), max_new_tokens=6)
-    pair.until(lambda: "victim" in pair.d.running)
-    pair.decode.retract("victim")
-    pair.d.running.pop("victim")
-    while pair.decode.pages.cache.evictable_pages:  # somebody else needs the room
-        pair.decode.flush()
-    assert victim.output == [first_token(tokens_of(2, 20))]
-    pair.until(lambda: "victim" in pair.d.running)
-    assert victim.generation == 1
-    assert pair.p.sent == ["first", "victim", "victim.1"]
-    pair.d.hold_running = False
-    pair.run("first", "victim")
-    assert len(pair.d.outputs["victim"]) == 6
-
-
-def test_with_the_cache_off_nothing_is_matched_or_kept(make_pair: MakePair) -> None:
-    pair = make_pair(decode={"cache": False})
-    for rid in ("one", "two"):
-        pair.submit(rid, tokens_of(1, 16), max_new_tokens=1)
-        pair.run(rid)
-        assert pair.d.prefix_lens[rid] == [0]
-    stats = pair.decode.stats()
-    assert (stats["pages_cached"], stats["pages_free"]) == (0, 64)
-    assert sent_bytes(pair) == page_bytes(pair, 8)
-
-
 # --- the payload ----------------------------------------------------------------------------------
 
 
@@ -229,49 +185,6 @@ def test_an_event_that_raises_fails_its_request_only(pair: NodePair) -> None:
     assert pair.d.ended["good"] is None
     assert "the device is gone" in str(pair.d.ended["bad"])
     assert isinstance(pair.p.failed["bad"], RuntimeError)
-
-
-@pytest.mark.parametrize("how", ["finish", "abort", "retract"])
-def test_no_page_is_released_before_after_says_so(pair: NodePair, how: str) -> None:
-    pair.d.hold_running = True
-    pair.submit("older", tokens_of(2, 8), max_new_tokens=1)
-    req = pair.submit("r", tokens_of(1, 18), max_new_tokens=2)
-    pair.until(lambda: pair.d.running.keys() == {"older", "r"})
-    gate = Gate()
-    pair.d.running.pop("r")
-    if how == "finish":
-        pair.decode.finish(req, after=gate)
-    elif how == "abort":
-        pair.decode.abort("r", after=gate)
-    else:
-        pair.decode.retract("r", after=gate)
-    for _ in range(3):
-        pair.step()
-        assert len(req.pages) == 5  # still its own
-    assert gate.asked.is_set()
-    gate.open = True
-    pair.step()
-    assert len(req.pages) == 0 or how == "retract"
-    pair.d.hold_running = False
-    if how == "finish":
-        pair.d.ended["r"] = None
-    pair.run("older", "r")
-    assert isinstance(pair.d.ended["r"], AbortedError) == (how == "abort")
-
-
-def test_prefill_releases_what_failed_after_the_device(pair: NodePair) -> None:
-    pair.p.hold = True
-    pair.submit("r", tokens_of(1, 18))
-    pair.until(lambda: "r" in pair.p.computing)
-    pair.prefill.abort("r")
-    gate = Gate()
-    (req,) = pair.prefill.pop_failed(after=gate)
-    for _ in range(50):
-        pair.prefill.pop_bootstrapped()
-        time.sleep(0.001)
-    assert len(req.pages) == 5
-    gate.open = True
-    pair.until(lambda: "r" in pair.d.ended and not left(pair.prefill))
 
 
 # --- calls return at once, and what they refuse ---------------------------------------------------
@@ -331,44 +244,6 @@ def test_idle_nodes_keep_each_other_alive(clock: SkippableClock, make_pair: Make
         pair.until(lambda: pair.prefill.peers() == {pair.decode.peer_id: "ready"})
 
 
-# --- what it is made of ---------------------------------------------------------------------------
-
-
-def made_of() -> list[tuple[Any, str]]:
-    pool, mesh = make_pool(8, PAGE_SIZE), Mesh(2, 2)
-    decode, prefill = DecodeConfig(), PrefillConfig()
-    me = PeerId("d", 1)
-    wrong: list[tuple[Any, str]] = []
-    for node, config, other in (
-        (DecodeNode, decode, prefill), (DecodeTransfers, decode, prefill),
-        (PrefillNode, prefill, decode), (PrefillTransfers, prefill, decode),
-    ):  # fmt: skip
-        wrong += [
-            (partial(node, config, pool), "config is a KVPool"),
-            (partial(node, config), f"pool is a {type(config).__name__}, a KVPool is needed"),
-            (partial(node, pool, other), f"config is a {type(other).__name__}"),
-        ]
-    return [
-        *wrong,
-        (partial(DecodeNode, pool, decode, mesh=4), "mesh is a int"),
-        (partial(PrefillNode, pool, prefill, state=pool), "state is a KVPool"),
-        (partial(DecodeNode, pool, decode, mesh), "ranks is a Mesh"),
-        (partial(DecodeRank, decode, pool, mesh, 1, me), "config is a KVPool"),
-        (partial(DecodeRank, pool, decode, mesh, 1, "d"), "worker is a str"),
-        (partial(DecodeGroup, [pool], mesh, decode), "config is a Mesh"),
-        (partial(PrefillGroup, [pool], mesh, prefill), "config is a Mesh"),
-        (partial(DecodeGroup, [pool], decode, None), "mesh is a NoneType"),
-    ]
-
-
-def test_arguments_that_were_swapped_are_named() -> None:
-    threads = threading.active_count()
-    for make, said in made_of():
-        with pytest.raises(ConfigError, match=said):
-            make()
-    assert threading.active_count() == threads
-
-
 # --- the same tokens ------------------------------------------------------------------------------
 
 
@@ -401,22 +276,3 @@ def test_another_prompt_fails_on_both_sides_and_its_pages_are_free_at_once(
     stats = pair.decode.stats()
     assert stats["pages_held"] == stats["pages_owned"] == 0
     assert sent_bytes(pair) == 0
-
-
-def test_two_decode_nodes_may_count_their_rooms_alike(pair: NodePair) -> None:
-    config = DecodeConfig(name="decode-1", control=QUICK)
-    with DecodeNode(make_pool(), config) as other:
-        driver = DecodeDriver(other, lambda *ask: pair.p.add(*ask, decode="decode-1"))
-        for room in range(5):
-            pair.submit(f"a{room}", tokens_of(room, 20), room=room)
-            driver.submit(f"b{room}", tokens_of(100 + room, 20), pair.prefill.endpoint, room=room)
-
-        def ended() -> bool:
-            driver.step()
-            return len(driver.ended) == len(pair.d.ended) == 5
-
-        pair.until(ended)
-        for d in (driver, pair.d):
-            assert set(d.ended.values()) == {None}
-            assert (d.mismatches, d.wrong_aux) == (0, 0)
-        until(lambda: driver.step() or other.drain())

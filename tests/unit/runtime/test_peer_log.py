@@ -43,21 +43,6 @@ def test_a_peer_that_is_refused_again_and_again_is_a_line_a_minute(
     ]
 
 
-@pytest.mark.parametrize("peer", [P, "tcp://x"])
-def test_a_peer_that_is_refused_for_the_same_reason_is_a_line_until_it_is_met(
-    peer: PeerId | str, caplog: pytest.LogCaptureFixture
-) -> None:
-    log = PeerLog("d0")
-    for second in range(3 * int(REPEAT_S)):
-        log.write([PeerChange("refused", peer, "page_size differs")], float(second))
-    assert len(caplog.messages) == 1
-    log.write([PeerChange("refused", peer, "dtype differs")], 3 * REPEAT_S)
-    assert caplog.messages[1] == f"d0: refused: {peer} dtype differs (179 more since the last line)"
-    log.write([PeerChange("met", PeerId("p", 2), "at tcp://x")], 3 * REPEAT_S + 1)
-    log.write([PeerChange("refused", peer, "dtype differs")], 3 * REPEAT_S + 2)
-    assert caplog.messages[3:] == [f"d0: refused: {peer} dtype differs"]
-
-
 def test_each_life_that_is_met_is_a_line(caplog: pytest.LogCaptureFixture) -> None:
     log = PeerLog("d0")
     log.write([PeerChange("met", PeerId("p", life)) for life in (1, 2, 1)], 0.0)

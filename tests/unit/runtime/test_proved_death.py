@@ -7,27 +7,18 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
 
 import pytest
 
-from prefixkv.config import PrefillConfig
 from prefixkv.errors import PeerLostError
 from prefixkv.protocol.messages import ProcessLife
 from prefixkv.runtime import death
-from prefixkv.runtime.death import HeldLife
-from tests.support import node_process
 from tests.support.node_pair import (
-    DecodeDriver,
     left,
-    tokens_of,
 )
 from tests.support.node_process import NodeProcess
-from tests.support.patience import NEVER_S, SkippableClock, lasting_address, until
-from tests.support.processes import children
-from tests.unit.runtime.conftest import QUICK
-from tests.unit.runtime.test_death import a_dead_life
-from tests.unit.runtime.test_processes import NUM_TOKENS, POOL, WithPrefillChild
+from tests.support.patience import SkippableClock
+from tests.unit.runtime.test_processes import WithPrefillChild
 
 pytestmark = pytest.mark.usefixtures("_any_wire")
 Start = Callable[..., NodeProcess]
@@ -78,25 +69,6 @@ def test_prefill_is_killed(
     assert there.node.stats()["peers_proved_dead"] == 1
 
 
-@pytest.mark.slow
-def test_a_prefill_that_stands_still_is_looked_at_and_never_fenced(
-    start: Start, stack: ExitStack, clock: SkippableClock, verdicts: list[bool]
-) -> None:
-    there = WithPrefillChild(start, stack)
-    there.submit("r", 1, 1, "stop")
-    there.until(lambda: there.child.stopped)
-    for _ in range(3):
-        there.until_silence_shows(clock, looked_again(verdicts))
-    assert not any(verdicts)
-    assert there.node.stats()["peers_proved_dead"] == 0
-    assert there.node.stats()["pages_quarantined"] == 32
-    there.child.resume()
-    there.child.call("skip", NEVER_S)
-    there.until(lambda: not left(there.node))
-    there.run("again", 2)
-    there.check_at_rest()
-
-
 @contextmanager
 def ended_by_force(pid: int) -> Iterator[None]:
     try:
@@ -122,55 +94,3 @@ def test_a_prefill_whose_fork_lives_is_not_fenced_before_that_has_ended(
         assert left(there.node)["pages_quarantined"] == 32
     there.until(lambda: "r" in there.d.ended and not left(there.node))
     assert there.node.stats()["peers_proved_dead"] == 1
-
-
-# --- a peer that lies -----------------------------------------------------------------------------
-
-
-def _serve_liar(pipe: Any, life: ProcessLife, *args: Any) -> None:
-    class Liar(HeldLife):
-        def __init__(self) -> None:
-            super().__init__()
-            self.life = life
-
-    death.HeldLife = Liar  # type: ignore[misc]
-    node_process.serve(pipe, *args)
-
-
-class LyingNode(NodeProcess):
-    """`LyingNode(life, side, config, pool)`"""
-
-    serve = staticmethod(_serve_liar)
-
-
-@pytest.mark.slow
-def test_a_node_that_poses_as_a_dead_process_is_fenced_alone(
-    start: Start, stack: ExitStack, clock: SkippableClock
-) -> None:
-    """It has nothing of it but the loss of its own rooms; it hears that it is held for dead."""
-    honest = WithPrefillChild(start, stack)
-    starter = stack.enter_context(children(LyingNode))
-    config = PrefillConfig(name="liar", control=QUICK, bind=lasting_address())
-    liar = starter(a_dead_life(), "prefill", config, POOL)
-    liar.call("set", chunk=32)
-    d = DecodeDriver(
-        honest.node, lambda *ask: (liar if ask[0] == "lied" else honest.child).call("add", *ask)
-    )
-    honest.d = d
-    liar.call("ready", "lied", 1, "stop")
-    honest.child.call("ready", "true", 1, "never")
-    d.submit("true", tokens_of(1, NUM_TOKENS), honest.child.endpoint, max_new_tokens=2)
-    d.submit("lied", tokens_of(2, NUM_TOKENS), liar.endpoint, max_new_tokens=2)
-    honest.until(lambda: liar.stopped)
-    assert "lied" not in d.ended
-    os.kill(liar.pid, 0)  # it lives
-    honest.until_silence_shows(
-        clock, lambda: "lied" in d.ended and honest.node.stats()["peers_proved_dead"] == 1
-    )
-    liar.resume()
-    until(lambda: liar.call("stats")["refused_by_peers"])
-    honest.child.call("abort", "true")
-    honest.until(lambda: not left(honest.node))
-    honest.run("again", 3)
-    assert honest.node.peers()[honest.child.endpoint][0] == honest.child.peer_id
-    assert honest.node.stats()["peers_proved_dead"] == 1

@@ -6,7 +6,6 @@ from __future__ import annotations
 import inspect
 import itertools
 import os
-import time
 from collections.abc import Callable, Iterator
 from numbers import Real
 from typing import Any, NamedTuple
@@ -21,8 +20,8 @@ from prefixkv.errors import CallerError, CapacityError, RequestError, shown
 from prefixkv.prefill.request import PrefillState
 from prefixkv.request import Request
 from tests.support.junk import JUNK, Broken, OwnError
-from tests.support.node_pair import left, make_pool, scheduling, tokens_of
-from tests.support.patience import PATIENCE_S, until
+from tests.support.node_pair import NodePair, left, make_pool, scheduling, tokens_of
+from tests.support.patience import until
 from tests.support.picture import picture
 
 EXAMPLES = int(os.environ.get("PREFIXKV_JUNK_EXAMPLES", "60"))  # more for a long run
@@ -203,7 +202,7 @@ _ODD = st.builds(_Odd, st.integers(0, 11))
 
 # These take nothing, or end the story.
 _WITHOUT_ARGUMENTS = {
-    "audit", "awaited_ranks", "close", "fileno", "lost_peers", "peers", "stats",
+    "audit", "awaited_ranks", "close", "figures", "fileno", "lost_peers", "peers", "stats",
 }  # fmt: skip
 # Any function is a listener: what one raises is its own.
 # Calls of the control plane and of audits: an engine makes none of them.
@@ -299,25 +298,30 @@ def test_whatever_is_handed_over(story: Story, data: st.DataObject) -> None:
     story.finish()
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"aux": "text"}, {"aux": 7}, {"aux": [1]}, {"aux": bytes(70_000)}, {"ready": object()},
-     {"state_slot": "0"}, {"state_slot": 0}, {"end": 20}, {"end": 21.0}, {"end": "21"},
-     {"last": "yes"}],
-    ids=lambda wrong: " ".join(f"{name}={type(value).__name__}" for name, value in wrong.items()),
-)  # fmt: skip
-def test_a_chunk_with_a_wrong_argument_is_not_begun(story: Story, wrong: dict[str, Any]) -> None:
-    story.begin()
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not story.computing:
-        assert time.monotonic() < deadline_s
-        story.step()
-        story.decode.wait(0.01)
-    [computing] = story.computing.values()
-    before = story.moment()
-    with pytest.raises((RequestError, CallerError)):
-        story.prefill.send_chunk(
-            **{"req": computing, "end": 21, "last": True, "aux": b"x", **wrong}
-        )
-    assert before.is_unchanged_in(story.moment())
-    story.finish()
+def test_a_request_of_another_node_is_refused_by_name(story: Story) -> None:
+    """Also one that has ended there: of its own a node takes it, and does nothing."""
+    decode, prefill = story.decode, story.prefill
+    with (
+        PrefillNode(make_pool(), PrefillConfig(control=PATIENT)) as prefills,
+        DecodeNode(make_pool(), DecodeConfig(control=PATIENT)) as decodes,
+    ):
+        pair = NodePair(decodes, prefills)
+        pair.p.hold = True
+        theirs = pair.submit("r", tokens_of(1, 21))
+        pair.until(lambda: "r" in pair.p.computing)
+        computing = prefills.requests["r"]
+        for is_over in (False, True):
+            if is_over:
+                decodes.abort("r")
+                pair.until(lambda: "r" in pair.d.ended and "r" in pair.p.failed)
+            before = story.moment()
+            for call in (
+                lambda: decode.append_many([theirs], [7]),
+                lambda: decode.reserve_many([theirs], 1),
+                lambda: decode.finish(theirs),
+                lambda: prefill.send_chunk(computing, 21, last=True),
+            ):
+                with pytest.raises(RequestError, match="'r' is another node's"):
+                    call()
+            assert before.is_unchanged_in(story.moment())
+        assert prefills.send_chunk(computing, 21) == 0

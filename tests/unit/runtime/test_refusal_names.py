@@ -16,12 +16,10 @@ from prefixkv.engines.sglang import transfer_options as sglang
 from prefixkv.engines.vllm import options as vllm
 from prefixkv.errors import HandshakeError
 from prefixkv.memory.kv_pool import KVPool
-from prefixkv.memory.mesh import Mesh
 from prefixkv.serving import config as serving
 from prefixkv.transfer import (
     DecodeTransfers,
     PrefillTransfers,
-    RankSpec,
     RoomEnded,
     prompt_digest,
 )
@@ -111,22 +109,3 @@ def _refused(decode: DecodeTransfers, prefill: str, room: int) -> Exception | No
 
     until(over)
     return ended[0].error
-
-
-@pytest.mark.parametrize(
-    ("names", "option"),
-    [("vllm", "--tensor-parallel-size"), ("sglang", "--tp-size"), ("serving", ""), ("plain", "")],
-)
-def test_numbers_of_ranks_that_do_not_fit_are_named(names: str, option: str) -> None:
-    model = ModelConfig("m", option_names=NAMES[names])
-    with ExitStack() as stack:
-        config = PrefillConfig(model=model, control=QUICK)
-        mesh, others = Mesh(1, 2, tp_size=2), ["tcp://127.0.0.1:1"]
-        mine, theirs = pool(tag="t"), pool(tag="t", num_heads=2)
-        prefill = stack.enter_context(PrefillTransfers(RankSpec(mine, mesh), config, others))
-        decode = stack.enter_context(
-            DecodeTransfers(theirs, DecodeConfig(model=model, control=QUICK))
-        )
-        error = _refused(decode, prefill.endpoint, 1)
-        assert isinstance(error, HandshakeError)
-        assert (error.field, error.option) == ("tp_size", option)

@@ -16,7 +16,7 @@ from prefixkv.protocol.ids import PeerId
 from prefixkv.spi import DecodeRank
 from tests.support.mesh_workers import MeshPair
 from tests.support.node_pair import make_pool, tokens_of
-from tests.support.state_memory import SHARDED, TENSORS, StateMemory
+from tests.support.state_memory import TENSORS, StateMemory
 from tests.support.state_workers import StatePair, owner_of
 from tests.unit.runtime.conftest import QUICK
 
@@ -84,17 +84,6 @@ def test_prefill_goes_on_from_its_own_prefix_only_as_far_as_the_engine_has_the_s
         pair.check()
 
 
-def test_by_default_prefill_computes_from_the_start() -> None:
-    with StatePair(ONE, ONE, **QUICKLY) as pair:
-        for number in range(2):
-            pair.submit(str(number), tokens_of(1, 40 + 20 * number), room=number + 1)
-            pair.until(lambda rid=str(number): rid in pair.arrived)
-            pair.finish(str(number))
-            pair.until(lambda rid=str(number): rid in pair.sent)
-        assert pair.starts == {"0": 0, "1": 0}
-        pair.check()
-
-
 def test_a_state_pool_on_another_device_than_the_kv_pool_is_refused() -> None:
     """By every node, before it allocates or registers anything."""
     kv = make_pool(num_layers=4, num_kv_heads=4)
@@ -125,34 +114,6 @@ def test_a_slot_goes_with_the_last_chunk_and_with_no_other() -> None:
         pair.check()
 
 
-@pytest.mark.parametrize(
-    ("theirs", "field"),
-    [
-        ((), "state[0]"),
-        ((*TENSORS, StateTensor("more", 0, 1, (1,))), "state[4]"),
-        ((StateTensor("other", 0, 4, (3, 5), "float16"), *TENSORS[1:]), "state[0].name"),
-        ((SHARDED, StateTensor("tail", 0, 1, (40,), "uint8"), *TENSORS[2:]), "state[1].layer"),
-        ((SHARDED, StateTensor("tail", 1, 2, (20,), "uint8"), *TENSORS[2:]), "state[1].num_heads"),
-        (
-            (SHARDED, StateTensor("tail", 1, 1, (20, 2), "uint8"), *TENSORS[2:]),
-            "state[1].head_shape",
-        ),
-        ((StateTensor("conv", 0, 4, (3, 5), "bfloat16"), *TENSORS[1:]), "state[0].dtype"),
-    ],
-)
-@pytest.mark.parametrize("turned", [False, True])
-def test_workers_of_other_state_refuse_each_other(
-    theirs: tuple[StateTensor, ...], field: str, turned: bool
-) -> None:
-    ours, other = (StateMemory(t, 2, ONE).pool() if t else None for t in (TENSORS, theirs))
-    prefill, decode = (other, ours) if turned else (ours, other)
-    more = {"prefill_more": {"states": [prefill]}, "decode_more": {"states": [decode]}}
-    with MeshPair(ONE, ONE, device="cpu", **QUICKLY, **more) as pair:  # type: ignore[arg-type]
-        pair.submit("r", tokens_of(0, 10), room=1)
-        pair.until(lambda: "r" in pair.failed)
-        assert field in str(pair.failed["r"])
-
-
 def test_heads_that_would_come_from_ranks_that_send_no_kv_are_refused() -> None:
     meshes = Mesh(2, 1, 2), Mesh(2, 1)
     tensors = (StateTensor("conv", 0, 2, (4,)),)
@@ -164,9 +125,3 @@ def test_heads_that_would_come_from_ranks_that_send_no_kv_are_refused() -> None:
         pair.submit("r", tokens_of(0, 10), room=1)
         pair.until(lambda: "r" in pair.failed)
         assert "send no KV" in str(pair.failed["r"])
-
-
-def test_a_state_pool_that_is_not_the_rank_s_share_is_a_mistake() -> None:
-    state = StateMemory(TENSORS, 2, ONE).pool()
-    with pytest.raises(ConfigError, match="not the share of rank 1"):
-        MeshPair(mesh(2), ONE, device="cpu", prefill_more={"states": [state, state]})

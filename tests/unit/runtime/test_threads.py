@@ -45,14 +45,6 @@ def test_the_descriptor_is_readable_while_something_is_queued(inbox: Inbox[int])
     assert readable(inbox)
 
 
-def test_wait_returns_at_once_if_something_is_there_and_takes_nothing(inbox: Inbox[int]) -> None:
-    inbox.put(1)
-    assert inbox.wait(None)
-    assert inbox.wait(0)
-    assert inbox.drain() == [1]
-    assert not inbox.wait(0)
-
-
 @pytest.mark.parametrize("timeout_s", [None, math.inf])
 def test_a_wait_without_end_is_woken_by_a_put(inbox: Inbox[int], timeout_s: float | None) -> None:
     timer = threading.Timer(0.05, inbox.put, (1,))
@@ -308,36 +300,3 @@ def test_many_writers_and_one_reader_that_sleeps_in_between(how: str) -> None:
     assert not select.select([inbox.fd], [], [], 0)[0]
     assert wakes <= 2 * len(taken) + num_writers  # a wake-up is for something
     inbox.close()
-
-
-@pytest.mark.usefixtures("jumpy")
-def test_one_item_at_a_time_is_never_late() -> None:
-    """Ping and pong: each side sleeps until the other has written, so any lost wake-up stops both
-    for good."""
-    ping: Inbox[int] = Inbox()
-    pong: Inbox[int] = Inbox()
-    rounds = 2000
-    got: list[int] = []
-
-    def take(inbox: Inbox[int]) -> int:
-        while True:
-            inbox.wait(None)
-            for item in inbox.drain():
-                return item
-
-    def echo() -> None:
-        for _ in range(rounds):
-            pong.put(take(ping))
-
-    def play() -> list[int]:
-        for i in range(rounds):
-            ping.put(i)
-            got.append(take(pong))
-        return got
-
-    other = threading.Thread(target=echo, daemon=True)
-    other.start()
-    assert returned(play) == list(range(rounds)), f"stuck after {len(got)} rounds"
-    other.join()
-    ping.close()
-    pong.close()

@@ -365,25 +365,22 @@ def test_what_is_refused_changes_nothing(pair: Pair) -> None:
         RequestError, match="4 pages, 20 tokens need 5: pages begin with the first token's, also"
     ):
         pair.send_chunk(20, SRC[:4])
-    for call, error in (
-        (lambda: pair.send_chunk(31, SRC), RequestError),
-        (lambda: pair.send_chunk(20, SRC[:4]), RequestError),
-        (lambda: pair.send_chunk(20, SRC, last=True), RequestError),
-        (lambda: pair.send_chunk(30, SRC, last=True, aux=bytes(1 << 20)), AuxTooLargeError),
-        (lambda: pair.send_chunk(20, SRC, aux=b"early"), RequestError),
-        (lambda: pair.send_chunk(30, SRC, last=True, state_slot=0), RequestError),
-        (lambda: pair.send_chunk(20, [64, *SRC[1:]]), PageStateError),
-        (
-            lambda: pair.decode.open(9, 0, NUM_TOKENS, 0, [-1, *DST[1:]], where, PROMPT),
-            PageStateError,
-        ),
-        (
-            lambda: pair.decode.open(9, 0, NUM_TOKENS, 0, DST, where, PROMPT, state_slot=0),
-            RequestError,
-        ),
+    for end, pages, more, error in (
+        (31, SRC, {}, RequestError),
+        (20, SRC, {"last": True}, RequestError),
+        (30, SRC, {"last": True, "aux": bytes(1 << 20)}, AuxTooLargeError),
+        (20, SRC, {"aux": b"early"}, RequestError),
+        (30, SRC, {"last": True, "state_slot": 0}, RequestError),
+        (20, [64, *SRC[1:]], {}, PageStateError),
     ):
         with pytest.raises(error):
-            call()
+            pair.send_chunk(end, pages, **more)
+    for pages, more, error in (
+        ([-1, *DST[1:]], {}, PageStateError),
+        (DST, {"state_slot": 0}, RequestError),
+    ):
+        with pytest.raises(error):
+            pair.decode.open(9, 0, NUM_TOKENS, 0, pages, where, PROMPT, **more)
     pair.send(20)
     with pytest.raises(RequestError):
         pair.send(19)

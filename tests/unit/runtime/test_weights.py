@@ -4,13 +4,12 @@ at once, and the pair works again when both have the new one."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from prefixkv import DecodeNode, PrefillNode
-from prefixkv.config import ControlConfig, DecodeConfig, ModelConfig, PrefillConfig
-from prefixkv.errors import ConfigError, WeightsVersionError
+from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig
+from prefixkv.errors import WeightsVersionError
 from tests.support.node_pair import NodePair, make_pool, tokens_of
 
 # No deadline here is shorter than a test may take: what ends, ends for another reason.
@@ -71,49 +70,3 @@ def test_what_runs_and_what_is_on_its_way_ends_on_both_sides(pair: NodePair) -> 
     pair.d.hold_running = pair.p.hold = False
     pair.prefill.flush(weights_version="v2")
     works(pair, "after")
-
-
-@pytest.mark.parametrize("side", ["decode", "prefill"])
-def test_workers_that_begin_with_other_weights_are_told_at_once(side: str) -> None:
-    old, new = ModelConfig(), ModelConfig(weights_version="2")
-    models = (new, old) if side == "decode" else (old, new)
-    with (
-        PrefillNode(make_pool(), PrefillConfig(control=PATIENT, model=models[1])) as prefill,
-        DecodeNode(make_pool(), DecodeConfig(control=PATIENT, model=models[0])) as decode,
-    ):
-        pair = NodePair(decode, prefill)
-        versions = models[0].weights_version, models[1].weights_version
-        for number in range(2):  # before prefill has the request, and with it
-            rid = f"r{number}"
-            pair.submit(rid, tokens_of(1, 21), tell=bool(number))
-            pair.until(lambda rid=rid: rid in pair.d.ended)
-            assert moved(pair.d.ended[rid]) == versions
-        pair.until(lambda: "r1" in pair.p.failed)
-        (prefill if side == "decode" else decode).flush(weights_version="2")
-        works(pair, "after")
-
-
-def test_the_option_of_the_engine_is_named() -> None:
-    model = ModelConfig(weights_version="2", option_names={"weights_version": "--weights"})
-    with (
-        PrefillNode(make_pool(), PrefillConfig(control=PATIENT)) as prefill,
-        DecodeNode(make_pool(), DecodeConfig(control=PATIENT, model=model)) as decode,
-    ):
-        pair = NodePair(decode, prefill)
-        pair.submit("r", tokens_of(1, 21))
-        pair.until(lambda: "r" in pair.d.ended)
-        assert "weights_version (--weights) differs" in str(pair.d.ended["r"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("wrong", [3, b"v2", "x" * 257, "a\nb", "\ud800"])
-def test_what_is_no_version_changes_nothing(pair: NodePair, wrong: Any) -> None:
-    works(pair, "before")
-    for node in (pair.decode, pair.prefill):
-        before = node.stats()
-        with pytest.raises(ConfigError, match="weights_version"):
-            node.flush(weights_version=wrong)
-        assert node.stats() == before
-        assert node.weights_version == "0"
-    with pytest.raises(ConfigError, match="weights_version"):
-        ModelConfig(weights_version=wrong)

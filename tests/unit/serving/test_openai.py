@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from prefixkv.engines.hf.requests import Sampling
+from prefixkv.engines.hf.requests import AnswerToken, Sampling
 from prefixkv.serving import openai
 from prefixkv.serving.http import ApiError
 from prefixkv.serving.openai import (
@@ -268,33 +268,36 @@ def test_least_tokens_are_at_most_the_most() -> None:
     assert chat(temperature=0.5).sampling(temperature=0.0).temperature == 0.5
 
 
-def test_usage_says_where_the_prompts_kv_was() -> None:
-    usage = Usage(100, 7, 64, 16, prefill_hit_tokens=80, decode_host_tokens=48).body()
-    assert usage["total_tokens"] == 107
-    assert usage["prompt_tokens_details"] == {"cached_tokens": 80}
-    assert usage["prefixkv"] == {
+def test_usage_says_where_the_kv_of_prompts_was_and_what_prefill_has_done() -> None:
+    usage = Usage(164, 7)
+    assert usage.body()["prefixkv"]["sent_tokens"] == 0
+    usage.add_prompt(100, AnswerToken(
+        hit_tokens=64, shared_tokens=16, prefill_hit_tokens=80, host_tokens=48
+    ))  # fmt: skip
+    body = usage.body()
+    assert body["total_tokens"] == 171
+    assert body["prompt_tokens_details"] == {"cached_tokens": 80}
+    assert body["prefixkv"] == {
         "decode_hit_tokens": 64, "decode_host_tokens": 48, "shared_tokens": 16, "sent_tokens": 20,
         "prefill_hit_tokens": 80, "computed_tokens": 20, "decode_computed_tokens": 0,
     }  # fmt: skip
-
-
-def test_usage_says_of_prefill_what_it_has_done_alone() -> None:
-    """Of a prompt that decode has computed nothing; of several, what it did for each."""
-    here = Usage(100, 7, 64, 16, decode_computed_tokens=20)
-    assert here.body()["prefixkv"] == {
-        "decode_hit_tokens": 64, "decode_host_tokens": 0, "shared_tokens": 16, "sent_tokens": 0,
-        "prefill_hit_tokens": 0, "computed_tokens": 0, "decode_computed_tokens": 20,
-    }  # fmt: skip
     # Decode has all of it, and prefill computes the end for the first token.
-    whole = Usage(64, 7, 64, prefill_hit_tokens=48)
-    assert (whole.sent_tokens, whole.computed_tokens) == (0, 16)
-    both = Usage(100, 7, 64, 16, prefill_hit_tokens=48, decode_computed_tokens=10)
-    assert (both.sent_tokens, both.computed_tokens) == (10, 42)
-    both.add(here)
-    assert (both.sent_tokens, both.computed_tokens, both.decode_computed_tokens) == (10, 42, 30)
-    usage = Usage(10, 2, 1, 3, 4, 1)
-    usage.add(Usage(20, 5, 2, 1, 1, 2))
-    assert usage == Usage(30, 7, 3, 4, 5, 3)
+    usage.add_prompt(64, AnswerToken(hit_tokens=64, prefill_hit_tokens=48))
+    assert (usage.sent_tokens, usage.computed_tokens, usage.decode_hit_tokens) == (20, 36, 128)
+
+
+@pytest.mark.parametrize(
+    ("computed", "hit", "sent", "by_prefill"), [(20, 0, 0, 0), (10, 48, 10, 42)]
+)
+def test_usage_of_a_prompt_that_decode_computes(
+    computed: int, hit: int, sent: int, by_prefill: int
+) -> None:
+    usage = Usage(100)
+    usage.add_prompt(100, AnswerToken(
+        hit_tokens=64, shared_tokens=16, prefill_hit_tokens=hit, decode_computed_tokens=computed
+    ))  # fmt: skip
+    assert (usage.sent_tokens, usage.computed_tokens) == (sent, by_prefill)
+    assert usage.decode_computed_tokens == computed
 
 
 def test_pieces_of_a_stream_are_events() -> None:

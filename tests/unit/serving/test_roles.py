@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 import pytest
 
@@ -18,7 +18,7 @@ from prefixkv.proxy.config import ProxyConfig
 from prefixkv.serving.config import KINDS, FrontConfig, ServeConfig
 from prefixkv.serving.launch import ServeLaunch
 from prefixkv.serving.roles import role_settings, without_settings
-from prefixkv.settings import PREFIX, Setting, fields_of, load, settings_of
+from prefixkv.settings import PREFIX, fields_of, load, settings_of
 from prefixkv.variables import _OF_SERVING, check_environ, known_variables
 from tests.support.processes import ROOT
 
@@ -163,65 +163,9 @@ def test_a_front_needs_urls_of_workers(workers: str) -> None:
             FrontConfig(workers=workers)
 
 
-# --- every setting of every table -------------------------------------------------------------
-
-REFUSED = {"parent", "host", "status_host", "api_key", "limits.max_requests_per_client", "model",
-           "seed", "dtype"}  # fmt: skip
-KEYS = {f"control.curve.{name}" for name in ("public_key", "secret_key", "server_key")}
-
-
-def others_of(setting: Setting) -> Iterator[Any]:
-    """Values of a setting that are not its default, the likely ones first."""
-    default = setting.default
-    for kind in setting.field.kinds:
-        if kind.base is bool:
-            yield not default
-        elif get_origin(kind.base) is Literal:
-            yield from get_args(kind.base)
-        elif kind.base is int:
-            yield from ((default or 0) + 3, 2 * (default or 8), 7, 64 << 20)
-        elif kind.base is float:
-            yield from (default * 0.9 if default else 0.5, (default or 0.5) * 1.5)
-        elif kind.base is str:
-            yield from ("lru", "fifo", "4x", "tcp://127.0.0.1:29700", "127.0.0.2", "eth0", "k" * 40)
-
-
-def text_of(key: tuple[str, ...], value: Any) -> str:
-    """A file of this one setting."""
-    shown = str(value).lower() if isinstance(value, bool) else repr(value)
-    return ".".join(key) + f" = {shown}"
-
+# --- every setting ------------------------------------------------------------------------------
 
 CLASSES = (*KINDS.values(), ServeConfig, FrontConfig, ProxyConfig)
-OF_A_FILE = [
-    pytest.param(role, one, id=f"{role} {one.path}")
-    for role, kind in KINDS.items()
-    for one in settings_of(kind)
-    if not one.field.is_mapping
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("role", "setting"), OF_A_FILE)
-def test_each_key_of_a_role_s_file_reaches_its_workers_or_is_refused(
-    role: str, setting: Setting, tmp_path: Path
-) -> None:
-    # Decode's checkpoints are to compute from.
-    beside = "compute.below = 512\n" * (role == "decode" and setting.path == "checkpoints")
-    file, config = tmp_path / "r.toml", ServeConfig(**{role: 2})
-    plain, found = workers_of(config, role, beside, file), []
-    for value in others_of(setting):
-        if value != setting.default and "changed" not in found:
-            try:
-                made = workers_of(config, role, beside + text_of(setting.key, value), file)
-                found.append("changed" if made != plain else "same")
-            except ConfigError as error:
-                found.append(str(error))
-    assert found
-    assert "same" not in found
-    assert ("changed" not in found) == (setting.path in {*REFUSED, *KEYS}), found
-    for why in found:
-        assert why == "changed" or setting.field.name in why or "control.curve." in why
 
 
 def test_each_setting_is_read_somewhere() -> None:

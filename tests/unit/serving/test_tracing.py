@@ -27,9 +27,9 @@ from starlette.responses import Response
 from prefixkv.engines.hf.requests import Sampling
 from prefixkv.engines.hf.small import small_tokenizer
 from prefixkv.errors import ConfigError
-from prefixkv.proxy import server as proxies
 from prefixkv.proxy.config import ProxyConfig, ServerAt
 from prefixkv.proxy.server import Proxy
+from prefixkv.serving import status as ports
 from prefixkv.serving import tracing as traces
 from prefixkv.serving.config import ListenSettings, PrefillWorkerConfig, WorkerSettings
 from prefixkv.serving.fleet import Fleet
@@ -42,6 +42,7 @@ from prefixkv.serving.worker import PrefillWorker
 from tests.support.collector import Collector
 from tests.support.patience import NEVER_S, PATIENCE_S
 from tests.support.patience import until as wait_until
+from tests.support.scenes import until
 from tests.unit.proxy.test_server import (
     Engine,
     Say,
@@ -51,7 +52,6 @@ from tests.unit.proxy.test_server import (
     refusing,
     run,
     streaming,
-    until,
     well,
 )
 
@@ -80,7 +80,7 @@ class Memory:
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Memory]:
     memory = Memory()
-    monkeypatch.setattr(proxies, "make_tracing", lambda role: memory.tracing)
+    monkeypatch.setattr(ports, "make_tracing", lambda role: memory.tracing)
     yield memory
     for span in memory.spans:
         assert format(span.context.trace_id, "032x") == TRACE  # every client here has this one

@@ -8,7 +8,7 @@ import pytest
 from prefixkv.errors import InternalError, LeaseError
 from prefixkv.memory.staging_area import BLOCK_BYTES
 from prefixkv.protocol.ids import RoomKey
-from prefixkv.staging.leases import MAX_LEASE_ID, MAX_PASSED, Lease, LeaseState, LeaseTable
+from prefixkv.staging.leases import MAX_LEASE_ID, Lease, LeaseState, LeaseTable
 from tests.laws.lease_machine import LeaseMachine
 
 A, B, C = (RoomKey(room, 0) for room in range(3))
@@ -45,14 +45,6 @@ def test_sizes_are_rounded_up_to_whole_blocks() -> None:
     (lease,) = table.ask(A, 0, 1, ONE)
     assert (lease.offset, lease.num_bytes) == (0, BLOCK_BYTES)
     assert table.ask(A, 1, BLOCK_BYTES + 1, ONE) == []
-
-
-def test_no_more_than_so_many_leases_overtake_a_piece_that_does_not_fit() -> None:
-    table = table_of(20)
-    ask(table, A, 0, 10)
-    assert ask(table, B, 0, 11) == []
-    small = [RoomKey(room, 2) for room in range(MAX_PASSED + 1)]
-    assert [len(ask(table, room, 0, 1)) for room in small] == [1] * MAX_PASSED + [0]
 
 
 def test_only_the_first_of_many_rooms_are_looked_at_for_a_smaller_piece() -> None:
@@ -98,17 +90,6 @@ def test_a_closed_room_waits_no_more_and_its_leases_are_held_until_drained() -> 
         table.end(lease)
     assert granted(table.drained(A)) == [(1, 0, 0)]
     assert table.drained(A) == table.of_room(A) == []
-
-
-# --- what is refused ------------------------------------------------------------------------------
-
-
-def test_an_ask_for_more_than_the_area_has_is_refused_and_changes_nothing() -> None:
-    table = table_of(8)
-    with pytest.raises(LeaseError, match="the area has 32768"):
-        table.ask(A, 0, 8 * BLOCK_BYTES + 1, ONE)
-    assert table.num_waiting == 0
-    assert granted(ask(table, A, 0, 8)) == [(0, 0, 0)]
 
 
 def test_the_audit_sees_what_is_broken() -> None:

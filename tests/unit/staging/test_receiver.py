@@ -351,24 +351,6 @@ def test_a_failed_room_holds_its_leases_until_it_is_drained() -> None:
     assert open_room(staging, A, 8, ticket=TICKET + 1) == []
 
 
-def test_the_end_of_a_room_lets_those_behind_it_pass() -> None:
-    staging = receiver(area_of(3 * BLOCK_BYTES))
-    small, large = LeaseCut(((0, BLOCK_BYTES),), 2, 3 * BLOCK_BYTES), RoomKey(3, 0)
-    for key in (A, B):
-        open_room(staging, key, 8, small)
-    assert len(ask(staging, B, 0, 0, 0, 1)) == 1
-    open_room(staging, large, 4)
-    assert len(ask(staging, A, 0, 0, 0, 2)) == 1
-    assert ask(staging, large, 0, 0, 0) == []
-    assert ask(staging, large, 2, 0, 0) == []
-    assert ask(staging, B, 0, 1, 1, 2) == []
-    assert told(staging, failure(A)) == []  # its lease is held
-    freed = told(staging, RoomDrained(A))
-    assert grants(freed) == [(3, 0, 0, BLOCK_BYTES), (3, 2, 0, BLOCK_BYTES)]
-    assert told(staging, failure(large)) == []
-    assert grants(told(staging, RoomDrained(large))) == [(2, 0, 1, BLOCK_BYTES)]
-
-
 def test_a_copy_that_runs_keeps_a_failed_room_from_being_drained() -> None:
     staging = rooms_of(8, A)
     leases = [asked_by_all(staging, A, 0, 0), asked_by_all(staging, A, 1, 4)]

@@ -15,7 +15,7 @@ from prefixkv.memory.mesh import Mesh, sent_shares, writers_to
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea, whole_blocks
 from prefixkv.protocol.ids import ChunkTag, PeerId, RoomKey
 from prefixkv.protocol.messages import LeaseGrant
-from prefixkv.protocol.sender_machine import JobDrained, JobEnded
+from prefixkv.protocol.sender_machine import JobDrained, JobEnded, PostWrite
 from prefixkv.staging.leases import LeaseCut
 from prefixkv.staging.sender import (
     READY_POLL_S,
@@ -55,6 +55,15 @@ class Event:
         return self.answer
 
 
+def chunk(
+    job: int, units: int, first: int, key: RoomKey = A, ticket: int = TICKET, peer: PeerId = P,
+    ready: Event | None = None,
+) -> PostWrite:  # fmt: skip
+    src = np.arange(100 * job, 100 * job + units, dtype=np.int32)
+    what = {"chunk": 0, "dst_pages": src, "ready": ready, "first_unit": first, "ticket": ticket}
+    return PostWrite(job_id=job, key=key, peer=peer, src_pages=src, **what)
+
+
 class Desk:
     """A sender with two peers, and short words for what its owner does."""
 
@@ -85,9 +94,8 @@ class Desk:
     ) -> list[StagedWriteAction]:
         first = self.next_unit.get((key, peer), 0)
         self.next_unit[key, peer] = first + units
-        src = np.arange(100 * job, 100 * job + units, dtype=np.int32)
-        use = key, self.rooms[key], TICKET, peer
-        return self.checked(self.sender.write(job, *use, first, src, ready, now_s))
+        post = chunk(job, units, first, key, peer=peer, ready=ready)
+        return self.checked(self.sender.write(post, self.rooms[key], now_s))
 
     def grant(
         self, piece: int, key: RoomKey = A, peer: PeerId = P, offset: int = 0
@@ -181,7 +189,7 @@ def test_a_section_larger_than_a_slot_is_refused() -> None:
     sender = Desk().sender
     with pytest.raises(HandshakeError, match=r"slot_bytes .* ours 4096, theirs 5120"):
         sender.add_peer(Q, LeaseCut(CUT.shares, 5, CUT.area_bytes))
-    assert sender.write(1, A, {}, TICKET, Q, 0, np.arange(1, dtype=np.int32), None, 0.0) != []
+    assert sender.write(chunk(1, 1, 0, peer=Q), {}, 0.0) != []
 
 
 # --- from chunk to write --------------------------------------------------------------------------
@@ -220,13 +228,9 @@ def test_pieces_and_units_go_on_over_the_chunks_of_a_room_and_reader() -> None:
     assert asks(desk.write(3, 1, peer=Q)) == [(0, 0, 1)]
     assert asks(desk.write(4, 1, key=B)) == [(0, 0, 1)]
     with pytest.raises(InternalError, match="unit 9 under 9 is next"):
-        desk.sender.write(
-            5, A, desk.rooms[A], TICKET, P, 8, np.arange(1, dtype=np.int32), None, 0.0
-        )
+        desk.sender.write(chunk(5, 1, 8), desk.rooms[A], 0.0)
     with pytest.raises(InternalError, match="under ticket 10"):
-        desk.sender.write(
-            5, A, desk.rooms[A], TICKET + 1, P, 9, np.arange(1, dtype=np.int32), None, 0.0
-        )
+        desk.sender.write(chunk(5, 1, 9, ticket=TICKET + 1), desk.rooms[A], 0.0)
 
 
 def test_the_window_bounds_what_is_asked_and_not_done() -> None:
@@ -419,8 +423,6 @@ def test_a_room_that_is_over_is_forgotten_and_its_number_may_come_again() -> Non
     desk.sender.forget(desk.rooms[A])
     assert not desk.rooms[A]
     assert desk.sender.wake_s == float("inf") or desk.tick(desk.sender.wake_s) == []
-    out = desk.sender.write(
-        2, A, desk.rooms[A], TICKET + 1, P, 0, np.arange(4, dtype=np.int32), None, 0.0
-    )
+    out = desk.sender.write(chunk(2, 4, 0, ticket=TICKET + 1), desk.rooms[A], 0.0)
     assert isinstance(out[0], SendLeaseAsk)
     assert (out[0].ask.piece, out[0].ask.ticket) == (0, TICKET + 1)

@@ -117,10 +117,10 @@ def test_parked_jobs_are_cut_once_there_is_a_peer_or_dropped_or_cancelled() -> N
     desk = Desk()
     jobs = [write_job(n, n) for n in range(4)]
     for job in jobs:
-        desk.table.park(desk.outbox, job)
+        desk.table.start(desk.outbox, None, job)
     desk.table.cancel(0)
     assert len(desk.events) == 1
-    desk.table.start_parked(desk.outbox, ROUTES)
+    desk.table.cut(desk.outbox, ROUTES)
     job, number = desk.post()
     assert job.job is jobs[1]
     gone = ValueError("gone")
@@ -141,7 +141,8 @@ def test_parts_never_outnumber_what_a_tag_can_count() -> None:
     runs = paired_runs(layout, make_pool("layer_major", 4000).layout)  # blocks of 8 bytes
     pages = np.arange(3000, dtype=np.int32)
     job = WriteJob(1, PeerId("decode", 1), pages, pages, ChunkTag(1, 1, 0, 0, 0))
-    active = ActiveJob(job, Outbox(), runs, max_bytes=8, max_descriptors=1)
+    active = ActiveJob(job, Outbox())
+    active.cut(runs, max_bytes=8, max_descriptors=1)
     assert len(active.parts) <= 65535
     assert sum(part.num_bytes for part in active.parts) == 3000 * layout.page_bytes
     assert active.part_tag(len(active.parts) - 1).num_parts == len(active.parts)

@@ -21,6 +21,7 @@ from prefixkv.protocol.events import HostCopy, HostCopyDone
 from prefixkv.runtime import decode_transfers, prefill_transfers, transfers
 from prefixkv.runtime.channel import DealerChannel, RouterChannel
 from prefixkv.runtime.control_thread import ControlThread
+from prefixkv.transport.transports import MAKERS
 from prefixkv.wakeups import Inbox
 
 if TYPE_CHECKING:
@@ -73,22 +74,14 @@ class Thread(ControlThread[Any]):
 
     world: ClassVar[World]  # that is being made, or played
 
-    def __init__(
-        self,
-        name: str,
-        transports: Any,
-        control: Any,
-        channel: Any,
-        copies: Any,
-        prover: Any = None,
-    ) -> None:
+    def __init__(self, name: str, side: Any) -> None:
         self.name = name
         self.inbox, self.events = Inbox(), Inbox()
         self.num_errors = self.num_log_errors = 0
         self._closed, self._copies, self._prover = False, None, None
-        self.transports = transports(self.inbox.put)
-        self.control = control(self.transports.offers)
-        self.channel = channel(self.inbox.fd)
+        self.transports = side._make_transports(self.inbox.put)
+        self.control = side._make_control(self.transports.offers, None)
+        self.channel = side._make_channel(self.inbox.fd)
         self.world.threads.append(self)
 
     def work(self) -> None:
@@ -228,10 +221,11 @@ class Copies:
 
 def put_in_place() -> None:
     """From now on transfer sides and connectors are made of these parts, in this process."""
-    vars(transfers).update(ControlThread=Thread)
     transfers.Transfers.prover = _Prover  # type: ignore[assignment]
-    vars(decode_transfers).update(DealerChannel=_dealer)
-    vars(prefill_transfers).update(RouterChannel=_router)
+    vars(transfers).update(check_interface=lambda *_: None)
+    MAKERS["nixl"] = lambda *what: Thread.world.transport(*what)
+    vars(decode_transfers).update(ControlThread=Thread, DealerChannel=_dealer)
+    vars(prefill_transfers).update(ControlThread=Thread, RouterChannel=_router)
     vars(connector_module)["WakeupListener"] = Tower
     vars(worker_module)["WakeupSender"] = Bell
     vars(host_worker_module)["HostMemory"] = Copies

@@ -182,7 +182,6 @@ class Server:
             prefixkv_config.ModelConfig(model="m"),
             is_producer=transfer.is_kv_producer,
             is_consumer=transfer.is_kv_consumer,
-            transport=world.transport,
         )
         pool = KVPool.from_tensors([self.memory])
         windows = self.connector._groups.windows

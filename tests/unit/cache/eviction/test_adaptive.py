@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_right
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -113,59 +112,18 @@ def test_the_index_is_the_best_ratio_over_all_times_to_keep():
         assert found == pytest.approx(max(ratios))
 
 
-@pytest.mark.parametrize("half_life_s", [1e9, 1005.0, 1025.0, 1065.0])
-@pytest.mark.parametrize("ahead", [False, True])
-def test_worths_are_worked_out_in_parts(
-    half_life_s: float, ahead: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So that no admission waits for all of it, and mostly for none: it has two starts at most.
-    What is done when makes no difference to them, nor does a halving of the counts meanwhile."""
-    parts_done = 0
-    work_out = Hazards._work_out
-
-    def counted(hazards: Hazards, begun_s: float) -> Iterator[None]:
-        nonlocal parts_done
-        for _ in work_out(hazards, begun_s):
-            parts_done += 1
-            yield
-
-    monkeypatch.setattr(Hazards, "_work_out", counted)
-    hazards = Hazards([[0], [1]], trust=1.0, period=100, half_life_s=half_life_s)
-    whole = Hazards([[0], [1]], trust=1.0, period=10**9, half_life_s=half_life_s)
-    before, changed = hazards.worth, []
-
-    def time_s(at: int) -> float:  # not evenly, so that it matters which are thinned out when
-        return at * 10.0 + at * at % 7 * 1.3
-
-    def step(one: Hazards) -> None:
-        one.start(at % 2, time_s(at))
-        if at % 3 == 0:
-            one.returned(at % 2, time_s(at) - at % 7, time_s(at) + 3.0)
-        if at % 7 == 0:
-            one.lost(at % 2, time_s(at // 2))
-
-    for at in range(1, 301):
-        parts_done = 0
-        step(hazards)
-        # The last start does two, or what is ready where the counts are halved.
-        if time_s(at) // half_life_s == time_s(at - 1) // half_life_s:
-            assert parts_done <= 1 + (hazards.worth is not before)
-        for _ in range(3 if ahead else 0):
-            hazards.work_ahead()
-        if hazards.worth is not before:
-            changed.append(at)
+def test_worths_are_worked_out_where_nothing_waits_or_a_little_later():
+    hazards = Hazards([[0], [1]], trust=1.0, period=80, half_life_s=1e9)
+    for starts_late in (0, 10, 0):
         before = hazards.worth
-        # What the other notes later is not of these worths; the time of starts still to come is, up
-        # to the second.
-        if at <= 102:
-            step(whole)
-        if at == 99:
-            whole._due = 1
-        if at == 102:
-            whole._finish()
-        if at == 112:
-            assert (hazards.worth, hazards.peak) == (whole.worth, whole.peak)
-    assert changed == [112, 212]
+        for at in range(80 + starts_late):
+            assert hazards.worth is before
+            if at < 80:
+                hazards.work_ahead()
+            hazards.start(at % 2, hazards.now_s + 10.0)
+        if not starts_late:
+            hazards.work_ahead()
+        assert hazards.worth is not before
     assert hazards.broken_laws() == []
 
 

@@ -308,7 +308,8 @@ def test_prompts_that_begin_alike_are_told_apart() -> None:
 def test_pages_are_hashed_as_the_listener_says_and_runs_are_still_runs() -> None:
     """Two namespaces whose first pages follow another hash; parents stay prefixkv's own."""
     tree = RadixCache(page_size=2)
-    tree.drain_changes()
+    log = tree.record()
+    log.take()
     tree.insert([1, 2, 3, 4], [0, 1], namespace="s")
     tree.insert([1, 2, 3, 4], [2, 3])
     paths = PagePaths(
@@ -316,7 +317,7 @@ def test_pages_are_hashed_as_the_listener_says_and_runs_are_still_runs() -> None
         hash_page=lambda before, tokens: before + bytes(tokens[::4]),
         before_first=lambda namespace: b"" if namespace is None else b"salt",
     )
-    for change in tree.drain_changes():
+    for change in log.take():
         assert isinstance(change, Inserted)
         paths.inserted(change)
     told = [[(place.parent, place.key) for place in run] for run in paths.runs()]

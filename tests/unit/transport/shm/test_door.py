@@ -214,7 +214,7 @@ def test_no_more_blocks_are_taken_than_ranges_were_named() -> None:
             hand_over(ends[0], blocks, [taken[:2] for taken in blocks[:max_ranges]])
             before = num_descriptors()
             if max_ranges == 10:
-                shm_wire.close_all(taken.fd for taken in take(ends[1], max_ranges).blocks)
+                shm_wire.close_all(taken.fd for taken in take(ends[1], max_ranges)[0])
             else:
                 with pytest.raises(HandshakeError):
                     take(ends[1], max_ranges)
@@ -232,7 +232,7 @@ def test_an_answer_of_another_version_is_refused(magic: bytes, is_taken: bool) -
         before = num_descriptors()
         socket.send_fds(ends[0], [words], [block.fd])
         if is_taken:
-            shm_wire.close_all(taken.fd for taken in take(ends[1], 7).blocks)
+            shm_wire.close_all(taken.fd for taken in take(ends[1], 7)[0])
         else:
             with pytest.raises(HandshakeError, match="pkvshm2"):
                 take(ends[1], 7)
@@ -246,10 +246,10 @@ def test_descriptors_do_not_go_to_programs_that_this_process_starts() -> None:
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ends[0], ends[1]:
         hand_over(ends[0], [block], [block[:2]])
-        handed = take(ends[1], 7)
-    assert [fd.fd != block.fd for fd in handed.blocks] == [True]
-    assert not any(os.get_inheritable(taken.fd) for taken in handed.blocks)
-    shm_wire.close_all(taken.fd for taken in handed.blocks)
+        handed, _ = take(ends[1], 7)
+    assert [fd.fd != block.fd for fd in handed] == [True]
+    assert not any(os.get_inheritable(taken.fd) for taken in handed)
+    shm_wire.close_all(taken.fd for taken in handed)
 
 
 PAGE = mmap.PAGESIZE

@@ -1,4 +1,4 @@
-"""Which pages of a pool are in a radix tree, and page ids as runs of neighbours.
+"""Page ids as runs of neighbours.
 
 An allocator gives out neighbouring pages as far as it can, so the pages of an insertion mostly form
 a few runs. What is asked of a run is one search or one copy of bytes, at a fraction of what the
@@ -11,7 +11,6 @@ import sys
 from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from prefixkv.cache.node import PAGE_ID_BYTES, Packed
 
@@ -25,32 +24,6 @@ SHORT_PAGES = 8
 """Where the first runs are shorter than this on average, very many are taken to follow."""
 
 _FIRST_RUNS = 2
-
-
-class PageFlags:
-    """One flag for each of `num_pages` pages of a pool, in five bytes."""
-
-    def __init__(self, num_pages: int) -> None:
-        self._flags = bytearray(num_pages)
-        self._ids = packed_range(num_pages)
-        self.array: npt.NDArray[np.bool_] = np.frombuffer(self._flags, np.bool_)  # the same memory
-
-    def free_runs(self, packed: bytes) -> Runs | None:
-        """Return the runs of packed page ids, if they are few and each is in the pool, named once
-        and not flagged; None: look at them as an array."""
-        runs = page_runs(packed, self._ids)
-        if runs is None:
-            return None
-        flags, last = self._flags, 0
-        for first, end in runs if len(runs) == 1 else sorted(runs):
-            if first < last or end > len(flags) or flags.find(1, first, end) >= 0:
-                return None
-            last = end
-        return runs
-
-    def set_runs(self, runs: Runs) -> None:
-        for first, end in runs:
-            self._flags[first:end] = b"\1" * (end - first)
 
 
 def packed_range(num_pages: int) -> bytes:

@@ -1,4 +1,4 @@
-"""Page ids as runs of neighbours, and the flags of a pool's pages, against naive ones."""
+"""Page ids as runs of neighbours, against naive ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from prefixkv.cache.page_flags import MAX_RUNS, PageFlags, packed_range, page_runs
+from prefixkv.cache.page_runs import MAX_RUNS, packed_range, page_runs
 
 POOL = 300
 RUN = st.tuples(st.integers(-3, POOL + 3), st.integers(1, 40))
@@ -43,29 +43,9 @@ def test_runs_are_those_of_a_naive_look(ids: list[int]) -> None:
         assert (found is None) == many
 
 
-@example([5, 6, 7, 1, 2, 5], (9, 1))
-@example([2**31 - 1, -(2**31)], (9, 1))
-@example([-1, 0, 1], (9, 1))
-@given(IDS, RUN)
-def test_pages_that_may_not_come_in_are_never_called_free(
-    ids: list[int], there: tuple[int, int]
-) -> None:
-    flags = PageFlags(POOL)
-    flagged = {id for id in range(there[0], sum(there)) if 0 <= id < POOL}
-    flags.array[sorted(flagged)] = True
-    runs = flags.free_runs(pack(ids))
-    in_pool = all(0 <= id < POOL for id in ids)
-    if len(set(ids)) < len(ids) or not in_pool or flagged & {*ids}:
-        assert runs is None
-    elif runs is not None:
-        flags.set_runs(runs)
-        assert set(np.flatnonzero(flags.array)) == flagged | {*ids}
-
-
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, POOL])
 def test_neighbours_are_one_run(length: int) -> None:
     assert page_runs(pack([*range(length)]), packed_range(POOL)) == [(0, length)]
-    assert PageFlags(length).free_runs(pack([*range(length)])) == [(0, length)]
 
 
 def test_very_many_runs_are_left_after_the_first() -> None:
