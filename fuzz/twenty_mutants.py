@@ -164,6 +164,11 @@ MUTANTS = (
          "that_joined"),
     ),
     Mutant(
+        "11", "a leaf that was spared keeps the place that its namespace has paid for",
+        "HintedQueue._pay", "place.mark, place.end = debt.mark", "pass",
+        "unit/cache/eviction/test_hints.py::test_hints_change_nothing_of_whose_turn_it_is",
+    ),
+    Mutant(
         "proof", "a room is drained while a write is under way", "SenderMachine.drained",
         " and not self.in_flight", "",
         ("unit/protocol/test_sender_machine.py::test_no_acknowledgement_before_the_last_write_has_"

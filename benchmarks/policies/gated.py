@@ -71,7 +71,7 @@ class Gated(GhostPolicy):
             defaults are near the 75% and 93% quantiles of the pauses between two turns of a
             conversation.
         short_tokens: up to how many new tokens an addition is short.
-        ghosts, block_tokens, stride_blocks, promise_s: see `GhostPolicy`.
+        ghosts, block_tokens, stride_blocks: see `GhostPolicy`.
     Raises:
         ConfigError: a setting below its bound.
     """

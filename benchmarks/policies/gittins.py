@@ -58,7 +58,7 @@ class Gittins(GhostPolicy):
 
     Args:
         short_tokens, long_tokens: the two bounds between the three classes of how much was new.
-        ghosts, block_tokens, stride_blocks, promise_s: see `GhostPolicy`.
+        ghosts, block_tokens, stride_blocks: see `GhostPolicy`.
         power, trust, period: see `ReturnTables`.
     Raises:
         ConfigError: a setting below its bound.

@@ -122,7 +122,7 @@ class Adaptive(GhostPolicy):
 
     Args:
         short_tokens, long_tokens: the two bounds between the three classes of how much was new.
-        ghosts, block_tokens, stride_blocks, promise_s: see `GhostPolicy`.
+        ghosts, block_tokens, stride_blocks: see `GhostPolicy`.
         trust, period, half_life_s: see `Hazards`.
 
     Raises ConfigError: a setting below its bound.

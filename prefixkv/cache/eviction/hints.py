@@ -38,15 +38,15 @@ class Hints:
     def __init__(self) -> None:
         self.due_s: dict[int, float] = {}  # in order of insertion
         self.namespaces: set[Hashable] = set()  # that hints were said of
-        self._queue: HintedQueue | None = None
+        self.current: HintedQueue | None = None  # the last that was made
 
     @classmethod
     def of(cls, policy: Policy) -> Hints:
         return cls()
 
     def queue(self, policy: Policy, queue: EvictionQueue) -> EvictionQueue:
-        self._queue = HintedQueue(policy, self, queue)
-        return self._queue
+        self.current = HintedQueue(policy, self, queue)
+        return self.current
 
     def note(self, tick: int, root: Root, returns_s: float, now_s: float) -> None:
         """Note that the session whose last use has this tick returns within `returns_s`; with 0,
@@ -55,8 +55,8 @@ class Hints:
             if len(self.namespaces) >= MOST_NAMESPACES:
                 return
             self.namespaces.add(root.namespace)
-            assert self._queue is not None
-            self._queue.take_over(root)
+            assert self.current is not None
+            self.current.take_over(root)
         self.due_s.pop(tick, None)
         self.due_s[tick] = now_s + returns_s if returns_s > 0 else ENDED
         if len(self.due_s) > MOST_HINTS:
@@ -140,6 +140,8 @@ class HintedQueue:
                 self.add(node)
 
     def add(self, leaf: TreeNode) -> None:
+        if isinstance(leaf, Place):  # of a queue before, in which a user's policy has raised
+            leaf = leaf.leaf
         namespace = _namespace(leaf)
         if namespace not in self._hints.namespaces:
             self._queue.add(leaf)
@@ -155,6 +157,9 @@ class HintedQueue:
         elif self._policy.last_tick(place.mark) == tick:
             place.mark, place.end = leaf.mark, leaf.end
         self._queue.add(place)
+        if (current := self._hints.current) is not self and current is not None:
+            current.add(leaf)  # the user's policy raised, so there is another queue
+            return
         # 2. The leaf itself, by what was said of it.
         due_s = self._hints.due_s.get(tick)
         if due_s is not None and due_s != ENDED and due_s < self._now_s:
@@ -179,14 +184,16 @@ class HintedQueue:
         self._pay()
         while isinstance(place := self._queue.first(now_s), Place):
             leaf, space = place.leaf, place.space
-            # Lazily: it may be gone or held by now.
-            if _stands(leaf) and space.places.get(leaf) is place:
-                # The tree puts a wanted one last.
-                is_wanted = leaf.wants and leaf.deepest_want(leaf.end) == leaf.end
-                return leaf if is_wanted else self._victim(place, now_s)
+            stands = _stands(leaf) and space.places.get(leaf) is place
+            is_wanted = stands and leaf.wants and leaf.deepest_want(leaf.end) == leaf.end
+            if stands and not is_wanted:
+                return self._victim(place, now_s)
+            # Lazily: it may be gone or held by now. The tree puts a wanted one last.
             forget(place)
             if space.places.get(leaf) is place:
                 del space.places[leaf]
+            if is_wanted:
+                return leaf
         return place
 
     def _victim(self, place: Place, now_s: float) -> TreeNode:

@@ -52,7 +52,7 @@ def capacities_for(blocks: int) -> list[int]:
 
 def replays(
     trace: Trace, makers: Makers, capacities: Sequence[int], *, warm: float = 0.0, queue: int = 0,
-    hints: Sequence[bool | None] | None = None, each: Callable[[RequestHits], None] | None = None,
+    hints: Sequence[float | None] | None = None, each: Callable[[RequestHits], None] | None = None,
     running: int = 1, hosts: Sequence[HostSize] = (),
 ) -> Iterator[ReplayResult]:  # fmt: skip
     """As `replay_curves`, one result after the other, nothing checked but the hosts' sizes."""
@@ -98,7 +98,7 @@ def replay_curves(
     *,
     warm: float = 0.0,
     queue: int = 0,
-    hints: Sequence[bool | None] | None = None,
+    hints: Sequence[float | None] | None = None,
     each: Callable[[RequestHits], None] | None = None,
     running: int = 1,
     hosts: Iterable[str | int] = (),

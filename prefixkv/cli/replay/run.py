@@ -109,7 +109,7 @@ class _Running(NamedTuple):
 
 def replay_policy(
     trace: Trace, policy: str | Policy, capacity: int, warm: float = 0.0, queue: int = 0,
-    hints: Sequence[bool | None] | None = None, each: Each | None = None, running: int = 1,
+    hints: Sequence[float | None] | None = None, each: Each | None = None, running: int = 1,
     hosts: Sequence[int] = (),
 ) -> ReplayResult:  # fmt: skip
     """Replay a trace with one policy at one capacity (blocks). The rest is as in `replay_curves`.
@@ -145,7 +145,7 @@ def replay_policy(
 class _Replay:
     def __init__(
         self, trace: Trace, device: Tier, tiers: Sequence[HostTier], running: int,
-        hints: Sequence[bool | None] | None, hits: Hits,
+        hints: Sequence[float | None] | None, hits: Hits,
     ) -> None:  # fmt: skip
         self._trace, self._device, self._tiers = trace, device, tiers
         self._most_running, self._hints, self._hits = running, hints, hits

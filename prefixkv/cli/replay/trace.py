@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import inf
 from random import Random
 from typing import Any, Final
 
@@ -75,25 +76,31 @@ def footprint(trace: Trace) -> int:
     return len(seen)
 
 
+PAUSES_S: Final = (30.0, 120.0, 600.0)
+"""What a client that knows can tell apart: its next turn comes within these seconds."""
+
+
 def client_hints(
     trace: Trace, minutes: float, wrong: float = 0.0, seed: int = 0
-) -> list[bool | None]:
+) -> list[float | None]:
     """Return what a client that knows says at the end of each request (`finish(continues=)`):
-    whether a prompt that begins with all whole blocks of this one comes within these minutes; None
-    for a request without a whole block. A share of `wrong`, drawn with the seed, says the opposite.
-    """
+    within which of `PAUSES_S`, at most these minutes, a prompt comes that begins with all whole
+    blocks of this one, or all but the last; 0 for none; None for a request without a whole block. A
+    share of `wrong`, drawn with the seed, says something else."""
     random = Random(seed)
+    pauses = sorted({0.0, *(one for one in PAUSES_S if one < minutes * 60), minutes * 60})
     next_s: dict[Any, float] = {}  # by block: time of its next use
-    hints: list[bool | None] = []
+    hints: list[float | None] = []
     # Backwards, so that the next use of every block is known when its request is reached.
     for request in reversed(trace.requests):
         names = block_names(request.whole_key, trace.page_size)
         hint = None
         if names:
-            # The last block's name covers all blocks before it.
-            back_s = next_s.get(names[-1])
-            hint = back_s is not None and back_s - request.time_s <= minutes * 60
-            hint ^= random.random() < wrong
+            # A block's name covers all blocks before it. The last may be cut elsewhere next time.
+            back_s = min(next_s.get(name, inf) for name in names[-2:]) - request.time_s
+            hint = next((pause for pause in pauses[1:] if back_s <= pause), 0.0)
+            if random.random() < wrong and minutes:
+                hint = random.choice([pause for pause in pauses if pause != hint])
         hints.append(hint)
         next_s.update(dict.fromkeys(names, request.time_s))
     return hints[::-1]
