@@ -367,6 +367,9 @@ class RowFollower:
             most = f"{sizes.max_running} rows, and {sizes.num_pages} pages"
             raise CallerError(f"rank 0 sent {what}: there are {most}")
         check_in_pool(told.ids, sizes.num_pages)
+        held = self._rows.get(told.row)
+        if told.start > (held.num_pages if held else 0) or not (held or told.groups is not None):
+            raise CallerError(f"rank 0 sent only what is new of row {told.row}, which is not here")
         if told.groups is not None:
             self._check_groups(told.groups)
 

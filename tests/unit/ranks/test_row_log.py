@@ -520,9 +520,10 @@ _GROUPS = [
     [
         *(((1, 0, 2), ids, why) for ids, why in [*_IDS, (bytes(68), "17 pages in row 0")]),
         *(((5, 0, 3), ids, why) for ids, why in _IDS),
-        *(((1, 0, 3), rows, why) for rows, why in _GROUPS),
+        *(((1, 0, 3), rows, why) for rows, why in [*_GROUPS, (None, "new of row 0")]),
         *(((5, 0, 8), rows, why) for rows, why in _GROUPS),
         ((1, 0, 0), 4, "pages in row 4: there are 4"),
+        ((1, 0, 1), 1, "new of row 0"),
         ((3, 0, 4), 3, "slot 3, there are 3"),
         ((3, 0, 4), -2, ">= -1"),
         ((5, 0, 2), -1, ">= 0"),
