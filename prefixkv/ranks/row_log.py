@@ -338,6 +338,8 @@ class RowFollower:
         for _, _, host, device in message.copies:
             check_in_pool(host, self._sizes.host_pages)
             check_in_pool(device, self._sizes.num_pages)
+            if not 0 < len(host) == len(device):
+                raise CallerError(f"rank 0 sent a copy of {len(host)} to {len(device)} pages")
         self.num_batches += 1
         for row in message.ended:
             if self._rows.pop(row, None) is not None:

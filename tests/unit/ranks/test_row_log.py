@@ -306,6 +306,8 @@ def test_all_commands_of_schedulers_travel_in_order_and_no_other() -> None:
     [
         ([8], [1], "page 8 is not"),
         ([0], [16], "page 16 is not"),
+        ([0, 1], [1], "a copy of 2 to 1 pages"),
+        ([], [], "a copy of 0 to 0 pages"),
     ],
 )
 def test_copies_of_pages_that_there_are_not_change_nothing(
