@@ -338,6 +338,8 @@ class RowFollower:
         for _, _, host, device in message.copies:
             check_in_pool(host, self._sizes.host_pages)
             check_in_pool(device, self._sizes.num_pages)
+            if not 0 < len(host) == len(device):
+                raise CallerError(f"rank 0 sent a copy of {len(host)} to {len(device)} pages")
         self.num_batches += 1
         for row in message.ended:
             if self._rows.pop(row, None) is not None:
@@ -367,6 +369,9 @@ class RowFollower:
             most = f"{sizes.max_running} rows, and {sizes.num_pages} pages"
             raise CallerError(f"rank 0 sent {what}: there are {most}")
         check_in_pool(told.ids, sizes.num_pages)
+        held = self._rows.get(told.row)
+        if told.start > (held.num_pages if held else 0) or not (held or told.groups is not None):
+            raise CallerError(f"rank 0 sent only what is new of row {told.row}, which is not here")
         if told.groups is not None:
             self._check_groups(told.groups)
 

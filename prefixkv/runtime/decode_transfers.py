@@ -63,7 +63,7 @@ class DecodeTransfers(Transfers[DecodeCommand, DecodeEvent]):
         self._begun_s = time.monotonic()  # first: no request came before
         config = checked_config(config, DecodeConfig)
         super().__init__(pool, config)
-        if worker is not None:
+        if worker is not None or self._spec.rank:
             check_kind("worker", worker, PeerId)
         self._config, self._worker = config, worker or self.peer_id
         self.thread = ControlThread(self._name, self)

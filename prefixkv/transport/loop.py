@@ -293,17 +293,18 @@ class ThreadedTransport(Generic[L]):
         try:
             self._thread.start()
             self._metadata = started.result(_START_TIMEOUT_S)
-        except TimeoutError:
-            # It ends as soon as it has started; until then it may wait on the inbox's descriptor.
+        except BaseException as error:
             self._closed = True
             self._inbox.put(None)
-            why = f"the transport did not start within {_START_TIMEOUT_S} s"
-            raise TransferTimeoutError(why) from None
-        except BaseException:
-            self._closed = True
-            if self._thread.ident is not None:  # else none ever will
-                self._thread.join(CLOSE_TIMEOUT_S)
-            self._inbox.close()
+            # One that has not started ends as soon as it has; until then it may wait on the inbox's
+            # descriptor.
+            if self._thread.ident is None or started.done():
+                if self._thread.ident is not None:  # else none ever will
+                    self._thread.join(CLOSE_TIMEOUT_S)
+                self._inbox.close()
+            elif isinstance(error, TimeoutError):
+                why = f"the transport did not start within {_START_TIMEOUT_S} s"
+                raise TransferTimeoutError(why) from None
             raise
 
     @property

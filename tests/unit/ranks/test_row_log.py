@@ -306,6 +306,8 @@ def test_all_commands_of_schedulers_travel_in_order_and_no_other() -> None:
     [
         ([8], [1], "page 8 is not"),
         ([0], [16], "page 16 is not"),
+        ([0, 1], [1], "a copy of 2 to 1 pages"),
+        ([], [], "a copy of 0 to 0 pages"),
     ],
 )
 def test_copies_of_pages_that_there_are_not_change_nothing(
@@ -520,9 +522,10 @@ _GROUPS = [
     [
         *(((1, 0, 2), ids, why) for ids, why in [*_IDS, (bytes(68), "17 pages in row 0")]),
         *(((5, 0, 3), ids, why) for ids, why in _IDS),
-        *(((1, 0, 3), rows, why) for rows, why in _GROUPS),
+        *(((1, 0, 3), rows, why) for rows, why in [*_GROUPS, (None, "new of row 0")]),
         *(((5, 0, 8), rows, why) for rows, why in _GROUPS),
         ((1, 0, 0), 4, "pages in row 4: there are 4"),
+        ((1, 0, 1), 1, "new of row 0"),
         ((3, 0, 4), 3, "slot 3, there are 3"),
         ((3, 0, 4), -2, ">= -1"),
         ((5, 0, 2), -1, ">= 0"),

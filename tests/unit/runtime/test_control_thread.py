@@ -19,7 +19,7 @@ from prefixkv.protocol.messages import Hello, HelloReply, RoomBody
 from prefixkv.runtime import control_thread
 from prefixkv.runtime.control_thread import ControlFailed
 from tests.support.node_pair import NodePair, make_pool, tokens_of
-from tests.support.patience import SkippableClock, until
+from tests.support.patience import PATIENCE_S, SkippableClock, until
 from tests.support.wires import wired
 from tests.unit.runtime.conftest import node_threads
 
@@ -97,6 +97,39 @@ def test_an_exception_from_a_frame_is_its_senders_fault(
     assert (stats["frames_failed"], stats["control_errors"]) == (1, 0)
 
 
+@pytest.mark.parametrize("side", ["decode", "prefill"])
+def test_an_exception_in_one_item_does_not_end_the_batch(
+    pair: NodePair, monkeypatch: pytest.MonkeyPatch, side: str
+) -> None:
+    """What was queued behind it, and comes with it, is handled too."""
+    thread = getattr(pair, side).transfers.thread
+    control = thread.control
+    on = control.on
+    held, go_on, taken = threading.Event(), threading.Event(), []
+
+    def careful(what: Any, now_s: float) -> Any:
+        taken.append(what)
+        if what == "hold":
+            held.set()
+            assert go_on.wait(PATIENCE_S)
+            return []
+        if what == "bad":
+            raise ZeroDivisionError("on purpose")
+        return on(what, now_s)
+
+    monkeypatch.setattr(control, "on", careful)
+    thread.inbox.put("hold")
+    assert held.wait(PATIENCE_S)
+    thread.inbox.put("bad")
+    pair.d.submit("r", tokens_of(1, 10), pair.prefill.endpoint)
+    pair.decode.pop_preallocated()
+    go_on.set()
+    with pytest.raises(InternalError, match="on purpose"):
+        pair.until(lambda: False)
+    pair.run("r")
+    assert pair.d.ended["r"] is None
+
+
 @pytest.mark.parametrize("where", ["poll", "tick"])
 def test_a_step_that_keeps_failing_is_no_busy_loop(
     pair: NodePair, monkeypatch: pytest.MonkeyPatch, where: str
@@ -164,6 +197,7 @@ def test_a_failure_takes_no_other_event_with_it(pair: NodePair) -> None:
     until(lambda: len(pair.decode.transfers.thread.events) == 2)  # behind it: the request's success
     with pytest.raises(InternalError, match="on purpose"):
         pair.decode.pop_transferred()
+    assert select.select([pair.decode.fileno()], [], [], 0)[0]  # a poller comes back for it
     pair.run("r")
     assert pair.d.ended["r"] is None
 

@@ -26,6 +26,12 @@ def test_a_node_of_one_rank_has_no_log() -> None:
         node.take_log()
 
 
+def test_a_decode_rank_receives_in_the_name_of_rank_0_alone() -> None:
+    for worker in (None, "decode-0"):
+        with pytest.raises(CallerError, match="worker"):
+            DecodeRank(make_pool(num_kv_heads=1), DecodeConfig(), MESH, 1, worker)  # type: ignore[arg-type]
+
+
 def test_a_decode_rank_whose_process_is_dead_is_waited_for_until_it_is_fenced() -> None:
     config = DecodeConfig(control=QUICK, reserve_tokens=0, max_running=2)
     with (

@@ -110,3 +110,33 @@ def test_a_nixl_thread_that_starts_too_late_ends(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(TransferTimeoutError, match="did not start"):
         NixlTransport(PeerId("late", 1), a_memory(), lambda event: None)
     until(lambda: not [one for one in threading.enumerate() if one.name.endswith("-late")])
+
+
+def test_a_start_that_is_interrupted_ends_at_once_and_its_thread_soon(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Interrupted(transport_loop.Future[bytes]):
+        def result(self, timeout: float | None = None) -> bytes:
+            super().result(timeout)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(transport_loop, "CLOSE_TIMEOUT_S", PATIENCE_S)
+    monkeypatch.setattr(transport_loop, "Future", Interrupted)
+    memory, before = a_memory(), set(os.listdir("/proc/self/fd"))
+    with pytest.raises(KeyboardInterrupt):
+        ShmTransport(PeerId("stopped", 1), memory, lambda event: None)
+    assert not [one for one in threading.enumerate() if one.name.endswith("-stopped")]
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_loop_that_says_a_timeout_has_not_started_too_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def late(*args: Any) -> Any:
+        raise TimeoutError("the card does not answer")
+
+    monkeypatch.setattr(ShmTransport, "loop_type", late)
+    memory, before = a_memory(), set(os.listdir("/proc/self/fd"))
+    with pytest.raises(TimeoutError, match="the card"):
+        ShmTransport(PeerId("d", 1), memory, lambda event: None)
+    assert set(os.listdir("/proc/self/fd")) == before
