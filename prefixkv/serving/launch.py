@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
+import aiohttp
 import msgspec
 from starlette.routing import BaseRoute
 
@@ -125,16 +126,33 @@ class Followed(Kept):
 
     async def _live_on(self) -> None:
         info: WorkerInfo | None = None
+        said = ""
         while True:
-            seen = await self._fleet.info_of(self._url)
-            if seen is not None and seen != info:
-                info, self.role = seen, seen.role
-                try:
-                    self._fleet.add(seen)
-                    self._serves(seen)
-                except ConfigError as error:  # until it is started with other settings
-                    logger.warning("%s is not taken: %s", self._url, error)
+            try:
+                info = await self._look(info)
+                said = ""
+            except (aiohttp.ClientError, msgspec.MsgspecError, ConfigError) as error:
+                why = str(error) or repr(error)
+                if why != said:
+                    logger.warning("%s is not taken: %s", self._url, why)
+                said = why
             await asyncio.sleep(_LOOK_S)
+
+    async def _look(self, former: WorkerInfo | None) -> WorkerInfo:
+        """Return the worker's life, once it is in the fleet. Raises ConfigError until the worker,
+        or those that it does not fit, are started with other settings."""
+        seen = await self._fleet.info_of(self._url)
+        if seen == self._fleet.workers.get(seen.name):
+            return seen
+        self.role = seen.role
+        if former is not None:  # it is over, and keeps no other worker out
+            self._fleet.remove(former.name, former.life)
+        other = self._fleet.workers.get(seen.name)
+        if other is not None and other.url != seen.url and other.name not in self._fleet.silent:
+            raise ConfigError(f"{other.url} has its name, {other.name!r}")
+        self._fleet.add(seen)
+        self._serves(seen)
+        return seen
 
 
 class Child(Kept):
