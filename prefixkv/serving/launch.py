@@ -23,7 +23,7 @@ from starlette.routing import BaseRoute
 from prefixkv import PrefixKVError
 from prefixkv.engines.hf.folder import check_folder
 from prefixkv.engines.hf.generation import SamplingDefaults, load_sampling_defaults
-from prefixkv.engines.hf.small import save_tokenizer
+from prefixkv.engines.hf.small import NAME, save_tokenizer
 from prefixkv.errors import ConfigError
 from prefixkv.serving import interrupts
 from prefixkv.serving.config import KINDS, FrontConfig, FrontSettings, ServeConfig
@@ -118,10 +118,11 @@ class Kept:
 
 
 class Followed(Kept):
-    """A worker that was started by hand, at its URL: each of its lives is in the fleet."""
+    """A worker that was started by hand, at its URL: each of its lives is in the fleet. `model` is
+    the front's."""
 
-    def __init__(self, url: str, fleet: Fleet) -> None:
-        self._url, self._fleet = url.strip().rstrip("/"), fleet
+    def __init__(self, url: str, fleet: Fleet, model: str) -> None:
+        self._url, self._fleet, self._model = url.strip().rstrip("/"), fleet, model
         super().__init__("", self._url)
 
     async def _live_on(self) -> None:
@@ -145,6 +146,8 @@ class Followed(Kept):
         if seen == self._fleet.workers.get(seen.name):
             return seen
         self.role = seen.role
+        if bool(self._model) == seen.model.startswith(f"{NAME} model "):
+            raise ConfigError(f"its model is {seen.model!r}, MODEL of the front {self._model!r}")
         if former is not None:  # it is over, and keeps no other worker out
             self._fleet.remove(former.name, former.life)
         other = self._fleet.workers.get(seen.name)
@@ -398,7 +401,9 @@ class FrontLaunch(Launch[FrontConfig]):
         return self.config.workers_key
 
     def _begin(self, fleet: Fleet) -> None:
-        self._children += [Followed(url, fleet) for url in self.config.workers.split(",")]
+        config = self.config
+        urls = config.workers.split(",")
+        self._children += [Followed(url, fleet, config.models.model) for url in urls]
 
     def _awaited(self) -> list[Kept]:
         return []

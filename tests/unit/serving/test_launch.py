@@ -115,6 +115,7 @@ class ByHand:
     """A fleet before workers that were started by hand, and what each URL says of itself."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.model = "/models/m"
         self.fleet, self.at = Fleet("key"), dict[str, WorkerInfo]()
         monkeypatch.setattr(self.fleet, "info_of", self._info_of)
         monkeypatch.setattr(launch, "_LOOK_S", 0.01)
@@ -128,7 +129,7 @@ class ByHand:
         self.at[url] = msgspec.structs.replace(INFO, **info)
 
     async def follow(self, *urls: str) -> list[Followed]:
-        followed = [Followed(url, self.fleet) for url in urls]
+        followed = [Followed(url, self.fleet, self.model) for url in urls]
         await asyncio.sleep(0.1)
         return followed
 
@@ -181,4 +182,21 @@ async def test_why_a_worker_is_not_reached_is_logged_once(
         assert "http://a is not taken: nobody is at http://a" in line
         hands.says("http://a")
         await until(lambda: bool(hands.fleet.workers))
+    await hands.end(followed)
+
+
+@pytest.mark.parametrize(
+    ("folder", "model"), [("", "m"), ("/models/m", "small model made from seed 0")]
+)
+@in_loop
+async def test_a_front_without_the_workers_model_takes_none(
+    folder: str, model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would make tokens of another model."""
+    hands = ByHand(monkeypatch)
+    hands.model = folder
+    hands.says("http://a", model=model)
+    followed = await hands.follow("http://a")
+    assert not hands.fleet.workers
+    assert f"its model is {model!r}" in caplog.text
     await hands.end(followed)
