@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Annotated, NamedTuple
-from urllib.parse import urlsplit
 
 from prefixkv.errors import ConfigError
-from prefixkv.serving.config import ListenSettings
+from prefixkv.serving.config import ListenSettings, check_key, is_server
 from prefixkv.settings import Seconds, check_fields, doc
 
 
@@ -28,6 +27,7 @@ class ProxyConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        check_key("servers_key", self.servers_key)
 
 
 class ServerAt(NamedTuple):
@@ -42,8 +42,7 @@ class ServerAt(NamedTuple):
     def of(cls, text: str, where: str = "") -> ServerAt:
         """Parse "URL=AT". Raises ConfigError, which begins with `where`."""
         url, _, at = text.partition("=")
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.netloc or not at:
+        if not is_server(url) or not at:
             raise ConfigError(
                 f"{where}{text!r} is no server: http://HOST:PORT=ADDRESS for prefill, "
                 "http://HOST:PORT=NAME for decode"

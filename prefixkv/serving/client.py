@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from aiohttp import ClientSession, ClientTimeout, DummyCookieJar, TCPConnector, TraceConfig
+from typing import Any
+
+from aiohttp import (
+    ClientResponseError,
+    ClientSession,
+    ClientTimeout,
+    DummyCookieJar,
+    TCPConnector,
+    TraceConfig,
+    TraceRequestRedirectParams,
+)
 
 _CONNECT_S = 5.0
 _KEPT_S = 2.0  # an idle connection; servers close theirs after 5 s or later
@@ -14,13 +24,23 @@ def make_client(
     """Return a client without a bound on connections: no request waits for the end of another.
 
     Used on the running loop. `silence_s` bounds the time between two pieces of an answer. Each
-    failure of a request is an aiohttp.ClientError, or TimeoutError after `total_s`.
+    failure of a request is an aiohttp.ClientError, or TimeoutError after `total_s`; a redirect is
+    one: prompts go to the servers that the settings name.
     """
+    strict = TraceConfig()
+    strict.on_request_redirect.append(_refuse)
     headers = {"accept-encoding": "identity"}
     if api_key:
         headers["authorization"] = f"Bearer {api_key}"
     return ClientSession(
         connector=TCPConnector(limit=0, keepalive_timeout=_KEPT_S), cookie_jar=DummyCookieJar(),
-        headers=headers, trace_configs=[*traces],
+        headers=headers, trace_configs=[strict, *traces],
         timeout=ClientTimeout(total=total_s, sock_connect=_CONNECT_S, sock_read=silence_s),
     )  # fmt: skip
+
+
+async def _refuse(_: object, __: object, redirect: TraceRequestRedirectParams) -> None:
+    answer: Any = redirect.response
+    answer.close()
+    why = f"a redirect to {answer.headers.get('location')!r}, which is not followed"
+    raise ClientResponseError(answer.request_info, (), status=answer.status, message=why)

@@ -103,8 +103,7 @@ class ListenSettings:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not self.api_key.isascii() or self.api_key != self.api_key.strip():
-            raise ConfigError("api_key: has characters that a header cannot carry")
+        check_key("api_key", self.api_key)
         check_bind(self.host, self.api_key)
         check_bind(self.status_host, self.api_key, "status_host")
 
@@ -221,8 +220,9 @@ class FrontConfig(FrontSettings):
 
     def __post_init__(self) -> None:
         self.check()
+        check_key("workers_key", self.workers_key)
         for url in self.workers.split(","):
-            if urlsplit(url.strip()).scheme not in ("http", "https"):
+            if not is_server(url.strip()):
                 raise ConfigError(f"workers: {url!r} is no worker: http://HOST:PORT")
 
 
@@ -305,6 +305,25 @@ class ServeConfig(FrontSettings):
         if not value:
             raise ConfigError(f"host_memory: {self.host_memory!r} is none; leave it out")
         return name, value
+
+
+def check_key(setting: str, key: str) -> None:
+    """Raise ConfigError for what no header carries: the line end of a file with a secret."""
+    if not (key.isascii() and key.isprintable()) or key != key.strip():
+        raise ConfigError(f"{setting}: has characters that a header cannot carry")
+
+
+def is_server(url: str) -> bool:
+    """Tell whether `url` names a server of HTTP.
+
+    >>> [is_server(url) for url in ("http://[::1]:80/a", "http://", "http://[::", "http://a:99999")]
+    [True, False, False, False]
+    """
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 def check_bind(host: str, api_key: str, setting: str = "host") -> None:

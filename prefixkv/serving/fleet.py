@@ -276,23 +276,23 @@ class Fleet:
         """Return, by worker that answers, the lost peers that it holds pages or rooms for."""
         infos = [*self.workers.values()]
         found = await asyncio.gather(
-            *(self._get(f"{info.url}/lost", list[LostPeer]) for info in infos)
+            *(self._get(f"{info.url}/lost", list[LostPeer]) for info in infos),
+            return_exceptions=True,
         )
         return {
-            info.name: lost for info, lost in zip(infos, found, strict=True) if lost is not None
-        }
+            info.name: lost for info, lost in zip(infos, found, strict=True)
+            if not isinstance(lost, BaseException)
+        }  # fmt: skip
 
-    async def info_of(self, url: str) -> WorkerInfo | None:
-        """Return what the worker at `url` says of itself, as it is reached from here; None if it
-        does not answer."""
-        info = await self._get(f"{url}/info", WorkerInfo)
-        return None if info is None else msgspec.structs.replace(info, url=url)
+    async def info_of(self, url: str) -> WorkerInfo:
+        """Return what the worker at `url` says of itself, as it is reached from here. Raises
+        aiohttp.ClientError, MsgspecError."""
+        info: WorkerInfo = await self._get(f"{url}/info", WorkerInfo)
+        return msgspec.structs.replace(info, url=url)
 
     async def _get(self, url: str, kind: Any) -> Any:
-        with contextlib.suppress(aiohttp.ClientError, msgspec.MsgspecError):
-            async with self._client.get(url, raise_for_status=True) as answer:
-                return msgspec.json.decode(await answer.read(), type=kind)
-        return None
+        async with self._client.get(url, raise_for_status=True) as answer:
+            return msgspec.json.decode(await answer.read(), type=kind)
 
     @property
     def ready(self) -> bool:

@@ -16,13 +16,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
+import aiohttp
 import msgspec
 from starlette.routing import BaseRoute
 
 from prefixkv import PrefixKVError
 from prefixkv.engines.hf.folder import check_folder
 from prefixkv.engines.hf.generation import SamplingDefaults, load_sampling_defaults
-from prefixkv.engines.hf.small import save_tokenizer
+from prefixkv.engines.hf.small import NAME, save_tokenizer
 from prefixkv.errors import ConfigError
 from prefixkv.serving import interrupts
 from prefixkv.serving.config import KINDS, FrontConfig, FrontSettings, ServeConfig
@@ -117,24 +118,44 @@ class Kept:
 
 
 class Followed(Kept):
-    """A worker that was started by hand, at its URL: each of its lives is in the fleet."""
+    """A worker that was started by hand, at its URL: each of its lives is in the fleet. `model` is
+    the front's."""
 
-    def __init__(self, url: str, fleet: Fleet) -> None:
-        self._url, self._fleet = url.strip().rstrip("/"), fleet
+    def __init__(self, url: str, fleet: Fleet, model: str) -> None:
+        self._url, self._fleet, self._model = url.strip().rstrip("/"), fleet, model
         super().__init__("", self._url)
 
     async def _live_on(self) -> None:
         info: WorkerInfo | None = None
+        said = ""
         while True:
-            seen = await self._fleet.info_of(self._url)
-            if seen is not None and seen != info:
-                info, self.role = seen, seen.role
-                try:
-                    self._fleet.add(seen)
-                    self._serves(seen)
-                except ConfigError as error:  # until it is started with other settings
-                    logger.warning("%s is not taken: %s", self._url, error)
+            try:
+                info = await self._look(info)
+                said = ""
+            except (aiohttp.ClientError, msgspec.MsgspecError, ConfigError) as error:
+                why = str(error) or repr(error)
+                if why != said:
+                    logger.warning("%s is not taken: %s", self._url, why)
+                said = why
             await asyncio.sleep(_LOOK_S)
+
+    async def _look(self, former: WorkerInfo | None) -> WorkerInfo:
+        """Return the worker's life, once it is in the fleet. Raises ConfigError until the worker,
+        or those that it does not fit, are started with other settings."""
+        seen = await self._fleet.info_of(self._url)
+        if seen == self._fleet.workers.get(seen.name):
+            return seen
+        self.role = seen.role
+        if bool(self._model) == seen.model.startswith(f"{NAME} model "):
+            raise ConfigError(f"its model is {seen.model!r}, MODEL of the front {self._model!r}")
+        if former is not None:  # it is over, and keeps no other worker out
+            self._fleet.remove(former.name, former.life)
+        other = self._fleet.workers.get(seen.name)
+        if other is not None and other.url != seen.url and other.name not in self._fleet.silent:
+            raise ConfigError(f"{other.url} has its name, {other.name!r}")
+        self._fleet.add(seen)
+        self._serves(seen)
+        return seen
 
 
 class Child(Kept):
@@ -380,7 +401,9 @@ class FrontLaunch(Launch[FrontConfig]):
         return self.config.workers_key
 
     def _begin(self, fleet: Fleet) -> None:
-        self._children += [Followed(url, fleet) for url in self.config.workers.split(",")]
+        config = self.config
+        urls = config.workers.split(",")
+        self._children += [Followed(url, fleet, config.models.model) for url in urls]
 
     def _awaited(self) -> list[Kept]:
         return []

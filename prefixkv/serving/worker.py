@@ -49,6 +49,7 @@ from prefixkv.serving.http import (
 from prefixkv.serving.outcomes import Outcomes, line_of
 from prefixkv.serving.request_file import RequestFile
 from prefixkv.serving.status import bind, status_app
+from prefixkv.serving.streams import read_some
 from prefixkv.serving.tracing import NodeSpans, make_tracing
 from prefixkv.serving.waits import wait_set
 from prefixkv.serving.wire import (
@@ -66,7 +67,6 @@ from prefixkv.serving.wire import (
 logger = logging.getLogger("prefixkv.worker")
 
 _JOB_TIMEOUT_S: Final = 20.0
-_REFUSAL_BYTES: Final = 64 << 10
 _REASON_CHARS: Final = 500
 _TICK_S: Final = 0.2
 _WINDOWS_OF_PREFILL: Final = 32  # prompts with a window that are computed or on their way at once
@@ -488,8 +488,8 @@ class DecodeWorker(Worker):
             body = io.BytesIO(msgspec.json.encode(sent))
             asked = self._client.post(f"{url}/jobs", data=body, headers=one.headers)
             async with asked as answer:
-                text = await answer.text()
-            why = "" if answer.status == 202 else f"{answer.status} {text[:500]}"
+                said = await read_some(answer.content.iter_any(), _REASON_CHARS)
+            why = "" if answer.status == 202 else f"{answer.status} {said.decode(errors='replace')}"
         except (aiohttp.ClientError, TimeoutError) as error:
             how, why = "does not answer", f"{type(error).__name__} {error}"
         if why:

@@ -739,7 +739,7 @@ async def test_what_the_proxy_refuses_itself(
 def test_servers_as_they_are_named() -> None:
     one = ServerAt.of("http://127.0.0.1:8100/=tcp://127.0.0.1:14579")
     assert one == ServerAt("http://127.0.0.1:8100", "tcp://127.0.0.1:14579")
-    for text in ("http://127.0.0.1:8100", "127.0.0.1:8100=a", "http://h=", "=", ""):
+    for text in ("http://127.0.0.1:8100", "127.0.0.1:8100=a", "http://h=", "http://[::=a", "=", ""):
         with pytest.raises(ConfigError, match="is no server"):
             ServerAt.of(text)
     config = ProxyConfig(listen=ListenSettings())

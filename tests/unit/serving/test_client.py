@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Final
+from unittest.mock import patch
 
 import aiohttp
 import pytest
@@ -93,3 +94,17 @@ async def test_each_end_of_an_answer_but_its_own_is_an_error_of_the_client() -> 
     async with make_client("", NEVER_S) as client:
         with pytest.raises(aiohttp.ClientConnectorError):
             await client.get("http://127.0.0.1:1")
+
+
+@pytest.mark.parametrize("status", [301, 307])
+@in_loop
+async def test_a_redirect_is_a_failure(status: int) -> None:
+    """Prompts go to the servers that are named in the settings, and nowhere else."""
+    async with asking() as (site, url, client):
+        head = f"HTTP/1.1 {status} x\r\nlocation: {url}/else\r\ncontent-length: 0\r\n\r\n"
+        with (
+            patch(f"{__name__}.ANSWER", head.encode()),
+            pytest.raises(aiohttp.ClientError, match="/else"),
+        ):
+            await client.post(url, data=b"prompt")
+        assert len(site.heads) == 1

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 
+import aiohttp
 import msgspec
 import pytest
 
 from prefixkv.errors import ConfigError
 from prefixkv.serving import launch
 from prefixkv.serving.fleet import Fleet, Start
-from prefixkv.serving.launch import Child, StartClock
+from prefixkv.serving.launch import Child, Followed, StartClock
 from prefixkv.serving.process import READY
 from prefixkv.serving.wire import WorkerInfo
 from tests.support.patience import PATIENCE_S
-from tests.support.scenes import in_loop
+from tests.support.scenes import in_loop, until
 
 INFO = WorkerInfo(
     role="decode", name="d", url="", status_url="", endpoint="", model="m", identity="m 0",
@@ -107,3 +109,94 @@ def test_a_child_says_that_it_is_started_and_that_it_is_given_up() -> None:
         assert child.clock.start(60) is None
 
     asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
+
+
+class ByHand:
+    """A fleet before workers that were started by hand, and what each URL says of itself."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.model = "/models/m"
+        self.fleet, self.at = Fleet("key"), dict[str, WorkerInfo]()
+        monkeypatch.setattr(self.fleet, "info_of", self._info_of)
+        monkeypatch.setattr(launch, "_LOOK_S", 0.01)
+
+    async def _info_of(self, url: str) -> WorkerInfo:
+        if url not in self.at:
+            raise aiohttp.ClientConnectionError(f"nobody is at {url}")
+        return msgspec.structs.replace(self.at[url], url=url)
+
+    def says(self, url: str, **info: str) -> None:
+        self.at[url] = msgspec.structs.replace(INFO, **info)
+
+    async def follow(self, *urls: str) -> list[Followed]:
+        followed = [Followed(url, self.fleet, self.model) for url in urls]
+        await asyncio.sleep(0.1)
+        return followed
+
+    async def end(self, followed: list[Followed]) -> None:
+        await asyncio.gather(*(one.end(0) for one in followed))
+        await self.fleet.close()
+
+
+@in_loop
+async def test_workers_are_replaced_by_those_of_another_model_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hands = ByHand(monkeypatch)
+    hands.says("http://a", name="a", identity="old")
+    hands.says("http://b", name="b", identity="old")
+    followed = await hands.follow("http://a", "http://b")
+    assert {*hands.fleet.workers} == {"a", "b"}
+    hands.says("http://a", name="a", identity="new", life="2")
+    await until(lambda: {*hands.fleet.workers} == {"b"})  # a's former life is over
+    hands.says("http://b", name="b", identity="new", life="2")
+    await until(lambda: {*hands.fleet.workers} == {"a", "b"})  # a is taken once it fits
+    assert {info.identity for info in hands.fleet.workers.values()} == {"new"}
+    await hands.end(followed)
+
+
+@in_loop
+async def test_a_worker_with_the_name_of_another_one_does_not_take_its_place(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hands = ByHand(monkeypatch)
+    hands.says("http://a", life="1")
+    hands.says("http://b", life="2")
+    followed = await hands.follow("http://a", "http://b")
+    assert [info.url for info in hands.fleet.workers.values()] == ["http://a"]
+    (line,) = [text for text in caplog.messages if "http://b" in text]
+    assert "not taken: http://a has its name, 'd'" in line
+    hands.fleet.members["d"].silent = True  # it may have moved
+    await until(lambda: hands.fleet.workers["d"].url == "http://b")
+    await hands.end(followed)
+
+
+@in_loop
+async def test_why_a_worker_is_not_reached_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hands = ByHand(monkeypatch)
+    with caplog.at_level(logging.WARNING):
+        followed = await hands.follow("http://a")
+        (line,) = caplog.messages
+        assert "http://a is not taken: nobody is at http://a" in line
+        hands.says("http://a")
+        await until(lambda: bool(hands.fleet.workers))
+    await hands.end(followed)
+
+
+@pytest.mark.parametrize(
+    ("folder", "model"), [("", "m"), ("/models/m", "small model made from seed 0")]
+)
+@in_loop
+async def test_a_front_without_the_workers_model_takes_none(
+    folder: str, model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would make tokens of another model."""
+    hands = ByHand(monkeypatch)
+    hands.model = folder
+    hands.says("http://a", model=model)
+    followed = await hands.follow("http://a")
+    assert not hands.fleet.workers
+    assert f"its model is {model!r}" in caplog.text
+    await hands.end(followed)

@@ -15,7 +15,7 @@ import pytest
 
 from prefixkv.errors import ConfigError
 from prefixkv.proxy.config import ProxyConfig
-from prefixkv.serving.config import KINDS, FrontConfig, ServeConfig
+from prefixkv.serving.config import KINDS, FrontConfig, ListenSettings, ServeConfig
 from prefixkv.serving.launch import ServeLaunch
 from prefixkv.serving.roles import role_settings, without_settings
 from prefixkv.settings import PREFIX, fields_of, load, settings_of
@@ -154,13 +154,28 @@ def test_what_serve_cannot_have_is_refused_by_name(serve: dict[str, Any], why: s
         ServeLaunch(ServeConfig(**serve))
 
 
-@pytest.mark.parametrize("workers", ["", "127.0.0.1:8000", "http://a:1,", "http://a:1 http://b:2"])
+@pytest.mark.parametrize(
+    "workers",
+    ["", "127.0.0.1:8000", "http://a:1,", "http://a:1 http://b:2", "http://[::", "http://a:99999"],
+)
 def test_a_front_needs_urls_of_workers(workers: str) -> None:
     if " " in workers:
         FrontConfig(workers=workers.replace(" ", ", "))
     else:
         with pytest.raises(ConfigError, match=r"workers: .* is no worker: http://HOST:PORT"):
             FrontConfig(workers=workers)
+
+
+@pytest.mark.parametrize("key", ["key\n", " key", "k\ney", "clé"])
+def test_a_key_is_what_a_header_carries(key: str) -> None:
+    """The front would never reach a worker, and a proxy answer each request by 500."""
+    for make in (
+        lambda: FrontConfig(workers="http://a:1", workers_key=key),
+        lambda: ProxyConfig(servers_key=key),
+        lambda: ListenSettings(api_key=key),
+    ):
+        with pytest.raises(ConfigError, match="_key: has characters that a header cannot carry"):
+            make()
 
 
 # --- every setting ------------------------------------------------------------------------------
