@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import resource
 import selectors
 import socket
@@ -114,3 +115,27 @@ def test_a_thousand_connections_that_stall_do_not_keep_others_from_being_served(
             assert not [line for line in serve.err if "Traceback" in line]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_requests_that_are_no_http_are_refused(serve: Serve) -> None:
+    parts = urlsplit(serve.url)
+    for sent in (
+        b"\x16\x03\x01\x02\x00", b"\0" * 1000, b"GET\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\r\n", HEAD + b"content-length: -1\r\n\r\n",
+        HEAD + b"content-length: 1\r\ncontent-length: 2\r\n\r\n",
+        HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n", HEAD + b"x: " + b"y" * 200_000,
+        HEAD + b"host: example.org\r\n\r\n", b"GET / HTTP/1.1\r\nhost: example.org\r\n\r\n",
+        b"OPTIONS /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\norigin: http://a\r\n"
+        b"access-control-request-method: POST\r\n\r\n",
+    ):  # fmt: skip
+        with socket.create_connection((parts.hostname, parts.port), PATIENCE_S) as sock:
+            got = b""
+            with contextlib.suppress(ConnectionError):
+                sock.sendall(sent)
+                # Where it was refused and reset already, there is nothing left to shut.
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_WR)
+                while data := sock.recv(65536):
+                    got += data
+        assert re.match(rb"HTTP/1.1 4\d\d ", got) or not got
+        assert b"access-control" not in got.lower()
