@@ -263,6 +263,8 @@ def _first(heap: list[Entry]) -> TreeNode | None:
         leaf = heap[0][1]
         if leaf.entry is heap[0] and not leaf.lock_ref and not leaf.children:
             return leaf
+        if leaf.entry is heap[0]:  # it is added again when it is an evictable leaf again
+            leaf.entry = None
         heappop(heap)
     return None
 

@@ -210,3 +210,12 @@ def test_the_oldest_hints_are_forgotten(monkeypatch):
     for at in (0, 1, 0, 2):
         cache.hint(results[at], continues=True)
     assert len(cache._hints.due_s) == 2
+
+
+@each_policy
+def test_a_leaf_that_was_pinned_when_it_came_up_has_its_turn_again(policy):
+    cache, results = make(policy)
+    cache.hint(results[1], continues=False)
+    with cache.pin(results[1]):
+        assert cache.evict(1, 5.0)[0] // 10 != 1
+    assert sessions_as_they_go(cache, 4, 5.0) == [1] * 4
