@@ -89,20 +89,21 @@ class Space:
     ended: list[Entry] = field(default_factory=list)  # heaps, lazily
     returning: list[Entry] = field(default_factory=list)
     places: dict[TreeNode, Place] = field(default_factory=dict)
-    most_places: int = 64
+    most_entries: int = 64
 
     def first(self, now_s: float) -> TreeNode | None:
         return _first(self.ended) or self.unsaid.first(now_s) or _first(self.returning)
 
     def sweep(self) -> None:
         """Drop what is dead, when that may be half of all. Amortised O(1)."""
-        if len(self.places) > self.most_places:
+        if max(map(len, (self.places, self.ended, self.returning))) > self.most_entries:
             for leaf in [one for one, place in self.places.items() if not _stands(one)]:
                 forget(self.places.pop(leaf))
             for heap in (self.ended, self.returning):
                 heap[:] = [entry for entry in heap if entry[1].entry is entry]
                 heapify(heap)
-            self.most_places = max(64, 2 * len(self.places))
+            living = max(map(len, (self.places, self.ended, self.returning)))
+            self.most_entries = max(64, 2 * living)
 
 
 class Debt(NamedTuple):
@@ -126,7 +127,8 @@ class HintedQueue:
     def __init__(self, policy: Policy, hints: Hints, queue: EvictionQueue) -> None:
         self._policy, self._hints, self._queue = policy, hints, queue
         self._spaces: dict[Hashable, Space] = {}
-        self._due: list[tuple[float, int, TreeNode]] = []  # leaves that return: a heap, lazily
+        self._due: list[tuple[float, Entry]] = []  # of leaves that return: a heap, lazily
+        self._most_due = 64
         self._debt: Debt | None = None
         self._now_s = 0.0
 
@@ -176,7 +178,11 @@ class HintedQueue:
         leaf.entry = entry = (key, leaf, self)
         heappush(space.ended if due_s == ENDED else space.returning, entry)
         if due_s != ENDED:
-            heappush(self._due, (due_s, tick, leaf))
+            heappush(self._due, (due_s, entry))
+            if len(self._due) > self._most_due:
+                self._due = [one for one in self._due if one[1][1].entry is one[1]]
+                heapify(self._due)
+                self._most_due = max(64, 2 * len(self._due))
         space.sweep()
 
     def first(self, now_s: float) -> TreeNode | None:
@@ -248,10 +254,10 @@ class HintedQueue:
         """Of sessions that are overdue nothing is said any more."""
         self._now_s = max(self._now_s, now_s)
         while self._due and self._due[0][0] < self._now_s:
-            _, tick, leaf = heappop(self._due)
+            entry = heappop(self._due)[1]
             # Lazily: the leaf may be gone, held, or used again since. Said again, it stays.
-            if _stands(leaf) and self._policy.last_tick(leaf.mark) == tick:
-                self.add(leaf)
+            if entry[1].entry is entry and _stands(entry[1]):
+                self.add(entry[1])
 
 
 def _stands(leaf: TreeNode) -> bool:

@@ -219,3 +219,14 @@ def test_a_leaf_that_was_pinned_when_it_came_up_has_its_turn_again(policy):
     with cache.pin(results[1]):
         assert cache.evict(1, 5.0)[0] // 10 != 1
     assert sessions_as_they_go(cache, 4, 5.0) == [1] * 4
+
+
+@each_policy
+def test_what_is_kept_of_a_conversation_does_not_grow_with_its_turns(policy):
+    cache = RadixCache(page_size=1, policy=policy)
+    for at in range(500):
+        lock = cache.lock(cache.insert([7], [7], now_s=float(at)), now_s=float(at))
+        cache.hint(lock, continues=1e9)
+        cache.unlock(lock)
+    (space,) = cache._queue._spaces.values()
+    assert max(len(space.places), len(space.returning), len(cache._queue._due)) <= 130
