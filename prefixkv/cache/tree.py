@@ -346,6 +346,8 @@ class RadixTree:
             count = end - floor
             if count > missing:
                 count = missing
+            if self._hints is not None and count > self._hints.most_pages:
+                count = self._hints.most_pages
             missing -= count
             # The policy remembers evicted paths at every `ghost_pages` pages. It reads the path
             # from the node, so it hears of it before the pages leave.
@@ -371,7 +373,8 @@ class RadixTree:
         steps, mark = node.steps, node.mark
         assert steps
         assert node.parent is not None
-        if steps[-1][0] <= low:
+        # A hint may be about the use that a step is of.
+        if steps[-1][0] <= low or self._hints is not None:
             return steps[-1][0]
         floor = self.policy.floor(steps, mark, low)
         return node.parent.end if floor is None else floor

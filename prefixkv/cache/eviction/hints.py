@@ -20,7 +20,8 @@ from typing import Final, NamedTuple, TypeAlias
 
 from prefixkv.cache.eviction.policy import Policy
 from prefixkv.cache.eviction.queues import EvictionQueue, LeafRank, forget
-from prefixkv.cache.node import DEAD, Mark, Root, TreeNode
+from prefixkv.cache.node import DEAD, Root, TreeNode
+from prefixkv.paging import MAX_INDEX
 
 MOST_HINTS: Final = 1 << 16
 """Limit for remembered hints; beyond it the oldest are forgotten."""
@@ -39,6 +40,7 @@ class Hints:
         self.due_s: dict[int, float] = {}  # in order of insertion
         self.namespaces: set[Hashable] = set()  # that hints were said of
         self.current: HintedQueue | None = None  # the last that was made
+        self.most_pages = MAX_INDEX
 
     @classmethod
     def of(cls, policy: Policy) -> Hints:
@@ -110,11 +112,11 @@ class Debt(NamedTuple):
     """A place that has come up, while others go for its leaf."""
 
     place: Place
-    num_pages: int
+    num_pages: int  # that are still to go
     victim: TreeNode
     start: int  # of the victim, and what it was when it was offered
     end: int
-    mark: tuple[Mark, int]  # of its place, with the end
+    own: TreeNode  # the place of the last that went
 
 
 class HintedQueue:
@@ -188,6 +190,7 @@ class HintedQueue:
     def first(self, now_s: float) -> TreeNode | None:
         self._end_promises(now_s)
         self._pay()
+        self._hints.most_pages = MAX_INDEX
         while isinstance(place := self._queue.first(now_s), Place):
             leaf, space = place.leaf, place.space
             stands = _stands(leaf) and space.places.get(leaf) is place
@@ -206,14 +209,19 @@ class HintedQueue:
         leaf, debt = place.leaf, self._debt
         victim = place.space.first(now_s)
         assert victim is not None
-        if victim is leaf:
+        if debt is not None and debt.place is not place:
+            debt = None
+        if victim is not leaf:
+            own = place.space.places.get(victim, victim)
+        elif debt is not None:  # others went for a part of it
+            own = debt.own
+        else:
             self._debt = None
             return leaf
-        num_pages = (
-            debt.num_pages if debt is not None and debt.place is place else leaf.end - leaf.start
-        )
-        own = place.space.places.get(victim, victim)
-        self._debt = Debt(place, num_pages, victim, victim.start, victim.end, (own.mark, own.end))
+        top = leaf.steps[-1][0] if leaf.steps else leaf.start  # above it another use's place counts
+        num_pages = leaf.end - top if debt is None else debt.num_pages
+        self._debt = Debt(place, num_pages, victim, victim.start, victim.end, own)
+        self._hints.most_pages = num_pages
         return victim
 
     def _pay(self) -> None:
@@ -226,7 +234,7 @@ class HintedQueue:
         self._debt = debt._replace(num_pages=num_pages, end=end) if num_pages > 0 else None
         if num_pages <= 0:
             place = debt.place
-            place.mark, place.end = debt.mark
+            place.mark, place.end = debt.own.mark, debt.own.end
             self._queue.add(place)
 
     def rank_at(self, leaf: TreeNode, now_s: float) -> LeafRank:
@@ -237,6 +245,7 @@ class HintedQueue:
 
     def expect(self, num_leaves: int, now_s: float) -> None:
         self._end_promises(now_s)
+        self._pay()  # before the pages that went may be inserted again
         self._queue.expect(num_leaves, now_s)
 
     def broken_laws(self) -> list[str]:

@@ -162,7 +162,10 @@ class Policy(ABC):
 
 
 class SessionHints(Protocol):
-    """What keeps hints about sessions, and the order that they make."""
+    """What keeps hints about sessions, and the order that they make. Of the leaf that its queue
+    has named first `most_pages` go before it is asked again."""
+
+    most_pages: int
 
     def queue(self, policy: Policy, queue: EvictionQueue) -> EvictionQueue:
         """Return a queue of the policy's that heeds them. `queue` has the leaves so far."""

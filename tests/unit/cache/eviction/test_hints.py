@@ -230,3 +230,29 @@ def test_what_is_kept_of_a_conversation_does_not_grow_with_its_turns(policy):
         cache.unlock(lock)
     (space,) = cache._queue._spaces.values()
     assert max(len(space.places), len(space.returning), len(cache._queue._due)) <= 130
+
+
+@pytest.mark.parametrize(("spared", "goes"), [(1, 50), (50, 2)])
+@each_policy
+def test_a_batch_takes_no_more_for_a_leaf_than_single_steps(policy, spared, goes):
+    """And a namespace loses at a leaf's place as many pages as that has."""
+    of_both = []
+    for sizes in [[20], [1] * 20]:
+        cache = RadixCache(page_size=1, policy=policy)
+        cache.insert([1] * spared, range(spared), "a", now_s=1.0)
+        cache.insert([2] * 60, range(200, 260), "b", now_s=2.0)
+        ended = cache.insert([3] * goes, range(100, 100 + goes), "a", now_s=3.0)
+        cache.hint(ended, continues=False)
+        of_both.append([page for size in sizes for page in cache.evict(size, 4.0).tolist()])
+    assert set(of_both[0]) == set(of_both[1])
+
+
+@pytest.mark.parametrize(("spared", "goes"), [(1, 50), (50, 2), (3, 3)])
+def test_a_namespace_loses_as_many_pages_at_a_place_as_the_leaf_of_it_has(spared, goes):
+    cache = RadixCache(page_size=1)
+    cache.insert([1] * spared, range(spared), "a", now_s=1.0)
+    cache.insert([2] * 60, range(200, 260), "b", now_s=2.0)
+    ended = cache.insert([3] * goes, range(100, 100 + goes), "a", now_s=3.0)
+    cache.hint(ended, continues=False)
+    of_b = [page // 200 for _ in range(60 + spared + goes) for page in cache.evict(1, 4.0).tolist()]
+    assert of_b == [0] * spared + [1] * 60 + [0] * goes
