@@ -123,6 +123,8 @@ class RadixTree:
         if not root.children and not root.lock_ref and not root.wants:
             del self._roots[root.namespace]
             root.leave_tree()
+            if self._hints is not None:
+                self._hints.forget(root.namespace)
 
     def _split(self, node: TreeNode, depth: int) -> TreeNode:
         """Split `node` so that a node ends at `depth`, and return that; `node` keeps the rest."""

@@ -27,7 +27,7 @@ MOST_HINTS: Final = 1 << 16
 """Limit for remembered hints; beyond it the oldest are forgotten."""
 
 MOST_NAMESPACES: Final = 1 << 12
-"""Limit for namespaces with hints; beyond it hints of others are not taken."""
+"""Limit for namespaces in the tree with hints; beyond it hints of others are not taken."""
 
 ENDED: Final = 0.0
 """Stands for the time at which an ended session is due."""
@@ -63,6 +63,11 @@ class Hints:
         self.due_s[tick] = now_s + returns_s if returns_s > 0 else ENDED
         if len(self.due_s) > MOST_HINTS:
             del self.due_s[next(iter(self.due_s))]
+
+    def forget(self, namespace: Hashable) -> None:
+        self.namespaces.discard(namespace)
+        assert self.current is not None
+        self.current.spaces.pop(namespace, None)
 
     def clear(self) -> None:
         self.due_s.clear()
@@ -128,7 +133,7 @@ class HintedQueue:
 
     def __init__(self, policy: Policy, hints: Hints, queue: EvictionQueue) -> None:
         self._policy, self._hints, self._queue = policy, hints, queue
-        self._spaces: dict[Hashable, Space] = {}
+        self.spaces: dict[Hashable, Space] = {}
         self._due: list[tuple[float, Entry]] = []  # of leaves that return: a heap, lazily
         self._most_due = 64
         self._debt: Debt | None = None
@@ -150,8 +155,8 @@ class HintedQueue:
         if namespace not in self._hints.namespaces:
             self._queue.add(leaf)
             return
-        if (space := self._spaces.get(namespace)) is None:
-            space = self._spaces[namespace] = Space(self._policy.make_queue())
+        if (space := self.spaces.get(namespace)) is None:
+            space = self.spaces[namespace] = Space(self._policy.make_queue())
         # 1. Its place. One that it has taken over since its last use stays.
         tick, place = self._policy.last_tick(leaf.mark), space.places.get(leaf)
         if place is None or place.tick != tick:
@@ -250,7 +255,7 @@ class HintedQueue:
 
     def broken_laws(self) -> list[str]:
         laws = self._queue.broken_laws()
-        for space in self._spaces.values():
+        for space in self.spaces.values():
             laws += space.unsaid.broken_laws()
             laws += [
                 "each leaf of a namespace with hints has a place in the policy's order"

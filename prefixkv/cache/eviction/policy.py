@@ -11,7 +11,7 @@ Hand an object of it to a cache, or `register` the class to use it by name.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -171,6 +171,9 @@ class SessionHints(Protocol):
         """Return a queue of the policy's that heeds them. `queue` has the leaves so far."""
 
     def note(self, tick: int, root: Root, returns_s: float, now_s: float) -> None: ...
+
+    def forget(self, namespace: Hashable) -> None:
+        """Note that this namespace has no pages any more."""
 
     def clear(self) -> None: ...
 

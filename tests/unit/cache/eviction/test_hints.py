@@ -190,7 +190,7 @@ def test_what_hints_keep_of_leaves_is_swept():
         cache.hint(result, continues=at % 3 == 0)
         if at >= 7:
             cache.evict(1, float(at))
-    (space,) = cache._queue._spaces.values()
+    (space,) = cache._queue.spaces.values()
     assert max(len(space.places), len(space.ended), len(space.returning)) <= 130
 
 
@@ -228,7 +228,7 @@ def test_what_is_kept_of_a_conversation_does_not_grow_with_its_turns(policy):
         lock = cache.lock(cache.insert([7], [7], now_s=float(at)), now_s=float(at))
         cache.hint(lock, continues=1e9)
         cache.unlock(lock)
-    (space,) = cache._queue._spaces.values()
+    (space,) = cache._queue.spaces.values()
     assert max(len(space.places), len(space.returning), len(cache._queue._due)) <= 130
 
 
@@ -256,3 +256,13 @@ def test_a_namespace_loses_as_many_pages_at_a_place_as_the_leaf_of_it_has(spared
     cache.hint(ended, continues=False)
     of_b = [page // 200 for _ in range(60 + spared + goes) for page in cache.evict(1, 4.0).tolist()]
     assert of_b == [0] * spared + [1] * 60 + [0] * goes
+
+
+def test_namespaces_that_are_gone_make_room_for_the_hints_of_others(monkeypatch):
+    monkeypatch.setattr(hints, "MOST_NAMESPACES", 1)
+    cache = RadixCache(page_size=1)
+    for tenant in range(3):
+        results = [cache.insert([at], [at], tenant, now_s=float(at)) for at in range(2)]
+        cache.hint(results[0], continues=True)
+        assert [cache.evict(1, 4.0)[0] for _ in range(2)] == [1, 0]
+        cache.check_invariants()
