@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from typing import Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from prefixkv.cache.eviction.policy import Policy
 from prefixkv.cache.eviction.queues import EvictionQueue, LeafRank, forget
@@ -106,11 +106,8 @@ class Space:
         if max(map(len, (self.places, self.ended, self.returning))) > self.most_entries:
             for leaf in [one for one, place in self.places.items() if not _stands(one)]:
                 forget(self.places.pop(leaf))
-            for heap in (self.ended, self.returning):
-                heap[:] = [entry for entry in heap if entry[1].entry is entry]
-                heapify(heap)
-            living = max(map(len, (self.places, self.ended, self.returning)))
-            self.most_entries = max(64, 2 * living)
+            most = max(len(self.places), _sweep(self.ended), _sweep(self.returning))
+            self.most_entries = max(64, 2 * most)
 
 
 class Debt(NamedTuple):
@@ -134,7 +131,7 @@ class HintedQueue:
     def __init__(self, policy: Policy, hints: Hints, queue: EvictionQueue) -> None:
         self._policy, self._hints, self._queue = policy, hints, queue
         self.spaces: dict[Hashable, Space] = {}
-        self._due: list[tuple[float, Entry]] = []  # of leaves that return: a heap, lazily
+        self._due: list[tuple[float, TreeNode, Entry]] = []  # that return: a heap, lazily
         self._most_due = 64
         self._debt: Debt | None = None
         self._now_s = 0.0
@@ -185,11 +182,9 @@ class HintedQueue:
         leaf.entry = entry = (key, leaf, self)
         heappush(space.ended if due_s == ENDED else space.returning, entry)
         if due_s != ENDED:
-            heappush(self._due, (due_s, entry))
+            heappush(self._due, (due_s, leaf, entry))
             if len(self._due) > self._most_due:
-                self._due = [one for one in self._due if one[1][1].entry is one[1]]
-                heapify(self._due)
-                self._most_due = max(64, 2 * len(self._due))
+                self._most_due = max(64, 2 * _sweep(self._due))
         space.sweep()
 
     def first(self, now_s: float) -> TreeNode | None:
@@ -214,17 +209,14 @@ class HintedQueue:
         leaf, debt = place.leaf, self._debt
         victim = place.space.first(now_s)
         assert victim is not None
-        if debt is not None and debt.place is not place:
-            debt = None
-        if victim is not leaf:
-            own = place.space.places.get(victim, victim)
-        elif debt is not None:  # others went for a part of it
-            own = debt.own
-        else:
+        own = place.space.places.get(victim, victim)
+        if debt is not None and debt.place is place:  # others went for a part of it
+            num_pages, own = debt.num_pages, debt.own if victim is leaf else own
+        elif victim is leaf:
             self._debt = None
             return leaf
-        top = leaf.steps[-1][0] if leaf.steps else leaf.start  # above it another use's place counts
-        num_pages = leaf.end - top if debt is None else debt.num_pages
+        else:  # above the last step another use counts
+            num_pages = leaf.end - (leaf.steps[-1][0] if leaf.steps else leaf.start)
         self._debt = Debt(place, num_pages, victim, victim.start, victim.end, own)
         self._hints.most_pages = num_pages
         return victim
@@ -268,14 +260,20 @@ class HintedQueue:
         """Of sessions that are overdue nothing is said any more."""
         self._now_s = max(self._now_s, now_s)
         while self._due and self._due[0][0] < self._now_s:
-            entry = heappop(self._due)[1]
+            _, leaf, entry = heappop(self._due)
             # Lazily: the leaf may be gone, held, or used again since. Said again, it stays.
-            if entry[1].entry is entry and _stands(entry[1]):
-                self.add(entry[1])
+            if leaf.entry is entry and _stands(leaf):
+                self.add(leaf)
 
 
 def _stands(leaf: TreeNode) -> bool:
     return leaf.entry is not None and not leaf.lock_ref and not leaf.children
+
+
+def _sweep(heap: list[Any]) -> int:
+    heap[:] = [one for one in heap if one[1].entry is one or one[1].entry is one[-1]]
+    heapify(heap)
+    return len(heap)
 
 
 def _first(heap: list[Entry]) -> TreeNode | None:
