@@ -5,7 +5,8 @@ comes up, its namespace loses pages, and hints say which. Leaves of ended sessio
 those of which nothing was said, in the policy's order, then those of sessions that return, the one
 that is due last first. Once as many pages went as the leaf of that place has, it takes the place of
 the leaf that went for it. So hints never change how much a namespace keeps: a client that lies
-hurts its own namespace alone.
+hurts its own namespace alone. Where two places become equal, or nodes merge between single steps, a
+batch of evictions may take other pages than single steps.
 
 A hint is about one use, and is kept by its tick: the next use there makes it void. A session that
 is overdue counts as one of which nothing was said.
