@@ -165,7 +165,7 @@ MUTANTS = (
     ),
     Mutant(
         "11", "a leaf that was spared keeps the place that its namespace has paid for",
-        "HintedQueue._pay", "place.mark, place.end = debt.mark", "pass",
+        "HintedQueue._pay", "place.mark, place.end = debt.own.mark, debt.own.end", "pass",
         "unit/cache/eviction/test_hints.py::test_hints_change_nothing_of_whose_turn_it_is",
     ),
     Mutant(

@@ -123,6 +123,8 @@ class RadixTree:
         if not root.children and not root.lock_ref and not root.wants:
             del self._roots[root.namespace]
             root.leave_tree()
+            if self._hints is not None:
+                self._hints.forget(root.namespace)
 
     def _split(self, node: TreeNode, depth: int) -> TreeNode:
         """Split `node` so that a node ends at `depth`, and return that; `node` keeps the rest."""
@@ -346,6 +348,8 @@ class RadixTree:
             count = end - floor
             if count > missing:
                 count = missing
+            if self._hints is not None and count > self._hints.most_pages:
+                count = self._hints.most_pages
             missing -= count
             # The policy remembers evicted paths at every `ghost_pages` pages. It reads the path
             # from the node, so it hears of it before the pages leave.
@@ -371,7 +375,8 @@ class RadixTree:
         steps, mark = node.steps, node.mark
         assert steps
         assert node.parent is not None
-        if steps[-1][0] <= low:
+        # A hint may be about the use that a step is of.
+        if steps[-1][0] <= low or self._hints is not None:
             return steps[-1][0]
         floor = self.policy.floor(steps, mark, low)
         return node.parent.end if floor is None else floor

@@ -5,7 +5,8 @@ comes up, its namespace loses pages, and hints say which. Leaves of ended sessio
 those of which nothing was said, in the policy's order, then those of sessions that return, the one
 that is due last first. Once as many pages went as the leaf of that place has, it takes the place of
 the leaf that went for it. So hints never change how much a namespace keeps: a client that lies
-hurts its own namespace alone.
+hurts its own namespace alone. Where two places become equal, or nodes merge between single steps, a
+batch of evictions may take other pages than single steps.
 
 A hint is about one use, and is kept by its tick: the next use there makes it void. A session that
 is overdue counts as one of which nothing was said.
@@ -16,17 +17,18 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from typing import Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from prefixkv.cache.eviction.policy import Policy
 from prefixkv.cache.eviction.queues import EvictionQueue, LeafRank, forget
-from prefixkv.cache.node import DEAD, Mark, Root, TreeNode
+from prefixkv.cache.node import DEAD, Root, TreeNode
+from prefixkv.paging import MAX_INDEX
 
 MOST_HINTS: Final = 1 << 16
 """Limit for remembered hints; beyond it the oldest are forgotten."""
 
 MOST_NAMESPACES: Final = 1 << 12
-"""Limit for namespaces with hints; beyond it hints of others are not taken."""
+"""Limit for namespaces in the tree with hints; beyond it hints of others are not taken."""
 
 ENDED: Final = 0.0
 """Stands for the time at which an ended session is due."""
@@ -39,6 +41,7 @@ class Hints:
         self.due_s: dict[int, float] = {}  # in order of insertion
         self.namespaces: set[Hashable] = set()  # that hints were said of
         self.current: HintedQueue | None = None  # the last that was made
+        self.most_pages = MAX_INDEX
 
     @classmethod
     def of(cls, policy: Policy) -> Hints:
@@ -61,6 +64,11 @@ class Hints:
         self.due_s[tick] = now_s + returns_s if returns_s > 0 else ENDED
         if len(self.due_s) > MOST_HINTS:
             del self.due_s[next(iter(self.due_s))]
+
+    def forget(self, namespace: Hashable) -> None:
+        self.namespaces.discard(namespace)
+        assert self.current is not None
+        self.current.spaces.pop(namespace, None)
 
     def clear(self) -> None:
         self.due_s.clear()
@@ -89,31 +97,29 @@ class Space:
     ended: list[Entry] = field(default_factory=list)  # heaps, lazily
     returning: list[Entry] = field(default_factory=list)
     places: dict[TreeNode, Place] = field(default_factory=dict)
-    most_places: int = 64
+    most_entries: int = 64
 
     def first(self, now_s: float) -> TreeNode | None:
         return _first(self.ended) or self.unsaid.first(now_s) or _first(self.returning)
 
     def sweep(self) -> None:
         """Drop what is dead, when that may be half of all. Amortised O(1)."""
-        if len(self.places) > self.most_places:
+        if max(map(len, (self.places, self.ended, self.returning))) > self.most_entries:
             for leaf in [one for one, place in self.places.items() if not _stands(one)]:
                 forget(self.places.pop(leaf))
-            for heap in (self.ended, self.returning):
-                heap[:] = [entry for entry in heap if entry[1].entry is entry]
-                heapify(heap)
-            self.most_places = max(64, 2 * len(self.places))
+            most = max(len(self.places), _sweep(self.ended), _sweep(self.returning))
+            self.most_entries = max(64, 2 * most)
 
 
 class Debt(NamedTuple):
     """A place that has come up, while others go for its leaf."""
 
     place: Place
-    num_pages: int
+    num_pages: int  # that are still to go
     victim: TreeNode
     start: int  # of the victim, and what it was when it was offered
     end: int
-    mark: tuple[Mark, int]  # of its place, with the end
+    own: TreeNode  # the place of the last that went
 
 
 class HintedQueue:
@@ -125,8 +131,9 @@ class HintedQueue:
 
     def __init__(self, policy: Policy, hints: Hints, queue: EvictionQueue) -> None:
         self._policy, self._hints, self._queue = policy, hints, queue
-        self._spaces: dict[Hashable, Space] = {}
-        self._due: list[tuple[float, int, TreeNode]] = []  # leaves that return: a heap, lazily
+        self.spaces: dict[Hashable, Space] = {}
+        self._due: list[tuple[float, TreeNode, Entry]] = []  # that return: a heap, lazily
+        self._most_due = 64
         self._debt: Debt | None = None
         self._now_s = 0.0
 
@@ -146,8 +153,8 @@ class HintedQueue:
         if namespace not in self._hints.namespaces:
             self._queue.add(leaf)
             return
-        if (space := self._spaces.get(namespace)) is None:
-            space = self._spaces[namespace] = Space(self._policy.make_queue())
+        if (space := self.spaces.get(namespace)) is None:
+            space = self.spaces[namespace] = Space(self._policy.make_queue())
         # 1. Its place. One that it has taken over since its last use stays.
         tick, place = self._policy.last_tick(leaf.mark), space.places.get(leaf)
         if place is None or place.tick != tick:
@@ -176,12 +183,15 @@ class HintedQueue:
         leaf.entry = entry = (key, leaf, self)
         heappush(space.ended if due_s == ENDED else space.returning, entry)
         if due_s != ENDED:
-            heappush(self._due, (due_s, tick, leaf))
+            heappush(self._due, (due_s, leaf, entry))
+            if len(self._due) > self._most_due:
+                self._most_due = max(64, 2 * _sweep(self._due))
         space.sweep()
 
     def first(self, now_s: float) -> TreeNode | None:
         self._end_promises(now_s)
         self._pay()
+        self._hints.most_pages = MAX_INDEX
         while isinstance(place := self._queue.first(now_s), Place):
             leaf, space = place.leaf, place.space
             stands = _stands(leaf) and space.places.get(leaf) is place
@@ -200,14 +210,16 @@ class HintedQueue:
         leaf, debt = place.leaf, self._debt
         victim = place.space.first(now_s)
         assert victim is not None
-        if victim is leaf:
+        own = place.space.places.get(victim, victim)
+        if debt is not None and debt.place is place:  # others went for a part of it
+            num_pages, own = debt.num_pages, debt.own if victim is leaf else own
+        elif victim is leaf:
             self._debt = None
             return leaf
-        num_pages = (
-            debt.num_pages if debt is not None and debt.place is place else leaf.end - leaf.start
-        )
-        own = place.space.places.get(victim, victim)
-        self._debt = Debt(place, num_pages, victim, victim.start, victim.end, (own.mark, own.end))
+        else:  # above the last step another use counts
+            num_pages = leaf.end - (leaf.steps[-1][0] if leaf.steps else leaf.start)
+        self._debt = Debt(place, num_pages, victim, victim.start, victim.end, own)
+        self._hints.most_pages = num_pages
         return victim
 
     def _pay(self) -> None:
@@ -220,7 +232,7 @@ class HintedQueue:
         self._debt = debt._replace(num_pages=num_pages, end=end) if num_pages > 0 else None
         if num_pages <= 0:
             place = debt.place
-            place.mark, place.end = debt.mark
+            place.mark, place.end = debt.own.mark, debt.own.end
             self._queue.add(place)
 
     def rank_at(self, leaf: TreeNode, now_s: float) -> LeafRank:
@@ -231,11 +243,12 @@ class HintedQueue:
 
     def expect(self, num_leaves: int, now_s: float) -> None:
         self._end_promises(now_s)
+        self._pay()  # before the pages that went may be inserted again
         self._queue.expect(num_leaves, now_s)
 
     def broken_laws(self) -> list[str]:
         laws = self._queue.broken_laws()
-        for space in self._spaces.values():
+        for space in self.spaces.values():
             laws += space.unsaid.broken_laws()
             laws += [
                 "each leaf of a namespace with hints has a place in the policy's order"
@@ -248,9 +261,9 @@ class HintedQueue:
         """Of sessions that are overdue nothing is said any more."""
         self._now_s = max(self._now_s, now_s)
         while self._due and self._due[0][0] < self._now_s:
-            _, tick, leaf = heappop(self._due)
+            _, leaf, entry = heappop(self._due)
             # Lazily: the leaf may be gone, held, or used again since. Said again, it stays.
-            if _stands(leaf) and self._policy.last_tick(leaf.mark) == tick:
+            if leaf.entry is entry and _stands(leaf):
                 self.add(leaf)
 
 
@@ -258,11 +271,19 @@ def _stands(leaf: TreeNode) -> bool:
     return leaf.entry is not None and not leaf.lock_ref and not leaf.children
 
 
+def _sweep(heap: list[Any]) -> int:
+    heap[:] = [one for one in heap if one[1].entry is one or one[1].entry is one[-1]]
+    heapify(heap)
+    return len(heap)
+
+
 def _first(heap: list[Entry]) -> TreeNode | None:
     while heap:
         leaf = heap[0][1]
         if leaf.entry is heap[0] and not leaf.lock_ref and not leaf.children:
             return leaf
+        if leaf.entry is heap[0]:  # it is added again when it is an evictable leaf again
+            leaf.entry = None
         heappop(heap)
     return None
 

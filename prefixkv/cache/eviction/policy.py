@@ -11,7 +11,7 @@ Hand an object of it to a cache, or `register` the class to use it by name.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -162,12 +162,18 @@ class Policy(ABC):
 
 
 class SessionHints(Protocol):
-    """What keeps hints about sessions, and the order that they make."""
+    """What keeps hints about sessions, and the order that they make. Of the leaf that its queue
+    has named first `most_pages` go before it is asked again."""
+
+    most_pages: int
 
     def queue(self, policy: Policy, queue: EvictionQueue) -> EvictionQueue:
         """Return a queue of the policy's that heeds them. `queue` has the leaves so far."""
 
     def note(self, tick: int, root: Root, returns_s: float, now_s: float) -> None: ...
+
+    def forget(self, namespace: Hashable) -> None:
+        """Note that this namespace has no pages any more."""
 
     def clear(self) -> None: ...
 

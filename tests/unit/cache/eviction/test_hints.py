@@ -190,7 +190,7 @@ def test_what_hints_keep_of_leaves_is_swept():
         cache.hint(result, continues=at % 3 == 0)
         if at >= 7:
             cache.evict(1, float(at))
-    (space,) = cache._queue._spaces.values()
+    (space,) = cache._queue.spaces.values()
     assert max(len(space.places), len(space.ended), len(space.returning)) <= 130
 
 
@@ -210,3 +210,59 @@ def test_the_oldest_hints_are_forgotten(monkeypatch):
     for at in (0, 1, 0, 2):
         cache.hint(results[at], continues=True)
     assert len(cache._hints.due_s) == 2
+
+
+@each_policy
+def test_a_leaf_that_was_pinned_when_it_came_up_has_its_turn_again(policy):
+    cache, results = make(policy)
+    cache.hint(results[1], continues=False)
+    with cache.pin(results[1]):
+        assert cache.evict(1, 5.0)[0] // 10 != 1
+    assert sessions_as_they_go(cache, 4, 5.0) == [1] * 4
+
+
+@each_policy
+def test_what_is_kept_of_a_conversation_does_not_grow_with_its_turns(policy):
+    cache = RadixCache(page_size=1, policy=policy)
+    for at in range(500):
+        lock = cache.lock(cache.insert([7], [7], now_s=float(at)), now_s=float(at))
+        cache.hint(lock, continues=1e9)
+        cache.unlock(lock)
+    (space,) = cache._queue.spaces.values()
+    assert max(len(space.places), len(space.returning), len(cache._queue._due)) <= 130
+
+
+@pytest.mark.parametrize(("spared", "goes"), [(1, 50), (50, 2)])
+@each_policy
+def test_a_batch_takes_no_more_for_a_leaf_than_single_steps(policy, spared, goes):
+    """And a namespace loses at a leaf's place as many pages as that has."""
+    of_both = []
+    for sizes in [[20], [1] * 20]:
+        cache = RadixCache(page_size=1, policy=policy)
+        cache.insert([1] * spared, range(spared), "a", now_s=1.0)
+        cache.insert([2] * 60, range(200, 260), "b", now_s=2.0)
+        ended = cache.insert([3] * goes, range(100, 100 + goes), "a", now_s=3.0)
+        cache.hint(ended, continues=False)
+        of_both.append([page for size in sizes for page in cache.evict(size, 4.0).tolist()])
+    assert set(of_both[0]) == set(of_both[1])
+
+
+@pytest.mark.parametrize(("spared", "goes"), [(1, 50), (50, 2), (3, 3)])
+def test_a_namespace_loses_as_many_pages_at_a_place_as_the_leaf_of_it_has(spared, goes):
+    cache = RadixCache(page_size=1)
+    cache.insert([1] * spared, range(spared), "a", now_s=1.0)
+    cache.insert([2] * 60, range(200, 260), "b", now_s=2.0)
+    ended = cache.insert([3] * goes, range(100, 100 + goes), "a", now_s=3.0)
+    cache.hint(ended, continues=False)
+    of_b = [page // 200 for _ in range(60 + spared + goes) for page in cache.evict(1, 4.0).tolist()]
+    assert of_b == [0] * spared + [1] * 60 + [0] * goes
+
+
+def test_namespaces_that_are_gone_make_room_for_the_hints_of_others(monkeypatch):
+    monkeypatch.setattr(hints, "MOST_NAMESPACES", 1)
+    cache = RadixCache(page_size=1)
+    for tenant in range(3):
+        results = [cache.insert([at], [at], tenant, now_s=float(at)) for at in range(2)]
+        cache.hint(results[0], continues=True)
+        assert [cache.evict(1, 4.0)[0] for _ in range(2)] == [1, 0]
+        cache.check_invariants()
