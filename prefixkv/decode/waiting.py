@@ -363,8 +363,6 @@ class Waiting:
     def unanswered(self, now_s: float) -> list[DecodeRequest]:
         """Return those that have waited too long for a worker that does not answer. They have to be
         removed. O(1) if there are none."""
-        if self._unanswered.next_s > now_s:
-            return []
         late = []
         for waiter in self._unanswered.due(now_s):
             if not waiter.worker.is_open and self._answer_due_s(waiter) <= now_s:
