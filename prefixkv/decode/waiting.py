@@ -108,8 +108,8 @@ class Waiting:
         self._num_arrivals = 0
         self._unstamped: list[Waiter] = []  # waiters that came back since the last pass
         self._late: Timers[DecodeRequest] = Timers()
-        # Time at which one has waited long for a worker that does not answer, or a little earlier.
-        self._unanswered_s = math.inf
+        # Times at which one has waited long for a worker that does not answer, or a little earlier.
+        self._unanswered: Timers[Waiter] = Timers()
         self._now_s = -math.inf  # of the last pass
 
     def __len__(self) -> int:
@@ -164,6 +164,7 @@ class Waiting:
 
     def _leave_line(self, waiter: Waiter) -> None:
         worker = waiter.worker
+        self._unanswered.forget(waiter)
         if waiter in worker.new:
             del worker.new[waiter]
         else:
@@ -207,7 +208,7 @@ class Waiting:
 
     def _time_answer(self, waiter: Waiter) -> None:
         if not waiter.worker.is_open:
-            self._unanswered_s = min(self._unanswered_s, self._answer_due_s(waiter))
+            self._unanswered.wake(waiter, self._answer_due_s(waiter))
 
     # --- whose turn it is -------------------------------------------------------------------------
 
@@ -343,7 +344,7 @@ class Waiting:
     def wake_s(self) -> float:
         """Time, behind the last pass, at which the next request has waited too long, or is overdue,
         or a little earlier; infinity if none waits. O(workers)."""
-        return min(self._late.next_s, self._unanswered_s, self._overdue_s(self._now_s))
+        return min(self._late.next_s, self._unanswered.next_s, self._overdue_s(self._now_s))
 
     def _stamp(self, now_s: float) -> None:
         """Begin the waiting time of those that came back since the last pass: `add` is not given
@@ -362,14 +363,12 @@ class Waiting:
     def unanswered(self, now_s: float) -> list[DecodeRequest]:
         """Return those that have waited too long for a worker that does not answer. They have to be
         removed. O(1) if there are none."""
-        if self._unanswered_s > now_s:
-            return []
-        waiters = [
-            one for worker in self._lines if not worker.is_open for one in self._line(worker)
-        ]
-        due = {waiter: self._answer_due_s(waiter) for waiter in waiters}
-        self._unanswered_s = min((one for one in due.values() if one > now_s), default=math.inf)
-        late = [waiter for waiter, due_s in due.items() if due_s <= now_s]
+        late = []
+        for waiter in self._unanswered.due(now_s):
+            if not waiter.worker.is_open and self._answer_due_s(waiter) <= now_s:
+                late.append(waiter)
+            else:  # the worker answers, or has stopped again since
+                self._time_answer(waiter)
         return [waiter.req for waiter in sorted(late, key=attrgetter("arrival"))]
 
     # --- laws -------------------------------------------------------------------------------------
@@ -406,7 +405,7 @@ class Waiting:
             == {worker for worker in workers if worker.line},
             "deadlines are of waiting requests": len(self._late) <= len(waiters),
             "a wait for an answer ends in time": all(
-                self._answer_due_s(waiter) >= self._unanswered_s
+                self._answer_due_s(waiter) >= self._unanswered.next_s
                 for worker, waiter in lines
                 if not worker.is_open
             ),

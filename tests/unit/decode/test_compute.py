@@ -639,3 +639,38 @@ def test_retries_go_before() -> None:
     desk.admit()
     assert desk.asked() == []
     assert desk.local() == ["a"]
+
+
+def test_the_rule_hears_what_is_due_here_and_what_a_worker_never_answered() -> None:
+    desk = Alone(below=100)
+    rule = desk.scheduler.sources["computed"].rule
+    desk.computed(desk.compute("a", 20), 8)
+    due: list[int] = []
+
+    def is_here(missing: int, due_tokens: int, *more: Any, **others: Any) -> bool:
+        return due.append(due_tokens) is not None
+
+    rule.is_here = is_here
+    sent = desk.admitted("b")
+    assert due == [12]
+    load = rule._workers["p"]
+    assert load.tokens == 8
+    desk.fail(sent.room_key, drained=True)
+    assert (load.tokens, load.promises) == (0, {})
+
+
+def test_prefill_sends_what_a_rule_that_raises_might_have_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    desk = Alone(fails_over=True)
+
+    def most_tokens(is_down: bool) -> int:
+        raise OSError("broken")
+
+    monkeypatch.setattr(desk.scheduler.sources["computed"].rule, "most_tokens", most_tokens)
+    desk.add("a")
+    with pytest.raises(OSError, match="broken"):
+        desk.admit()
+    assert desk.admit() == ["a"]
+    assert desk.admitted("b").error is None
+    assert desk.asked() == [("a", 0), ("b", 0)]

@@ -281,6 +281,19 @@ def test_only_what_runs_can_be_finished_retracted_or_get_tokens(state: str) -> N
     assert desk.snapshot() == before
 
 
+def test_an_abort_while_it_is_being_retracted_waits_for_the_same_device() -> None:
+    desk = Desk()
+    req = _deferred_retraction(desk)
+    before = desk.states()
+    desk.abort(req)
+    assert desk.states() == before
+    desk.scheduler._ending._waiting[0][0].done = True
+    assert desk.admit() == [], "and it does not come back"
+    assert desk.states() == {"FREE": 12, "CACHED": 3, "OWNED": 1}, (
+        "the older one keeps the page it writes to"
+    )
+
+
 def test_append_is_all_or_nothing() -> None:
     desk = Desk()
     a, b = desk.start("a", 8, max_new=2, outputs=1), desk.start("b", 8, max_new=1, outputs=1)

@@ -30,6 +30,15 @@ def test_a_worker_that_never_drains_holds_its_share_and_the_others_are_served(
     d.arrive(y)
 
 
+def test_a_request_larger_than_the_share_is_admitted_where_nothing_else_is_held() -> None:
+    d = desk(most=2)
+    d.add("x", 4, 4, prefill="b")
+    d.add("u", 12, 4, prefill="a")
+    assert d.admit() == ["x", "u"]
+    d.add("v", 4, 4, prefill="a")
+    assert d.admit() == []
+
+
 def test_what_came_back_by_success_counts_no_more() -> None:
     d = desk()
     first = d.start("u", 12, 4, prefill="a")

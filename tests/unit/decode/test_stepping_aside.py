@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from prefixkv.decode.request import DecodeRequest, DecodeState
-from prefixkv.decode.waiting import MAX_WALK
+from prefixkv.decode.waiting import MAX_WALK, Waiter, Waiting
 from prefixkv.decode.workers import Workers
 from prefixkv.errors import (
     AdmissionTimeoutError,
@@ -274,6 +274,28 @@ def test_the_wait_for_a_worker_that_goes_away_begins_then(answered: bool) -> Non
         desk.now_s = now_s
         assert desk.admit() == []
         assert desk.pop_failed() == failed
+
+
+def test_the_end_of_one_wait_for_an_answer_costs_no_look_at_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    desk = gated(waiting_timeout_s=600.0)
+    for second in range(20):
+        desk.add(f"r{second}", 8, 1)
+        desk.now_s += 1.0
+    looks: list[Waiter] = []
+    look = Waiting._answer_due_s
+
+    def counted(waiting: Waiting, waiter: Waiter) -> float:
+        looks.append(waiter)
+        return look(waiting, waiter)
+
+    monkeypatch.setattr(Waiting, "_answer_due_s", counted)
+    for second in range(20):
+        desk.now_s = 30.0 + second
+        desk.scheduler.pop_preallocated()
+        assert [req.rid for req in desk.scheduler.pop_failed()] == [f"r{second}"]
+    assert len(looks) == 20
 
 
 def test_one_that_comes_back_to_a_worker_that_is_away_waits_no_longer_than_others() -> None:

@@ -559,3 +559,11 @@ def test_a_request_that_is_not_sent_by_its_own_deadline_fails_and_decode_is_told
     assert desk.scheduler.take_commands() == [AbortRoom(late.room_key, str(late.error))]
     assert desk.scheduler.counters["aborts_of_unknown"] == 0, "what has ended is left alone"
     assert desk.scheduler.wake_s == float("inf")
+
+
+def test_the_deadline_of_a_request_that_was_sent_is_forgotten() -> None:
+    desk = Desk()
+    req = desk.sending("s", deadline_s=5.0)
+    assert desk.scheduler.wake_s == 5.0
+    desk.done(req)
+    assert len(desk.scheduler._deadlines) == 0

@@ -481,3 +481,43 @@ def test_followers_come_back_in_the_order_of_their_promises() -> None:
     assert desk.next_pass() == ["a"]
     assert desk.scheduler.counters["followed"] == 4
     assert desk.scheduler.counters["overtaken"] == 0
+
+
+def test_one_that_may_not_use_the_cache_waits_for_none_that_may() -> None:
+    desk = desk_of()
+    for rid, cacheable in (("a", True), ("b", False), ("c", True)):
+        desk.promised(rid, [*SYSTEM, 1], cacheable=cacheable)
+    assert desk.next_pass() == ["a", "b"]
+
+
+def test_a_chunk_within_what_was_cached_moves_no_leader_back() -> None:
+    """As on a rank that had more in its cache than another."""
+    desk = desk_of()
+    desk.done(desk.sending("cached", SYSTEM[:8]))
+    first, *_ = burst(desk, 3)
+    assert desk.next_pass() == ["r0"]
+    assert first.prefix_len == 8
+    desk.send(first, 4)
+    assert desk.next_pass() == []
+    late = desk.add("late", [*SYSTEM, 1])
+    assert desk.bootstrap(late) == [], "it finds the leader where it was"
+    desk.send(first, len(SYSTEM))
+    assert desk.next_pass() == ["r1", "r2", "late"]
+
+
+def test_only_the_common_part_but_for_the_last_token_is_waited_for() -> None:
+    desk = desk_of()
+    for rid, tokens in (("a", SYSTEM), ("b", SYSTEM[:4]), ("c", SYSTEM[:5])):
+        desk.promised(rid, tokens)
+    assert desk.next_pass() == ["a", "b"], "b has one page, and has to compute its last token"
+    desk.send(desk.scheduler.requests["a"], 4)
+    assert desk.next_pass() == ["c"]
+
+
+def test_an_engine_that_says_what_it_can_go_on_from_waits_for_nothing() -> None:
+    desk = desk_of()
+    desk.scheduler = prefill_scheduler(
+        desk.pages, usable_prefix=lambda req, num_tokens: num_tokens, follow_s=1.0
+    )
+    burst(desk, 2)
+    assert desk.next_pass() == ["r0", "r1"]
