@@ -76,7 +76,7 @@ class KVPattern:
         """Write tokens `start` to `len(hashes)`. Raises CallerError if `pages` has too few."""
         self._check(pages, hashes)
         at = np.arange(start, len(hashes))
-        self._write(pages[at // self.page_size], at % self.page_size, hashes[start:])
+        self._write(np.asarray(pages)[at // self.page_size], at % self.page_size, hashes[start:])
 
     def fill_tokens(self, pages: Pages, slots: npt.NDArray[np.int64], hashes: Hashes) -> None:
         """Write token `hashes[i]` to slot `slots[i]` of page `pages[i]`, for each i."""
@@ -90,7 +90,7 @@ class KVPattern:
     def mismatches(self, pages: Pages, hashes: Hashes) -> int:
         """Count the pages with a wrong byte in any of tokens 0 to `len(hashes)`."""
         self._check(pages, hashes)
-        values = self._values(hashes)
+        pages, values = np.asarray(pages), self._values(hashes)
         page_at, slots = np.divmod(np.arange(len(hashes)), self.page_size)
         wrong: set[int] = set()
         for first in range(0, len(hashes), self._check_tokens):

@@ -68,7 +68,9 @@ class _Group(Node[Req, Command, E]):
         check_kind("config", config, self.kind)
         check_kind("mesh", mesh, Mesh)
         pools = _of_ranks("pools", pools, mesh)
-        states = _of_ranks("states", states or [None] * mesh.num_ranks, mesh)
+        if isinstance(states, list | tuple) and not states:
+            states = [None] * mesh.num_ranks
+        states = _of_ranks("states", states, mesh)
         # If one rank fails, all are closed.
         with ExitStack() as undo:
             self._readiness = undo.enter_context(select.epoll())
