@@ -4,9 +4,9 @@ The policy alone says whose turn it is: each leaf has a place in its order. When
 comes up, its namespace loses pages, and hints say which. Leaves of ended sessions go first, then
 those of which nothing was said, in the policy's order, then those of sessions that return, the one
 that is due last first. Once as many pages went as the leaf of that place has, it takes the place of
-the leaf that went for it. So hints never change how much a namespace keeps: a client that lies
-hurts its own namespace alone. Where two places become equal, or nodes merge between single steps, a
-batch of evictions may take other pages than single steps.
+the leaf that went for it. So a hint takes no page of another namespace: a client that lies loses
+its own hits, and is to others as one with more misses. Where two places become equal, or nodes
+merge between single steps, a batch of evictions may take other pages than single steps.
 
 A hint is about one use, and is kept by its tick: the next use there makes it void. A session that
 is overdue counts as one of which nothing was said.

@@ -156,7 +156,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("policy", ["lru", "fifo", "mru"])
 def test_hints_change_nothing_of_whose_turn_it_is(policy, way, num_pages):
-    """A client that lies in all its hints hurts its own namespace alone."""
+    """A client that lies in all its hints takes no page of another namespace."""
     for seed in range(5):
         plain = namespaces_as_they_go(policy, lambda _: None, seed, num_pages)
         assert Counter(plain).keys() == {0, 1}
