@@ -206,7 +206,7 @@ def test_keys_of_an_index_cross_with_the_pages_of_the_kv(make: Made) -> None:
         (windows, [[1, 2, 99, 3]], "99"),
         (windows, [], "indices of 0 components"),
         (states, [[1, 2]], "2 slots of a request's state"),
-        (states, [[9]], "state slot 9 was handed over where one of 9"),
+        (states, [[9]], "state slot 9 of 9"),
         (index_keys, [[1, 2]], "2 pages of dsa, which are not those of the KV"),
     ],
 )
