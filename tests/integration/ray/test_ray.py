@@ -224,10 +224,12 @@ def test_the_spans_of_front_and_actors_are_one_trace(
         return {(one.service, one.worker) for one in collector.spans if one.trace == trace}
 
     wanted = {("prefixkv-decode", "decode-0"), ("prefixkv-prefill", "prefill-0")}
-    until(lambda: wanted <= workers(), state=lambda: str(workers()))
-    assert {service for service, _ in workers()} == {
-        "prefixkv-front", "prefixkv-decode", "prefixkv-prefill",
-    }  # fmt: skip
+    services = {"prefixkv-front", "prefixkv-decode", "prefixkv-prefill"}
+    # The front's span ends last.
+    until(
+        lambda: wanted <= workers() and {service for service, _ in workers()} == services,
+        state=lambda: str(workers()),
+    )
 
 
 def test_a_prefill_worker_killed_in_a_transfer_is_fenced_once_its_end_is_proved(
