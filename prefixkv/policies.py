@@ -14,4 +14,4 @@ DEFAULT_POLICY = Adaptive.name
 """The policy that held up best in replays of unlike workloads. It needs the time."""
 
 use_by_default(Adaptive)
-RadixTree.make_hints = Hints.of
+RadixTree.hint_makers.append(Hints)

@@ -531,8 +531,8 @@ class RadixCache(RadixTree):
         # still holds must not be inserted.
         self.orphan_pages += self.protected_pages
         self.evictable_pages = self.protected_pages = self.num_nodes = 0
-        if self._hints is not None:
-            self._hints.clear()
+        for hints in self._hints:
+            hints.clear()
         # Results become stale, and locks of before are orphans from here on.
         self.version += 1
         self._epoch += 1

@@ -3,14 +3,14 @@ attaching new pages and taking pages out. `radix_cache.py` builds the public cal
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import ClassVar
 
 import numpy as np
 
 from prefixkv.cache.events import Change, ChangeLog, Inserted
 from prefixkv.cache.eviction.guard import guarded
-from prefixkv.cache.eviction.policy import MakeHints, Policy, SessionHints, Use, make_policy
+from prefixkv.cache.eviction.policy import Policy, SessionHints, Use, make_policy
 from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, forget
 from prefixkv.cache.node import PAGE_ID_BYTES, Mark, Packed, Root, TreeNode, Want
 from prefixkv.cache.radix_key import TOKEN_BYTES, common_pages
@@ -33,7 +33,8 @@ class RadixTree:
             count, so a result of the same version is still right.
     """
 
-    make_hints: ClassVar[MakeHints | None] = None
+    hint_makers: ClassVar[list[Callable[[], SessionHints]]] = []
+    """What makes a cache's hints, at the first of them. Without one they count for nothing."""
 
     def __init__(
         self, page_size: int, policy: str | Policy, pool_pages: int | None, errors: UserErrors
@@ -49,7 +50,7 @@ class RadixTree:
         # One root per namespace that has pages, locks or wants; others are dropped at once.
         self._roots: dict[Hashable, Root] = {}
         self.policy, self._queue = guarded(chosen, queue, errors, self._requeue)
-        self._hints: SessionHints | None = None  # from the first one on
+        self._hints: list[SessionHints] = []  # what keeps them, from the first one on
         # Every evictable leaf stands in exactly one of two queues. `TreeNode.entry` says where.
         # Leaves on the path of a waiting request: they go last.
         self._wanted_queue = LeafHeap(self.policy.last_tick)
@@ -123,8 +124,8 @@ class RadixTree:
         if not root.children and not root.lock_ref and not root.wants:
             del self._roots[root.namespace]
             root.leave_tree()
-            if self._hints is not None:
-                self._hints.forget(root.namespace)
+            for hints in self._hints:
+                hints.forget(root.namespace)
 
     def _split(self, node: TreeNode, depth: int) -> TreeNode:
         """Split `node` so that a node ends at `depth`, and return that; `node` keeps the rest."""
@@ -194,7 +195,9 @@ class RadixTree:
 
     def _new_queue(self) -> EvictionQueue:
         queue = self.policy.make_queue()
-        return queue if self._hints is None else self._hints.queue(self.policy, queue)
+        for hints in self._hints:
+            queue = hints.queue(self.policy, queue)
+        return queue
 
     def _requeue(self) -> EvictionQueue:
         queue = self._queue = self._new_queue()
@@ -205,17 +208,17 @@ class RadixTree:
         return queue
 
     def _hint(self, node: TreeNode, mark: Mark, returns_s: float) -> None:
-        if self._hints is None:
-            if self.make_hints is None:  # they are soft: without what keeps them none counts
-                return
-            self._hints = self.make_hints(self.policy)
-            self._queue = self._hints.queue(self.policy, self._queue)
+        if not self._hints:
+            self._hints = [make() for make in self.hint_makers]
+            for hints in self._hints:
+                self._queue = hints.queue(self.policy, self._queue)
         root = node
         while root.parent is not None:
             root = root.parent
         assert isinstance(root, Root)
         tick = self.policy.last_tick(mark)
-        self._hints.note(tick, root, returns_s, self._now_s)
+        for hints in self._hints:
+            hints.note(tick, root, returns_s, self._now_s)
 
     # --- attaching -----------------------------------------------------------------------------
 
@@ -345,11 +348,7 @@ class RadixTree:
             floor = self._floor(node, end - missing) if steps else parent.end
             if node.wants:
                 floor = max(floor, node.deepest_want(end - 1))
-            count = end - floor
-            if count > missing:
-                count = missing
-            if self._hints is not None and count > self._hints.most_pages:
-                count = self._hints.most_pages
+            count = min(end - floor, missing, self._queue.most_pages)
             missing -= count
             # The policy remembers evicted paths at every `ghost_pages` pages. It reads the path
             # from the node, so it hears of it before the pages leave.
@@ -375,8 +374,7 @@ class RadixTree:
         steps, mark = node.steps, node.mark
         assert steps
         assert node.parent is not None
-        # A hint may be about the use that a step is of.
-        if steps[-1][0] <= low or self._hints is not None:
+        if steps[-1][0] <= low:
             return steps[-1][0]
         floor = self.policy.floor(steps, mark, low)
         return node.parent.end if floor is None else floor

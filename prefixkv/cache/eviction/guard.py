@@ -15,6 +15,7 @@ from prefixkv.cache.eviction.policy import Policy, Use
 from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, LeafRank
 from prefixkv.cache.node import Mark
 from prefixkv.errors import UserErrors
+from prefixkv.paging import MAX_INDEX
 
 
 class _Tick(int):
@@ -103,6 +104,8 @@ class Guard:
 
 class _GuardedQueue:
     """A queue of the user's policy. Leaves' entries name that queue, not this one."""
+
+    most_pages = MAX_INDEX
 
     def __init__(self, guard: Guard, queue: EvictionQueue) -> None:
         self._guard, self._queue = guard, queue

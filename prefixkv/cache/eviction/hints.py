@@ -41,11 +41,6 @@ class Hints:
         self.due_s: dict[int, float] = {}  # in order of insertion
         self.namespaces: set[Hashable] = set()  # that hints were said of
         self.current: HintedQueue | None = None  # the last that was made
-        self.most_pages = MAX_INDEX
-
-    @classmethod
-    def of(cls, policy: Policy) -> Hints:
-        return cls()
 
     def queue(self, policy: Policy, queue: EvictionQueue) -> EvictionQueue:
         self.current = HintedQueue(policy, self, queue)
@@ -136,6 +131,7 @@ class HintedQueue:
         self._most_due = 64
         self._debt: Debt | None = None
         self._now_s = 0.0
+        self.most_pages = MAX_INDEX
 
     def take_over(self, root: Root) -> None:
         """Take the leaves of a namespace from the policy's queue."""
@@ -191,7 +187,7 @@ class HintedQueue:
     def first(self, now_s: float) -> TreeNode | None:
         self._end_promises(now_s)
         self._pay()
-        self._hints.most_pages = MAX_INDEX
+        self.most_pages = MAX_INDEX
         while isinstance(place := self._queue.first(now_s), Place):
             leaf, space = place.leaf, place.space
             stands = _stands(leaf) and space.places.get(leaf) is place
@@ -210,16 +206,17 @@ class HintedQueue:
         leaf, debt = place.leaf, self._debt
         victim = place.space.first(now_s)
         assert victim is not None
+        self.most_pages = _pages_of_last_use(victim)
         own = place.space.places.get(victim, victim)
         if debt is not None and debt.place is place:  # others went for a part of it
             num_pages, own = debt.num_pages, debt.own if victim is leaf else own
         elif victim is leaf:
             self._debt = None
             return leaf
-        else:  # above the last step another use counts
-            num_pages = leaf.end - (leaf.steps[-1][0] if leaf.steps else leaf.start)
+        else:
+            num_pages = _pages_of_last_use(leaf)
         self._debt = Debt(place, num_pages, victim, victim.start, victim.end, own)
-        self._hints.most_pages = num_pages
+        self.most_pages = min(num_pages, self.most_pages)
         return victim
 
     def _pay(self) -> None:
@@ -269,6 +266,11 @@ class HintedQueue:
 
 def _stands(leaf: TreeNode) -> bool:
     return leaf.entry is not None and not leaf.lock_ref and not leaf.children
+
+
+def _pages_of_last_use(leaf: TreeNode) -> int:
+    """Pages of a leaf above which another use counts, about which something else may be said."""
+    return leaf.end - (leaf.steps[-1][0] if leaf.steps else leaf.start)
 
 
 def _sweep(heap: list[Any]) -> int:

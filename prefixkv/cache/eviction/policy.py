@@ -162,10 +162,7 @@ class Policy(ABC):
 
 
 class SessionHints(Protocol):
-    """What keeps hints about sessions, and the order that they make. Of the leaf that its queue
-    has named first `most_pages` go before it is asked again."""
-
-    most_pages: int
+    """What keeps hints about sessions, and the order that they make."""
 
     def queue(self, policy: Policy, queue: EvictionQueue) -> EvictionQueue:
         """Return a queue of the policy's that heeds them. `queue` has the leaves so far."""
@@ -176,12 +173,6 @@ class SessionHints(Protocol):
         """Note that this namespace has no pages any more."""
 
     def clear(self) -> None: ...
-
-
-class MakeHints(Protocol):
-    """What makes them for the policy of one cache."""
-
-    def __call__(self, policy: Policy, /) -> SessionHints: ...
 
 
 _POLICIES: Registry[Policy] = Registry("policy", Policy, "lru")  # type: ignore[type-abstract]

@@ -12,6 +12,7 @@ from heapq import heapify, heappop, heappush
 from typing import Any, Protocol, TypeAlias
 
 from prefixkv.cache.node import Mark, TreeNode
+from prefixkv.paging import MAX_INDEX
 
 LeafRank: TypeAlias = Any
 """Any type with `<`; of all evictable leaves the one with the lowest rank goes first."""
@@ -21,8 +22,11 @@ class EvictionQueue(Protocol):
     """The evictable leaves in the order in which they go.
 
     `TreeNode.entry` is a leaf's valid place in one queue: (key, node, queue, ...). An item in a
-    heap is dead unless it is this very object, or refers to it.
+    heap is dead unless it is this very object, or refers to it. Of the leaf that was named first at
+    most `most_pages` go before the queue is asked again.
     """
+
+    most_pages: int
 
     def add(self, leaf: TreeNode) -> None:
         """Add a node that became an evictable leaf, or move a leaf whose history has changed."""
@@ -58,6 +62,8 @@ class LeafHeap:
     O(log leaves). Before a large batch the heap is sorted into a run, and later entries form a heap
     again: the first leaf is the lesser of both heads.
     """
+
+    most_pages = MAX_INDEX
 
     def __init__(self, rank: Callable[[Mark], LeafRank]) -> None:
         self._rank = rank
@@ -145,6 +151,8 @@ class LeafOrders:
     batch time stands still, so all orders are one: before a large batch the leaves are sorted by
     it.
     """
+
+    most_pages = MAX_INDEX
 
     def __init__(self, num_orders: int) -> None:
         self._heaps: list[list[tuple[Any, ...]]] = [[] for _ in range(num_orders)]
