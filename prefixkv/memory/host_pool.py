@@ -102,17 +102,17 @@ class HostPool:
         self._ready_pages = 0
         self._closing = False
         self._thread: threading.Thread | None = None
-        if device == "cpu":
-            try:
+        try:
+            if device == "cpu":
                 self._fill()
-            except CapacityError:
-                self._share.close()
-                raise
-            return
-        self._thread = threading.Thread(
-            target=self._fill_aside, name="prefixkv-host-pool", daemon=True
-        )
-        self._thread.start()
+                return
+            name = "prefixkv-host-pool"
+            thread = threading.Thread(target=self._fill_aside, name=name, daemon=True)
+            thread.start()
+        except BaseException:
+            self._share.close()
+            raise
+        self._thread = thread
 
     @property
     def ready_pages(self) -> int:

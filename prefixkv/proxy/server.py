@@ -38,7 +38,7 @@ from prefixkv.proxy.bodies import (
 from prefixkv.proxy.config import ProxyConfig, ServerAt
 from prefixkv.proxy.metrics import ProxyMetrics
 from prefixkv.serving import interrupts
-from prefixkv.serving.client import make_client
+from prefixkv.serving.client import make_client, pieces_of
 from prefixkv.serving.failures import ApiError, Rate, failed, refused
 from prefixkv.serving.http import Stream, count_samples, read_body, run_until_disconnect
 from prefixkv.serving.ids import HEADER, id_of
@@ -100,6 +100,7 @@ class ServerAnswer(NamedTuple):
 
     head: aiohttp.ClientResponse
     first: bytes
+    rest: AsyncGenerator[bytes, None]
     connection: contextlib.AsyncExitStack
 
     @property
@@ -115,7 +116,7 @@ class ServerAnswer(NamedTuple):
 
     async def pieces(self) -> AsyncGenerator[bytes, None]:
         yield self.first
-        async for piece in self.head.content.iter_any():
+        async for piece in self.rest:
             yield piece
 
     async def close(self) -> None:
@@ -218,7 +219,7 @@ class Proxy(Entrance):
             asked = self._client.request(request.method, url, data=content, headers=head)
             try:
                 async with asked as answer:
-                    found = await read_all(answer.content.iter_any(), _ANSWER_BYTES)
+                    found = await read_all(pieces_of(self._client, answer), _ANSWER_BYTES)
             except (aiohttp.ClientError, TooMuchError):
                 side.avoid(name)
                 continue
@@ -367,13 +368,13 @@ class Proxy(Entrance):
             step.add({"http.response.status_code": answer.status})
             if answer.status >= 400:
                 step.fail(f"status {answer.status}", str(answer.status))
-            pieces = answer.content.iter_any()
+            pieces = pieces_of(self._client, answer)
             if whole or answer.status >= 400:
                 found = await read_all(pieces, _ANSWER_BYTES)
-                return ServerAnswer(answer, found, contextlib.AsyncExitStack())
+                return ServerAnswer(answer, found, pieces, contextlib.AsyncExitStack())
             first = await anext(pieces, b"")
             # From here on the answer owns the connection; every failure before closes it.
-            return ServerAnswer(answer, first, stack.pop_all())
+            return ServerAnswer(answer, first, pieces, stack.pop_all())
 
 
 async def _note_sent(_: object, context: Any, __: object) -> None:

@@ -92,7 +92,11 @@ class Recorder:
                 f"record is {str(self._path)!r}, which cannot be written: {why}"
             ) from error
         self._thread = threading.Thread(target=self._run, name="prefixkv-record", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            os.close(self._file)
+            raise
 
     def ended(self, req: Any, now_s: float) -> None:
         """Queue a request that has ended. Left out if never admitted, or not to be cached."""

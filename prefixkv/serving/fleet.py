@@ -28,7 +28,7 @@ import aiohttp
 import msgspec
 
 from prefixkv.errors import ConfigError, HandshakeError, ProtocolError
-from prefixkv.serving.client import make_client
+from prefixkv.serving.client import make_client, pieces_of
 from prefixkv.serving.failures import ApiError, answer_ended, failed, is_inner, is_not_finite
 from prefixkv.serving.feed import batches_of
 from prefixkv.serving.router import BoundedAffinityRouter, Route
@@ -242,7 +242,7 @@ class Fleet:
         while True:
             with contextlib.suppress(aiohttp.ClientError, ProtocolError):
                 async with self._client.get(f"{info.url}/events", raise_for_status=True) as answer:
-                    pieces = member.mark_alive(answer.content.iter_any())
+                    pieces = member.mark_alive(pieces_of(self._client, answer))
                     async for batch in batches_of(pieces, info.name):
                         if not router.apply(batch):
                             break  # an event is missing: reconnect, for a new snapshot
@@ -446,10 +446,10 @@ class Fleet:
         try:
             async with self._client.post(url, data=io.BytesIO(body), headers=headers) as answer:
                 if answer.status != 200:
-                    refusal = await read_some(answer.content.iter_any(), _REFUSAL_BYTES)
+                    refusal = await read_some(pieces_of(self._client, answer), _REFUSAL_BYTES)
                     raise _refusal_error(pair.decode.name, answer.status, refusal)
                 rest = b""
-                async for piece in answer.content.iter_any():
+                async for piece in pieces_of(self._client, answer):
                     *lines, rest = (rest + piece).split(b"\n")
                     for line in lines:
                         if line:

@@ -28,7 +28,7 @@ from starlette.routing import Route
 from prefixkv import DecodeConfig, PrefillConfig, PrefixKVError
 from prefixkv.engines.hf.requests import AnswerToken, Generate, PrefillJob
 from prefixkv.errors import CallerError, CapacityError, ClosedError, ConfigError, DrainingError
-from prefixkv.serving.client import make_client
+from prefixkv.serving.client import make_client, pieces_of
 from prefixkv.serving.config import (
     OPTION_NAMES,
     DecodeWorkerConfig,
@@ -488,7 +488,7 @@ class DecodeWorker(Worker):
             body = io.BytesIO(msgspec.json.encode(sent))
             asked = self._client.post(f"{url}/jobs", data=body, headers=one.headers)
             async with asked as answer:
-                said = await read_some(answer.content.iter_any(), _REASON_CHARS)
+                said = await read_some(pieces_of(self._client, answer), _REASON_CHARS)
             why = "" if answer.status == 202 else f"{answer.status} {said.decode(errors='replace')}"
         except (aiohttp.ClientError, TimeoutError) as error:
             how, why = "does not answer", f"{type(error).__name__} {error}"

@@ -13,6 +13,7 @@ import secrets
 import select
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from queue import Queue
 from socket import AF_UNIX, SHUT_RD, SOCK_DGRAM, socket
 from typing import Any
@@ -27,11 +28,15 @@ class WakeupListener(Closing):
         self._on_ring = on_ring
         self.address = f"prefixkv-{secrets.token_hex(16)}"
         self._socket, self._closing = socket(AF_UNIX, SOCK_DGRAM), False
-        self._socket.bind("\0" + self.address)
         self._thread = threading.Thread(
             target=self._listen, name="prefixkv wakeup listener", daemon=True
         )
-        self._thread.start()
+        try:
+            self._socket.bind("\0" + self.address)
+            self._thread.start()
+        except BaseException:
+            self._socket.close()
+            raise
 
     def _listen(self) -> None:
         while self._socket.recv(64) or not self._closing:
@@ -52,24 +57,23 @@ class WakeupSender(Closing):
     where the listener cannot be reached."""
 
     def __init__(self, address: str, fds: Sequence[int]) -> None:
-        self._socket = socket(AF_UNIX, SOCK_DGRAM)
-        try:
+        with ExitStack() as undo:
+            self._socket = undo.enter_context(socket(AF_UNIX, SOCK_DGRAM))
             # A listener with a full socket has wakeups to read already, so one more is not worth
             # waiting for.
             self._socket.setblocking(False)
             self._socket.connect("\0" + address)
-        except BaseException:
-            self._socket.close()
-            raise
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._poll = select.poll()
-        for fd in (self._wake, *fds):
-            self._poll.register(fd, select.POLLIN)
-        self._armed, self._closing = threading.Event(), False
-        self._thread = threading.Thread(
-            target=self._watch, name="prefixkv wakeup sender", daemon=True
-        )
-        self._thread.start()
+            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            undo.callback(os.close, self._wake)
+            self._poll = select.poll()
+            for fd in (self._wake, *fds):
+                self._poll.register(fd, select.POLLIN)
+            self._armed, self._closing = threading.Event(), False
+            self._thread = threading.Thread(
+                target=self._watch, name="prefixkv wakeup sender", daemon=True
+            )
+            self._thread.start()
+            undo.pop_all()
 
     def arm(self) -> None:
         """Called after the present events were taken. An event that came since is not missed: its

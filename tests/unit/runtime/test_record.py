@@ -270,3 +270,17 @@ def test_a_node_refuses_a_record_that_cannot_be_written_and_leaves_nothing(tmp_p
             DecodeConfig(record=wrong)
     with pytest.raises(ConfigError, match="record_bytes"):
         DecodeConfig(record_bytes=10)
+
+
+def test_where_no_thread_starts_the_file_is_closed(tmp_path, monkeypatch):
+    opened, os_open = [], os.open
+    monkeypatch.setattr(os, "open", lambda *args: opened.append(os_open(*args)) or opened[-1])
+
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    with pytest.raises(RuntimeError, match="new thread"):
+        make(tmp_path / "record.jsonl")
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(opened[-1])

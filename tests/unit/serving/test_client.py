@@ -11,7 +11,7 @@ from unittest.mock import patch
 import aiohttp
 import pytest
 
-from prefixkv.serving.client import make_client
+from prefixkv.serving.client import make_client, pieces_of
 from tests.support.patience import NEVER_S
 from tests.support.scenes import in_loop
 
@@ -34,9 +34,14 @@ class Site:
                 self.heads.append(head)
                 if b"/lost" in head:
                     break
-                writer.write(STREAM if b"/cut" in head or b"/held" in head else ANSWER)
+                is_stream = any(path in head for path in (b"/cut", b"/held", b"/broken"))
+                writer.write(STREAM if is_stream else ANSWER)
                 if b"/cut" in head:
                     break
+                if b"/broken" in head:
+                    await self.go_on.wait()
+                    writer.write(b"no chunk\r\n")
+                    await reader.read()
                 if b"/held" in head:
                     self.num_held += 1
                     await self.go_on.wait()
@@ -108,3 +113,19 @@ async def test_a_redirect_is_a_failure(status: int) -> None:
         ):
             await client.post(url, data=b"prompt")
         assert len(site.heads) == 1
+
+
+@in_loop
+async def test_a_stream_that_is_broken_and_goes_on_ends_by_its_silence() -> None:
+    got: list[bytes] = []
+
+    async def hear(client: aiohttp.ClientSession, url: str) -> None:
+        async with client.get(url) as answer:
+            async for piece in pieces_of(client, answer):
+                got.append(piece)
+                site.go_on.set()
+
+    async with asking(silence_s=0.2) as (site, url, client):
+        with pytest.raises(aiohttp.SocketTimeoutError):
+            await hear(client, f"{url}/broken")
+        assert got == [b"one"]

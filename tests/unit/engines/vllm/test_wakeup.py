@@ -48,3 +48,19 @@ def test_a_ring_or_an_input_ends_the_wait_and_no_ring_is_lost() -> None:
         later.join()
     assert inputs.get() == 1
     wait.wait(inputs, 0.01)
+
+
+def test_where_no_thread_starts_no_descriptor_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with WakeupListener(lambda: None) as listener:
+        before = os.listdir("/proc/self/fd")
+        monkeypatch.setattr(threading.Thread, "start", fail)
+        for make in (
+            lambda: WakeupListener(lambda: None),
+            lambda: WakeupSender(listener.address, []),
+        ):
+            with pytest.raises(RuntimeError, match="new thread"):
+                make()
+        assert os.listdir("/proc/self/fd") == before
