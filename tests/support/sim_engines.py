@@ -568,6 +568,7 @@ class EngineSim(Sim):
     checkpoints: int = 0
     tensors: tuple[StateTensor, ...] = TENSORS
     spoilt_rate: float = 0.0  # of forwards, on both sides
+    audit_every: int = 1  # steps
     ways_to_end = ("stopped", "killed", "left")  # of a prefill worker
 
     def __post_init__(self) -> None:
@@ -755,7 +756,8 @@ class EngineSim(Sim):
     def after_step(self) -> None:
         self.decode.tell()
         self.prefill.tell()
-        self.audit()
+        if self.num_steps % self.audit_every == 0:
+            self.audit()
         if self.random.random() < 0.2:
             self.decode.scribble()
             self.prefill.scribble()
