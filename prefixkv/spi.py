@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from prefixkv.cache.eviction.queues import EvictionQueue as EvictionQueue
     from prefixkv.cache.eviction.queues import LeafOrders as LeafOrders
     from prefixkv.cache.node import TreeNode as TreeNode
-    from prefixkv.cache.page_runs import packed_range as packed_range
-    from prefixkv.cache.page_runs import page_runs as page_runs
     from prefixkv.cache.radix_cache import RadixCache as RadixCache
     from prefixkv.cache.radix_key import TOKEN_BYTES as TOKEN_BYTES
     from prefixkv.cache.radix_key import TOKEN_LIMIT as TOKEN_LIMIT
@@ -127,7 +125,6 @@ _HOMES = homes_of(
         "cache.radix_key": "RadixKey TOKEN_BYTES TOKEN_LIMIT common_pages shortened",
         "cache.node": "TreeNode",
         "cache.results": "InsertResult MatchResult PrefixLock packed_ids",
-        "cache.page_runs": "packed_range page_runs",
         # Pages, layouts and meshes.
         "paging": "MAX_INDEX PageIds Pages as_pages page_table pages_for slot_mapping",
         "pages.groups": "GroupPages",

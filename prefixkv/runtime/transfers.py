@@ -35,9 +35,9 @@ from prefixkv.runtime.control_thread import (
     Control,
     ControlFailed,
     ControlThread,
+    Prover,
 )
 from prefixkv.runtime.one_thread import OneThread
-from prefixkv.runtime.prover import Prover
 from prefixkv.runtime.rank_spec import RankSpec
 from prefixkv.settings import check_timeout
 from prefixkv.transport.base import RankMemory, Sink
