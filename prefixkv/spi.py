@@ -87,11 +87,11 @@ if TYPE_CHECKING:
     from prefixkv.runtime.death import is_dead as is_dead
     from prefixkv.runtime.host_copies import HostMemory as HostMemory
     from prefixkv.runtime.metrics import NodeCollector as NodeCollector
-    from prefixkv.runtime.one_thread import Closing as Closing
     from prefixkv.runtime.transfers import secret_number as secret_number
+    from prefixkv.threads import Closing as Closing
+    from prefixkv.threads import Inbox as Inbox
     from prefixkv.transport.base import Transport as Transport
     from prefixkv.variables import check_environ as check_environ
-    from prefixkv.wakeups import Inbox as Inbox
 
 _HOMES = homes_of(
     {
@@ -136,8 +136,7 @@ _HOMES = homes_of(
         "protocol.messages": "PROTOCOL_VERSION ProcessLife",
         "runtime.death": "HeldLife is_dead",
         "runtime.metrics": "NodeCollector",
-        "runtime.one_thread": "Closing",
-        "wakeups": "Inbox",
+        "threads": "Closing Inbox",
         "request": "DeviceEvent whole_number",
         "variables": "check_environ",
         "config": "check_version",

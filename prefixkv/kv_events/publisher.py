@@ -34,7 +34,7 @@ from prefixkv.kv_events.stream import Batch, BlockEvents, EventStream, Keep
 from prefixkv.protocol.ids import PeerId
 from prefixkv.request import Request
 from prefixkv.runtime.node import Node
-from prefixkv.wakeups import Inbox
+from prefixkv.threads import Inbox
 
 _log = logging.getLogger("prefixkv.kv_events")
 

@@ -23,7 +23,7 @@ from prefixkv.connections import Newcomers, is_empty, set_bounds
 from prefixkv.control.effects import ConnectFailed, FrameReceived, Reached, Unreached
 from prefixkv.errors import ConfigError, HandshakeError, RefusedError
 from prefixkv.protocol.messages import MAX_FRAME_BYTES
-from prefixkv.runtime.one_thread import Closing
+from prefixkv.threads import Closing
 
 _REACHED = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
 _WRONG_ADDRESS = "a wrong address, or no prefill worker runs there"

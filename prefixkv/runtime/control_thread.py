@@ -49,9 +49,9 @@ from prefixkv.protocol.events import HostCopyDone, RoomEvent
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.messages import ProcessLife
 from prefixkv.runtime.channel import DealerChannel, RouterChannel
+from prefixkv.threads import Inbox
 from prefixkv.transport.base import Settled, WriteJob
 from prefixkv.transport.transports import Transports
-from prefixkv.wakeups import Inbox
 
 _log = logging.getLogger("prefixkv.control")
 _news_log = logging.getLogger("prefixkv.peers")

@@ -37,9 +37,9 @@ from prefixkv.runtime.control_thread import (
     ControlThread,
     Prover,
 )
-from prefixkv.runtime.one_thread import OneThread
 from prefixkv.runtime.rank_spec import RankSpec
 from prefixkv.settings import check_timeout
+from prefixkv.threads import OneThread
 from prefixkv.transport.base import RankMemory, Sink
 from prefixkv.transport.nixl.ucx import check_interface
 from prefixkv.transport.transports import Transports, make_transports

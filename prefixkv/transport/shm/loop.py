@@ -23,6 +23,7 @@ from prefixkv.config import TransportConfig
 from prefixkv.errors import ConfigError, PeerLostError, TransferTimeoutError
 from prefixkv.memory.shared import blocks_of
 from prefixkv.protocol.ids import PeerId
+from prefixkv.threads import Inbox
 from prefixkv.transport.base import (
     Arrived,
     PeerUnreachable,
@@ -35,7 +36,6 @@ from prefixkv.transport.loop import RECONNECT_S, ThreadedTransport, TransportLoo
 from prefixkv.transport.runs import routes_to
 from prefixkv.transport.shm.peer import ShmLink, ShmPeer
 from prefixkv.transport.shm.wire import ShmListener
-from prefixkv.wakeups import Inbox
 
 _log = logging.getLogger("prefixkv.transport")
 
