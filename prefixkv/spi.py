@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from prefixkv.cache.results import MatchResult as MatchResult
     from prefixkv.cache.results import PrefixLock as PrefixLock
     from prefixkv.cache.results import packed_ids as packed_ids
+    from prefixkv.config import check_environ as check_environ
     from prefixkv.config import check_version as check_version
     from prefixkv.decode.host_tier import HostTier as HostTier
     from prefixkv.decode.sources import Lack as Lack
@@ -91,7 +92,6 @@ if TYPE_CHECKING:
     from prefixkv.threads import Closing as Closing
     from prefixkv.threads import Inbox as Inbox
     from prefixkv.transport.base import Transport as Transport
-    from prefixkv.variables import check_environ as check_environ
 
 _HOMES = homes_of(
     {
@@ -138,8 +138,7 @@ _HOMES = homes_of(
         "runtime.metrics": "NodeCollector",
         "threads": "Closing Inbox",
         "request": "DeviceEvent whole_number",
-        "variables": "check_environ",
-        "config": "check_version",
+        "config": "check_environ check_version",
     }
 )
 # NodeCollector needs an extra, so that `import *` leaves it out.

@@ -18,8 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
-from prefixkv.addresses import is_loopback
-from prefixkv.config import DecodeConfig, PrefillConfig, Way, check_version
+from prefixkv.config import DecodeConfig, PrefillConfig, Way, check_version, is_loopback
 from prefixkv.control.effects import STAGING, CopyDone
 from prefixkv.control.lives import LostPeers
 from prefixkv.errors import ClosedError, ConfigError, InternalError, RequestError, shown, travels

@@ -18,7 +18,7 @@ from typing import Protocol
 from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, LeafRank
 from prefixkv.cache.node import Mark, Root, TreeNode
 from prefixkv.errors import ConfigError
-from prefixkv.registry import Registry
+from prefixkv.settings import Registry
 
 
 @dataclass(slots=True, eq=False)
