@@ -34,12 +34,12 @@ from dataclasses import dataclass
 from operator import sub
 from typing import NamedTuple
 
+from benchmarks.policies.orders import LeafOrders
 from prefixkv.settings import CountOrZero, SecondsOrZero
 from prefixkv.spi import (
     EvictionQueue,
     Ghost,
     GhostPolicy,
-    LeafOrders,
     TreeNode,
     Use,
     register_policy,

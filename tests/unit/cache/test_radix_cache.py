@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import benchmarks.policies.gated  # noqa: F401  makes it known by name
+from benchmarks.policies.orders import LeafOrders, LeafPlace
 from prefixkv.cache.events import Cleared, Inserted, TakenOut
-from prefixkv.cache.eviction.plain import ByPriority, LeastRecentlyUsed
+from prefixkv.cache.eviction.plain import LeastRecentlyUsed
 from prefixkv.cache.eviction.policy import Use, policy_names
 from prefixkv.cache.node import PAGE_ID_BYTES, Mark
 from prefixkv.cache.radix_cache import RadixCache
@@ -288,7 +289,26 @@ def test_a_use_of_all_there_is_moves_a_leaf_where_its_rank_falls():
     assert cache.evict(1).tolist() == [0]
 
 
-@pytest.mark.parametrize("make", [LeastRecentlyUsed, lambda: ByPriority(ttl_s=1e9)])
+class OneOrder(LeafOrders):
+    def __init__(self):
+        super().__init__(1)
+
+    def place(self, history) -> LeafPlace:
+        return 0, history, None
+
+    def choose(self, now_s):
+        return self.head(0)
+
+    def rank_at(self, leaf, now_s):
+        return leaf.mark
+
+
+class InBatches(LeastRecentlyUsed):
+    def make_queue(self):
+        return OneOrder()
+
+
+@pytest.mark.parametrize("make", [LeastRecentlyUsed, InBatches])
 def test_in_a_large_batch_a_page_goes_right_behind_its_last_branch(make):
     cache = RadixCache(page_size=1, policy=make())
     for at in range(100):
