@@ -118,9 +118,6 @@ class Gated(GhostPolicy):
         last = upper if upper[0] > lower[0] else lower
         return Seen(last[0], upper[1] + lower[1], last[2], last[3], last[4])
 
-    def describe(self, history: Seen) -> str:
-        return f", level {level(history)}, {history.visits} visits"
-
     # --- evictions --------------------------------------------------------------------------------
 
     def make_queue(self) -> EvictionQueue:

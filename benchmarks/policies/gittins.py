@@ -134,9 +134,6 @@ class Gittins(GhostPolicy):
     def fold(self, upper: LastUse, lower: LastUse) -> LastUse:
         return upper if upper[0] > lower[0] else lower
 
-    def describe(self, history: LastUse) -> str:
-        return f", turn {history.turn}, class {history.kind}"
-
     # --- evictions --------------------------------------------------------------------------------
 
     def make_queue(self) -> EvictionQueue:

@@ -301,7 +301,7 @@ class Node(OfTransfers, PagedScheduler[Req, Command], Generic[Req, Command, E]):
             **self.counters,
             **self.transfers.stats(),
             **{f"pages_{state}": number for state, number in states.items()},
-            "locks": page_manager.cache.stats().num_locks,
+            "locks": page_manager.cache.num_locks,
             "protected_pages": page_manager.cache.protected_pages,
             "evictable_pages": page_manager.cache.evictable_pages,
             "evicted_pages": page_manager.evicted_pages,

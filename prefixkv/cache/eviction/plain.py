@@ -72,9 +72,6 @@ class LeastFrequentlyUsed(Summing):
         first = (use.num_pages, (1, use.tick))
         return (first,) if use.visit else ((use.old_pages, (-1, use.tick)), first)
 
-    def describe(self, history: Mark) -> str:
-        return f", {history[0]} visits"
-
 
 @register_policy
 class SegmentedLru(LeastFrequentlyUsed):

@@ -124,10 +124,6 @@ class Policy(ABC):
     def last_tick(self, history: Mark) -> int:
         """Return the tick of the last use in a history."""
 
-    def describe(self, history: Mark) -> str:
-        """Return text about a history for a dump; it begins with a comma unless it is empty."""
-        return ""
-
     def make_queue(self) -> EvictionQueue:
         """Return an empty queue for the leaves. One order, by rank, is enough for most policies."""
         return LeafHeap(self.rank)

@@ -139,7 +139,7 @@ def replay_policy(
     replay.end_all()
     if cache.policy.error is not None:  # all since then was `lru`
         raise cache.policy.error
-    return hits.result(cache.policy.name, capacity, cache.stats().evicted_pages)
+    return hits.result(cache.policy.name, capacity, cache.evicted_pages)
 
 
 class _Replay:
