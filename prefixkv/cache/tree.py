@@ -334,7 +334,7 @@ class RadixTree:
         """
         taken: list[Packed] = []
         ghost_pages = self.policy.ghost_pages
-        # About how many leaves will go, if their nodes have as many pages as the average.
+        # If their nodes have as many pages as the average.
         self._queue.expect(num_pages * self.num_nodes // self.evictable_pages, self._now_s)
         missing = num_pages
         while missing:

@@ -20,7 +20,7 @@ from heapq import heapify, heappop, heappush
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from prefixkv.cache.eviction.policy import Policy
-from prefixkv.cache.eviction.queues import EvictionQueue, LeafRank, forget
+from prefixkv.cache.eviction.queues import EvictionQueue, forget
 from prefixkv.cache.node import DEAD, Root, TreeNode
 from prefixkv.paging import MAX_INDEX
 
@@ -231,9 +231,6 @@ class HintedQueue:
             place = debt.place
             place.mark, place.end = debt.own.mark, debt.own.end
             self._queue.add(place)
-
-    def rank_at(self, leaf: TreeNode, now_s: float) -> LeafRank:
-        return self._queue.rank_at(leaf, now_s)
 
     def count_dead(self) -> None:
         """The entry of a leaf has died. It is dropped when it comes first, or in a sweep."""
