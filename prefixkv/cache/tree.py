@@ -412,43 +412,23 @@ class RadixTree:
         elif not parent.lock_ref:
             self._queue.add(parent)
 
-    def _order_is_free(self) -> bool:
-        """True if evicting everything leaves the same state in any order: if it leaves no ghosts.
-        Whether events are recorded must not matter: only one of several ranks records them, and
-        marks that fold in another order may round to other floats."""
-        ghost_pages = self.policy.ghost_pages
-        return not (ghost_pages and any(node.end >= ghost_pages for node in self.nodes()))
-
-    def _evict_all(self, merge_candidates: dict[TreeNode, None]) -> list[Packed]:
-        """Take out all that no lock covers, a branch before what follows. The history of its uses
-        goes to the page above."""
+    def _clear(self) -> list[Packed]:
+        """Take out all that no lock covers. What is left is held: it keeps its own root, so that
+        locks can still walk up, but no match finds that root again. Its wants and queue entries
+        belong to the tree, which goes on without it."""
         freed: list[Packed] = []
-        fold = self.policy.fold
-        for root in list(self._roots.values()):
+        for root in self._roots.values():
             # The list holds only held nodes and the root, none of which leaves below: safe to
             # iterate over.
             for node in self._subtree(root, held=True):
                 gone = [item for item in node.children.items() if not item[1].lock_ref]
                 for first_page, child in gone:
                     node.disown(first_page)
-                    branch = self._subtree(child) if child.children else [child]
-                    for below in branch:
+                    for below in self._subtree(child):
                         freed.append(below.pages)
-                        # What was below the held node counts as its last page's history, as after
-                        # single evictions.
-                        if node is not root:
-                            for _, mark in [*(below.steps or ()), (below.end, below.mark)]:
-                                if mark is not None:
-                                    node.mark = mark if node.mark is None else fold(node.mark, mark)
-                        # Wants survive: each is now attached at the end of the held node, the
-                        # deepest page that is left.
-                        if below.wants:
-                            below.move_wants(node, 0, below.end, limit=node.end)
                         below.leave_tree()
-                        self.num_nodes -= 1
-                if gone:
-                    merge_candidates[node] = None
-            self._drop_root_if_idle(root)
+                node.wants = node.entry = None
+        self._roots.clear()
         # All that stood in the old ones is gone, or held.
         self._queue = self._new_queue()
         self._wanted_queue = LeafHeap(self.policy.last_tick)
