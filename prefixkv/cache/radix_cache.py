@@ -24,8 +24,6 @@ from prefixkv.cache.events import (
     LOG_PAGES,
     Change,
     ChangeLog,
-    CheckpointEvicted,
-    CheckpointSaved,
     Cleared,
     TakenOut,
 )
@@ -105,8 +103,8 @@ class RadixCache(RadixTree):
         self._last_want = 0  # its number
         # One object for all uses, filled in by `_next_use`.
         self._use = Use()
-        # The pages that checkpoints end on, for a full list of changes: set by what keeps them.
-        self.checkpoint_pages: Callable[[], list[int]] = list
+        # What a full list of changes has behind the pages, of what lies on them.
+        self.more_changes: Callable[[], list[Change]] = list
 
     # --- looking ---------------------------------------------------------------------------------
 
@@ -474,7 +472,7 @@ class RadixCache(RadixTree):
         merge_candidates: dict[TreeNode, None] = {}  # lost a child, so may have become mergeable
         taken = self._evict_in_order(num_pages, merge_candidates)
         if self._logs:
-            self._note(TakenOut(taken))
+            self.note_change(TakenOut(taken))
         # Merge last. A node that lost one child may lose the others in the same call, and
         # `_evict_in_order` must not meet nodes that died in a merge.
         for node in merge_candidates:
@@ -514,7 +512,7 @@ class RadixCache(RadixTree):
         # Results become stale, and locks of before are orphans from here on.
         self.version += 1
         self._epoch += 1
-        self._note(Cleared())
+        self.note_change(Cleared())
         # Waiting requests begin again at the top of their namespaces.
         for want in self._wants.values():
             want.attach(self._root(want.namespace), 0)
@@ -598,11 +596,7 @@ class RadixCache(RadixTree):
             for node in self.nodes()
             if (above := node.parent) is not None
         ]
-        return [Cleared(), *stored, *map(CheckpointSaved, self.checkpoint_pages())]
-
-    def note_checkpoint(self, change: CheckpointSaved | CheckpointEvicted) -> None:
-        """Note a change of `Checkpoints` for listeners, in the order of the cache's own changes."""
-        self._note(change)
+        return [Cleared(), *stored, *self.more_changes()]
 
     @property
     def num_locks(self) -> int:

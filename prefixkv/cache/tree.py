@@ -302,10 +302,11 @@ class RadixTree:
         if self._in_tree is not None:
             self._in_tree[np.frombuffer(pages, np.int32) if where is None else where] = True
         if self._logs:
-            self._note(inserted(node, pages_above, key, pages), num_pages)
+            self.note_change(inserted(node, pages_above, key, pages), num_pages)
         return node
 
-    def _note(self, change: Change, num_pages: int = 0) -> None:
+    def note_change(self, change: Change, num_pages: int = 0) -> None:
+        """Note a change for listeners, in the order of the cache's own."""
         for log in [*self._logs]:
             log.add(change, num_pages)
 
@@ -333,7 +334,7 @@ class RadixTree:
         every node that lost a child but keeps others: the caller merges those.
         """
         taken: list[Packed] = []
-        ghost_pages = self.policy.ghost_pages
+        every_pages = self.policy.evicted_every_pages
         # If their nodes have as many pages as the average.
         self._queue.expect(num_pages * self.num_nodes // self.evictable_pages, self._now_s)
         missing = num_pages
@@ -350,9 +351,9 @@ class RadixTree:
                 floor = max(floor, node.deepest_want(end - 1))
             count = min(end - floor, missing, self._queue.most_pages)
             missing -= count
-            # The policy remembers evicted paths at every `ghost_pages` pages. It reads the path
-            # from the node, so it hears of it before the pages leave.
-            if ghost_pages and end // ghost_pages != (end - count) // ghost_pages:
+            # The policy remembers evicted paths at every so many pages. It reads the path from the
+            # node, so it hears of it before the pages leave.
+            if every_pages and end // every_pages != (end - count) // every_pages:
                 self.policy.evicted(node, count)
             # The whole leaf goes: fold its steps into its one mark, which `_remove_leaf` hands to
             # the parent.
