@@ -130,20 +130,19 @@ def host_events(events: Iterable[HostEvent], block_size: int) -> list[Any]:
 
 
 def backends_of(config: Any, kv_cache: Any) -> list[str]:
-    """Return the sorted names of the attention kernels of all layers that have KV."""
+    """Return the names of the attention kernels of all layers that have KV, sorted."""
     names = [name for group in kv_cache.kv_cache_groups for name in group.layer_names]
     layers = get_layers_from_vllm_config(config, AttentionLayerBase, names)
     return sorted({layer.get_attn_backend().get_name() for layer in layers.values()})
 
 
-def block_format(config: Any, kv_cache: Any, backends: list[str]) -> str:
+def block_format(config: Any, kv_cache: Any, groups: BlockGroups, backends: list[str]) -> str:
     """Return a tag, equal on both servers, of all that the bytes of blocks depend on besides shape
     and element type: the version, the kernels, their packing (on CPUs it depends on the
     instructions), quantization. `OPTION_NAMES` maps each word to the option that sets it."""
     # The version too: kernels may pack differently in the next one, and no name would show it.
     # Blocks of all groups are alike, but for states.
-    groups, of = BlockGroups.of(kv_cache), kv_cache.kv_cache_groups
-    spec = of[groups.full].kv_cache_spec
+    spec = groups.spec
     words = {
         "vllm": installed_version(),
         "kernels": "+".join(backends),
@@ -166,7 +165,7 @@ def block_format(config: Any, kv_cache: Any, backends: list[str]) -> str:
     if groups.has_states:
         from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 
-        states = [of[one.number].kv_cache_spec for one in groups.windows]
+        states = [kv_cache.kv_cache_groups[one.number].kv_cache_spec for one in groups.windows]
         names = {str(dtype).removeprefix("torch.") for spec in states for dtype in spec.dtypes}
         words["state_dtypes"] = "+".join(sorted(names))
         words["state_layout"] = get_conv_state_layout()

@@ -51,9 +51,7 @@ class HostEvents:
         self, key: RadixKey, hashes: Sequence[bytes], tokens: Sequence[int], request: Any
     ) -> None:
         """Note what is to be said of blocks, named by `key`, once they are in host memory. Their KV
-        is that of the first of the `tokens`."""
-        if not hashes:
-            return
+        is that of the `tokens`."""
         size = self._name_bytes
         packed = np.asarray(tokens, np.int32).reshape(len(hashes), -1)
         adapter = request.lora_request
