@@ -11,8 +11,6 @@ from prefixkv.errors import check_laws
 
 
 class BlockPool(Protocol):
-    """The part of vLLM's `BlockPool` that is used here."""
-
     blocks: list[Any]
 
     def touch(self, blocks: Sequence[Any]) -> None: ...
@@ -51,7 +49,6 @@ class Holds:
         return self.hash_of(page) is not None
 
     def num_references(self, page: int) -> int:
-        """Return all references on this block, these included."""
         return int(self.pool.blocks[page].ref_cnt)
 
     def take(self, rid: str, pages: Iterable[int]) -> None:
@@ -83,7 +80,6 @@ class Flights:
         return len(self._carrier)
 
     def begin(self, rid: str, hashes: Iterable[Hashable]) -> None:
-        """The request loads these blocks until `land`."""
         mine = self._blocks.setdefault(rid, [])
         for block in hashes:
             # Two requests load one block where they do not join. The first stays its carrier, so

@@ -130,7 +130,6 @@ def host_events(events: Iterable[HostEvent], block_size: int) -> list[Any]:
 
 
 def backends_of(config: Any, kv_cache: Any) -> list[str]:
-    """Return the names of the attention kernels of all layers that have KV, sorted."""
     names = [name for group in kv_cache.kv_cache_groups for name in group.layer_names]
     layers = get_layers_from_vllm_config(config, AttentionLayerBase, names)
     return sorted({layer.get_attn_backend().get_name() for layer in layers.values()})
@@ -173,7 +172,6 @@ def block_format(config: Any, kv_cache: Any, groups: BlockGroups, backends: list
 
 
 def gather(given: object) -> list[object]:
-    """Gather from all tensor parallel ranks. See `rank_group.Gather`."""
     # The CPU group: objects are gathered at start-up only, without use of a device.
     group = get_tp_group()
     found: list[object] = [None] * group.world_size

@@ -86,7 +86,6 @@ class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """Prefixes are looked for as `bind_kv_cache_manager` has it."""
         return bool(self._groups.windows)
 
     @property
@@ -109,7 +108,6 @@ class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
             look_up_densely(kv_cache_manager, self._groups.full, self.scheduler.ignores_windows)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """A policy, if one is set, chooses its victims from now on."""
         shadow: Shadow | None = None
         # The queue is replaced before any block is cached, so the shadow misses none.
         if self._options.policy and not gpu_block_pool.enable_caching:
@@ -128,7 +126,6 @@ class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         return self.scheduler.count_loadable(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """`num_external_tokens` tokens are to be loaded."""
         pages, windows = self._groups.tables(blocks.get_block_ids())
         hosted = self.scheduler.allocated(request, pages, num_external_tokens, windows)
         # Of what is loaded, `usage` says of tokens from host memory alone that they were cached.
@@ -175,7 +172,6 @@ class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
 
     @property
     def worker(self) -> WorkerSide:
-        """It exists from `register_kv_caches` on."""
         assert self._worker is not None, "a worker's connector, with its KV memory"
         return self._worker
 
@@ -239,7 +235,6 @@ class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
             self.worker.after_forward(orders, event_on(self._kv_caches))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Return the loads that are over. vLLM waits until every rank has reported one."""
         results = self.worker.take_results()
         return compat.KVConnectorTransferResults(
             finished_recving=results.received, failed_recving=results.failed

@@ -36,7 +36,6 @@ _TOKEN_MASK: Final = 0x7FFF_FFFF
 
 
 def key_of(hashes: Iterable[bytes]) -> RadixKey:
-    """Return the key of a path; `hashes` are vLLM's, one per block."""
     # Of a hash 124 bits count: a token has 31.
     cut = b"".join([one[:NAME_BYTES].ljust(NAME_BYTES, b"\0") for one in hashes])
     return RadixKey.of_packed((np.frombuffer(cut, "<u4") & _TOKEN_MASK).tobytes())
@@ -49,8 +48,6 @@ def _names(key: RadixKey) -> Iterator[bytes]:
 
 @dataclass(slots=True)
 class _BlockPath:
-    """The cached blocks of a path; see `DevicePath`."""
-
     blocks: list[int]
     unprotected_pages: int
 
@@ -65,8 +62,6 @@ class _BlockPath:
 
 @dataclass(slots=True, eq=False)
 class BlockLock:
-    """References for a write to host memory; see `DeviceLock`."""
-
     pages: Pages
     name: str  # of the references
     held: bool = True
@@ -135,7 +130,6 @@ class DeviceBlocks:
         return _BlockPath(found, unprotected)
 
     def pin_key(self, key: RadixKey, now_s: float) -> BlockLock:
-        """Reference the cached blocks of a path until `unpin`."""
         self._num_locks += 1
         # No request of vLLM's has such an id.
         blocks, name = self.find(key).blocks, f"host memory\0{self._num_locks}"
@@ -154,7 +148,6 @@ class DeviceBlocks:
         return all(self._holds.num_references(page) > 0 for page in pages.tolist())
 
     def flush(self) -> None:
-        """Forget all blocks: their KV is of former weights."""
         self.epoch += 1
         self._left.clear()
         self._name_of.clear()
@@ -191,8 +184,6 @@ class HostBlocks:
         self._flights = Flights()  # of live requests: the blocks that their loads copy
         self._barred: set[str] = set()  # live requests whose load has failed
         self._ends: dict[int, list[HostCopyDone]] = {}  # of copies that not all ranks have ended
-
-    # --- the workers ------------------------------------------------------------------------------
 
     def resize(self, sizes: dict[int, tuple[int, int]]) -> None:
         """`sizes`: by rank, pages that are ready, and all."""
@@ -242,8 +233,6 @@ class HostBlocks:
                 self.bar(rid)
         num_bytes, seconds = sum(end.num_bytes for end in ranks), max(end.seconds for end in ranks)
         tier.ended(HostCopyDone(number, error, num_bytes, seconds), self._now_s())
-
-    # --- requests ---------------------------------------------------------------------------------
 
     def depth(self, rid: str, hashes: Callable[[], list[Any]], start: int) -> int:
         """Return how many of a request's first blocks are here; 0 where that is not more than
@@ -314,12 +303,9 @@ class HostBlocks:
                 self.tier.leave(path, self._now_s(), None)
 
     def flush(self) -> None:
-        """Empty host memory: the weights change. Copies under way end for nothing."""
         self.device.flush()
         if self.tier is not None:
             self.tier.flush()
-
-    # --- counts -----------------------------------------------------------------------------------
 
     @property
     def num_copies(self) -> int:
@@ -327,7 +313,6 @@ class HostBlocks:
 
     @property
     def is_writing(self) -> bool:
-        """True while writes keep blocks from other requests."""
         return self.tier is not None and self.tier.num_writes > 0
 
     @property
@@ -343,7 +328,6 @@ class HostBlocks:
         return counts
 
     def check_invariants(self) -> None:
-        """Raise InternalError if a law of the two tiers is broken: T1 to T4 and T6."""
         self._flights.check_invariants()
         if self.tier is not None:
             self.tier.check_invariants()

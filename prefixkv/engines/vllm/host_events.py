@@ -65,7 +65,6 @@ class HostEvents:
             self._left.popitem(last=False)
 
     def take(self) -> list[HostEvent]:
-        """Return what has changed since the last call. O(blocks of it)."""
         events: list[HostEvent] = []
         for change in self._changes.take():
             if isinstance(change, Inserted):

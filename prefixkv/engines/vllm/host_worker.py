@@ -35,7 +35,6 @@ class WorkerHost:
         self._num_reported = -1
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when a copy has ended."""
         return self._ends.fd
 
     def begin(self, orders: list[CopyOrder], ready: DeviceEvent | None) -> list[str]:

@@ -79,7 +79,6 @@ def check_engine(options: ConnectorOptions, config: Any, groups: BlockGroups) ->
 
 
 def is_plain(spec: Any, backends: Iterable[str]) -> bool:
-    """Return whether these kernels keep this cache in a plain layout, as `PLAIN` describes."""
     # Each further field of a spec means bytes in a block besides K and V, or K and V of two sizes.
     return (
         {*backends} <= {*PLAIN}

@@ -55,8 +55,6 @@ class ScheduledLoads:
     followers: set[str] = field(default_factory=set)  # other choices of a prompt that is loaded
     rooms: dict[int, bytes] = field(default_factory=dict)  # of both: the digest of the prompt
 
-    # --- requests ---------------------------------------------------------------------------------
-
     def begin(self, request: Any, ask: LoadAsk) -> None:
         """Register a load, or a follower of one. Raises CallerError for a prompt that cannot be
         loaded; prefill is then refused, unless the room belongs to another request."""
@@ -110,7 +108,6 @@ class ScheduledLoads:
         ledger.orders.opens.append(opening)
 
     def refuse(self, ask: LoadAsk, reason: str) -> None:
-        """Refuse prefill a room that was wanted."""
         del self.rooms[ask.room]
         self._order_refusal(ask, reason)
 
@@ -133,15 +130,11 @@ class ScheduledLoads:
         return True
 
     def flush(self) -> None:
-        """Fail the loads that are under way: the weights change."""
         for rid, load in self.pending.items():
             if not load.over:
                 self.ledger.orders.abort_loads[rid] = "the cache is being reset"
 
-    # --- blocks of all loads together -------------------------------------------------------------
-
     def could_fit(self, num_blocks: int) -> bool:
-        """Return whether a prompt of `num_blocks` may be loaded at all."""
         return self.most_blocks is None or num_blocks <= self.most_blocks
 
     def fits(self, num_blocks: int) -> bool:
@@ -162,8 +155,6 @@ class ScheduledLoads:
         """True while a proof is expected: an overdue one may not come for a long time."""
         return any(load.over and not load.overdue for load in self.pending.values())
 
-    # --- reports ----------------------------------------------------------------------------------
-
     def failed(self, rid: str, error: str, refused: bool) -> bool:
         """Note why; `refused`: the two servers do not fit. Returns False for an unknown load."""
         if (load := self.pending.get(rid)) is None:
@@ -172,17 +163,14 @@ class ScheduledLoads:
         return True
 
     def settled(self, rid: str) -> None:
-        """A rank reports, once, that no peer writes into the blocks of a load any more."""
         if (load := self.pending.get(rid)) is not None:
             load.unsettled -= 1
 
     def overdue(self, rid: str) -> None:
-        """A rank has waited for the proof of a load beyond its time."""
         if (load := self.pending.get(rid)) is not None:
             load.overdue = True
 
     def received(self, rid: str) -> _PendingLoad | None:
-        """Note that a load is over; return it."""
         if (load := self.pending.get(rid)) is not None:
             load.over = True
         return load
@@ -196,8 +184,6 @@ class ScheduledLoads:
             self.ledger.holds.release(rid)
             del self.rooms[load.room]
             del self.pending[rid]
-
-    # --- the whole --------------------------------------------------------------------------------
 
     def waiting_since(self) -> list[float]:
         return [load.since_s for load in self.pending.values() if not load.over]

@@ -252,7 +252,7 @@ class SchedulerSide:
         depth = self.host.depth(
             rid, lambda: self.ledger.groups.hashes(request, 0, end * size), start
         )
-        return max(0, min(depth, end) - start) * size
+        return int(max(0, min(depth, end) - start) * size)
 
     def _carrier(self, block_hash: Any, asks: bool) -> str | None:
         """Return the request that brings this block. `asks`: also where prefill sends it."""
@@ -312,7 +312,6 @@ class SchedulerSide:
         return hosted
 
     def _load_from_host(self, request: Any, pages: Sequence[int], start: int, end: int) -> None:
-        """Order the load of tokens `start` to `end`."""
         rid, hashes = request.request_id, self.ledger.groups.hashes(request, start, end)
         first, last = start // self._block_size, end // self._block_size
         self.host.load(rid, first, last, pages[first:last], hashes)
@@ -544,7 +543,6 @@ class SchedulerSide:
     # --- counts -----------------------------------------------------------------------------------
 
     def take_counts(self) -> dict[str, int]:
-        """See `Counters.take`."""
         for name, number in self.host.take_counts().items():
             self.counters.add(name, number)
         return self.counters.take()

@@ -166,7 +166,6 @@ class ScheduledSends:
             raise RequestError("a prompt that ends in an image is computed where it is wanted")
 
     def _check_size(self, request: Any) -> None:
-        """Raise RequestError for a prompt that would take blocks which loads count on."""
         num_blocks = self.ledger.groups.blocks_of(request.num_prompt_tokens)
         if self.most_blocks is not None and num_blocks > self.most_blocks:
             raise RequestError(
@@ -293,7 +292,6 @@ class ScheduledSends:
     # --- steps ------------------------------------------------------------------------------------
 
     def allocated(self, rid: str) -> None:
-        """vLLM has given the request blocks."""
         if rid not in self.ending and (send := self.sends.get(rid)) is not None:
             send.started = True
 
@@ -403,7 +401,6 @@ class ScheduledSends:
     # --- what workers say -------------------------------------------------------------------------
 
     def promised(self, rid: str) -> None:
-        """One rank has received decode's promise."""
         if (send := self.sends.get(rid)) is not None:
             send.unpromised -= 1
 

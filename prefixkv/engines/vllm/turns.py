@@ -13,8 +13,6 @@ from prefixkv.engines.vllm.sends import ScheduledSends
 
 
 class Turns:
-    """The turns of one engine's requests."""
-
     def __init__(self, loads: ScheduledLoads, sends: ScheduledSends) -> None:
         self._loads, self._sends = loads, sends
         self.is_changed = False  # a request has let others go first in this step

@@ -83,7 +83,6 @@ class WakeupListener(Closing):
             self._on_ring()
 
     def close(self) -> None:
-        """Join the thread. Idempotent."""
         if not self._closing:
             self._closing = True
             self._socket.shutdown(SHUT_RD)  # ends `recv`, as closing the socket would not
@@ -136,7 +135,6 @@ class WakeupSender(Closing):
                 return  # the scheduler's process is gone
 
     def close(self) -> None:
-        """Join the thread. Idempotent."""
         if self._closing:
             return
         # The thread is in one of two waits, so both are ended, after the flag that it checks.

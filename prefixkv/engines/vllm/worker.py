@@ -164,13 +164,11 @@ class WorkerSide:
 
     @property
     def decode(self) -> DecodeTransfers:
-        """Transfers into this worker; only a registered kv_consumer has them."""
         assert self._decode is not None, "a kv_consumer that is registered"
         return self._decode
 
     @property
     def prefill(self) -> PrefillTransfers:
-        """Transfers out; only a registered kv_producer has them."""
         assert self._prefill is not None, "a kv_producer that is registered"
         return self._prefill
 
@@ -288,7 +286,6 @@ class WorkerSide:
         self._report.freed.append(rid)
 
     def has_work_after(self, orders: StepOrders) -> bool:
-        """Return whether there is something to do behind the kernels of a step."""
         has_writes = self._host is not None and self._host.has_writes
         return has_writes or bool(orders.chunks or orders.offers)
 
@@ -424,7 +421,6 @@ class WorkerSide:
                 self._report.freed.append(rid)
 
     def take_report(self) -> WorkerReport | None:
-        """Return the report since the last call; None: there is nothing to report."""
         if not self._report:
             return None
         report, self._report = self._report, WorkerReport()
@@ -452,14 +448,12 @@ class WorkerSide:
             side.fence(peer, incarnation)
 
     def move_weights(self, weights_version: str) -> None:
-        """Raises ConfigError for a string that is no version."""
         for side in self._sides:
             side.move_weights(weights_version)
 
     # --- counts -----------------------------------------------------------------------------------
 
     def take_counts(self) -> dict[str, int]:
-        """`bytes_sent` of its rank is included."""
         if self._prefill is not None:
             # The transfer's number only grows; vLLM adds up intervals, so report the difference.
             sent = self._prefill.bytes_sent
@@ -470,7 +464,6 @@ class WorkerSide:
 
 @contextmanager
 def _logged(text: str, *args: object) -> Iterator[None]:
-    """No error of a transfer leaves it: it is logged behind the text."""
     try:
         yield
     except PrefixKVError as error:
