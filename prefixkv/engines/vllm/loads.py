@@ -16,7 +16,7 @@ from typing import Any
 
 from prefixkv.engines.vllm.asks import LoadAsk, computes_all, digest_of
 from prefixkv.engines.vllm.ledger import Ledger
-from prefixkv.engines.vllm.orders import Open, Refuse
+from prefixkv.engines.vllm.orders import Open, Refuse, WorkerReport
 from prefixkv.errors import CallerError, RequestError, check_laws
 from prefixkv.spi import pages_for
 
@@ -155,20 +155,14 @@ class ScheduledLoads:
         """True while a proof is expected: an overdue one may not come for a long time."""
         return any(load.over and not load.overdue for load in self.pending.values())
 
-    def failed(self, rid: str, error: str, refused: bool) -> bool:
-        """Note why; `refused`: the two servers do not fit. Returns False for an unknown load."""
-        if (load := self.pending.get(rid)) is None:
-            return False
-        load.error, load.refused = error, refused
-        return True
-
-    def settled(self, rid: str) -> None:
-        if (load := self.pending.get(rid)) is not None:
-            load.unsettled -= 1
-
-    def overdue(self, rid: str) -> None:
-        if (load := self.pending.get(rid)) is not None:
-            load.overdue = True
+    def take(self, report: WorkerReport) -> None:
+        """A rank reports, once, why a load has failed, that no peer writes into its blocks any
+        more, or that it has waited for the proof of that beyond its time."""
+        for rid, load in self.pending.items() if report else ():
+            if rid in report.failed:
+                load.error, load.refused = report.failed[rid], rid in report.refused
+            load.unsettled -= report.settled.count(rid)
+            load.overdue |= rid in report.overdue
 
     def received(self, rid: str) -> _PendingLoad | None:
         if (load := self.pending.get(rid)) is not None:

@@ -155,12 +155,6 @@ class WorkerReport:
     def __bool__(self) -> bool:
         return self != WorkerReport()
 
-    @property
-    def has_outcomes(self) -> bool:
-        return self != WorkerReport(
-            bells=self.bells, address=self.address, host_pages=self.host_pages
-        )
-
     def aggregate(self, other: Self) -> Self:
         """vLLM folds the reports of all ranks into one this way."""
         # Lists keep an entry per rank: the scheduler counts down from `num_ranks`, and only the

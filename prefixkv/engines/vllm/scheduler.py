@@ -447,24 +447,21 @@ class SchedulerSide:
         # unsettled; `settle` frees only a load that is over. Any other order would hold blocks
         # that are settled, or free them before the hold exists.
         report, received = report or WorkerReport(), list(received)
-        if report.has_outcomes or received:
+        if report or received:
             self.rest.stepped(is_quiet=False)
         self.rest.num_senders += report.bells
         self.sends.address = self.sends.address or report.address
+        self.loads.take(report)
         for rid, error in report.failed.items():
-            is_load = self.loads.failed(rid, error, refused=rid in report.refused)
-            if is_load and NOT_FINITE in error:  # prefill has sent what it computed before
-                self.spoilt(self.loads.pending[rid].pages)
-            if not is_load and rid in self.host.loading:
+            if (load := self.loads.pending.get(rid)) is not None:
+                if NOT_FINITE in error:  # prefill has sent what it computed before
+                    self.spoilt(load.pages)
+            elif rid in self.host.loading:
                 self._record_error(rid, error)
         # Behind the failures, since it forgets loads that are over; before `_received`, which lets
         # others look for their blocks.
         self.host.resize(report.host_pages)
         self.host.ended(report.copied)
-        for rid in report.settled:
-            self.loads.settled(rid)
-        for rid in report.overdue:
-            self.loads.overdue(rid)
         for rid in received:
             self._received(rid)
         for rid in {*report.settled, *received}:

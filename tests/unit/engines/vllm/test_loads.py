@@ -10,6 +10,7 @@ from prefixkv.engines.vllm.asks import LoadAsk
 from prefixkv.engines.vllm.groups import BlockGroups
 from prefixkv.engines.vllm.ledger import Ledger
 from prefixkv.engines.vllm.loads import ScheduledLoads
+from prefixkv.engines.vllm.orders import WorkerReport
 from prefixkv.engines.vllm.wakeup import LONGEST_REST_S, QUIET_STEPS, Rest
 from prefixkv.errors import CallerError, RequestError
 from tests.unit.engines.vllm.standin import BLOCK, BlockPool, Request
@@ -85,10 +86,10 @@ def test_a_proof_that_is_overdue_is_not_waited_for() -> None:
     case.load("a", 1)
     assert case.loads.any_under_way
     assert not case.loads.any_expected, "vLLM waits for its end itself"
-    case.loads.failed("a", "lost", refused=False)
+    case.loads.take(WorkerReport(failed={"a": "lost"}))
     case.received("a")
-    for rid in ("a", "unknown"):
-        case.loads.overdue(rid)
+    assert case.loads.any_expected
+    case.loads.take(WorkerReport(overdue=["a", "unknown"]))
     assert not case.loads.any_under_way
     assert not case.loads.any_expected
 
