@@ -3,7 +3,6 @@ compare every answer with that of transformers by itself."""
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
@@ -28,7 +27,7 @@ from prefixkv.cli.demo.report import (
 )
 from prefixkv.cli.demo.workers import PREFILL, ChatAnswer, ModelWorkers
 from prefixkv.cli.demo.workload import Workload, chat
-from prefixkv.cli.outputs import check_writable, write_text, writing
+from prefixkv.cli.outputs import write_json
 from prefixkv.engines.hf.reference import Reference
 from prefixkv.engines.hf.small import small_model, small_tokenizer
 from prefixkv.serving import interrupts
@@ -67,18 +66,14 @@ def run(
 ) -> int:
     """Returns the exit status: 0, or 1 if anything is wrong with a pass. Raises ConfigError before
     anything is started; ModelWorkerError, WorkerFailedError."""
-    check_writable("--json", json_path)
-    check_writable("--plot", plot_path)
     console = Console(highlight=False, markup=False, soft_wrap=True)
     report = run_chats(seed, links, console)
     for lines in (picture(report.by_turn()), table(report.rows())):
         console.print("\n" + "\n".join(lines))
     if json_path is not None:
-        text = json.dumps(report.as_json(), indent=1, allow_nan=False)
-        write_text("--json", json_path, text + "\n")
+        write_json(json_path, report.as_json())
     if plot_path is not None:
-        with writing("--plot", plot_path):
-            draw(report.by_turn(), plot_path)
+        draw(report.by_turn(), plot_path)
     for complaint in report.complaints():
         console.print(f"WRONG: {complaint}")
     return int(bool(report.complaints()))

@@ -14,7 +14,7 @@ import pytest
 from prefixkv.cache.eviction.policy import policy_names
 from prefixkv.cli.main import run_command
 from prefixkv.cli.replay import Trace, make_trace, replay_curves
-from prefixkv.cli.replay.tiers import host_size
+from prefixkv.cli.replay.tiers import host_blocks
 from prefixkv.errors import ConfigError
 
 
@@ -129,15 +129,14 @@ def test_the_optimum_has_no_host_tier() -> None:
     ],
 )  # fmt: skip
 def test_sizes_of_host_tiers(text: str | int, blocks: int) -> None:
-    size = host_size("--host", text)
-    assert size.blocks(100, 1024) == blocks
+    assert host_blocks(text, 100, 1024) == blocks
 
 
 @pytest.mark.parametrize(
     "given", ["", "4y", "x", "-1x", "1.5", "GiB", "4x4", True, 1.5, "1e3", "٤x"]
 )
 def test_what_is_no_size_is_refused(given: Any) -> None:
-    with pytest.raises(ConfigError, match="hosts"):
+    with pytest.raises(ConfigError, match="a host tier of"):
         replay_curves(trace_of([1]), ["lru"], [2], hosts=[given])
 
 
