@@ -5,13 +5,12 @@ Source: SGLang's `DecodePreallocQueue`, which admits first come, first served.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
 from prefixkv.admission import make_admission
 from prefixkv.cache.results import MatchResult, Releases
 from prefixkv.config import DecodeConfig
-from prefixkv.decode.flights import Source
 from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.plan import Look, Plan, Planner
 from prefixkv.decode.request import DecodeRequest
@@ -53,35 +52,31 @@ class Admission(Waiting):
     """
 
     def __init__(
-        self, ledger: Ledger, config: DecodeConfig, planner: Planner, organs: Sequence[Source],
-        stuck_pages: PagesOfBusy,
-    ) -> None:  # fmt: skip
+        self, ledger: Ledger, config: DecodeConfig, planner: Planner, stuck_pages: PagesOfBusy
+    ) -> None:
         super().__init__(
             ledger.workers, make_admission(config.admission), config.admission_patience_s,
             config.admission_wait_s, ledger.pages.errors,
         )  # fmt: skip
         self._ledger, self._pages = ledger, ledger.pages
-        self._planner, self._organs = planner, organs
-        self._stuck_pages = stuck_pages
+        self._planner, self._stuck_pages = planner, stuck_pages
         self._unwanted: list[Waiter] = []  # not entered in the tree yet; some may have left
         self._num_changes = 0
         self._spent_at = -1  # version at which a pass left nothing to look at
 
-    def add(self, req: DecodeRequest, *, first: bool = False) -> None:
-        """Queue a request. With `first` it was admitted before: it goes before all others, and its
-        waiting time begins with the next pass.
+    def add(self, req: DecodeRequest, now_s: float, *, first: bool = False) -> None:
+        """Queue a request. With `first` it was admitted before: it goes before all others.
 
         Cost: O(log waiting), and a match where the policy lets requests overtake. Raises what the
         policy raises, with nothing changed.
         """
         worker = self._workers.of(ALONE if req.is_alone else req.prefill)
-        waiter = Waiter(req, self._num_arrivals + 1, worker, first)
+        waiter = Waiter(req, self._num_arrivals + 1, worker, first, now_s)
         # Ranks are the user's code: they come before the first change. One that comes back has no
         # rank: the order among those is by return, which no policy changes.
         if not first:
-            waiter.since_s = req.arrived_s
             if self._policy.overtakes:
-                self._look(waiter, req.arrived_s)
+                self._look(waiter, now_s)
             waiter.rank = self._rank(waiter)
         self._num_arrivals += 1
         self._spent_at = -1
@@ -90,11 +85,9 @@ class Admission(Waiting):
         self._enter(waiter, available if req.max_pages <= available else self.most_pages)
         if self._pages.caching and req.request.cacheable:
             self._unwanted.append(waiter)
-        # `add` is not given the time where a request comes back, so the next pass stamps it.
-        if first:
-            self._unstamped.append(waiter)
-        elif req.request.deadline_s is None:  # else the scheduler has its deadline
-            self._late.wake(req, req.arrived_s + self._timeout_s)
+        # Its own deadline_s was for its KV to come the first time.
+        if req.request.deadline_s is None or req.committed_s is not None:
+            self._late.wake(req, now_s + self._timeout_s)
 
     def match_of(self, req: DecodeRequest) -> MatchResult | None:
         """Return the last match of a request; matched now if there is none."""
@@ -136,8 +129,6 @@ class Admission(Waiting):
     def expired(self, now_s: float) -> list[tuple[DecodeRequest, str]]:
         """Return the requests that have waited too long, each with the reason in words. They still
         have to be removed. O(1) if there are none."""
-        if self._unstamped:
-            self._stamp(now_s)
         if self._late.next_s > now_s:
             return []
         # The reasons are read before any is removed: they name what holds the pages now.
@@ -147,8 +138,7 @@ class Admission(Waiting):
         """Describe in words for what a request has waited, and how long."""
         waiter = self._waiters[req]
         worker, windows = waiter.worker, self._pages.windows
-        since_s = now_s if waiter.since_s is None else waiter.since_s
-        waited = f"waited {now_s - since_s:.3f} s for"
+        waited = f"waited {now_s - waiter.since_s:.3f} s for"
         # From the most particular reason to the general one.
         if waiter.blocked_by == PAGES:
             pages = f"{req.max_pages} of the pool's {self._pages.num_pages} pages"
@@ -179,7 +169,7 @@ class Admission(Waiting):
                     away += flight.pages.num_own + releases.end(flight.pages.lock)
         stuck = self._stuck_pages(releases)
         if held := pages.held_pages + pages.quarantined_pages:
-            held -= sum(source.held_pages for source in self._organs)
+            held -= sum(source.held_pages for source in self._ledger.organs)
         return Unproved(held, away, stuck)
 
     @property
@@ -268,7 +258,7 @@ class Admission(Waiting):
         """Make a pass: yield each plan that fits, or for which there is no source. The caller takes
         what it says, or ends its request, before it goes on. Where a user's policy fails, a request
         keeps its rank."""
-        self._now_s = now_s
+        self._note_overdue(now_s)
         if len(self._waiters) > 1:
             # Something has changed since the last pass: forget what that one had found out, and let
             # those aside return that now have prospects, before anything is tried.
@@ -305,9 +295,11 @@ class Admission(Waiting):
 
     def _in_order(self, now_s: float) -> Iterator[Plan]:
         pages, any_taken = self._pages, False
+        self._turns()  # so that all have a place
+        self._note_overdue(now_s)
         # 1. Requests that nothing may overtake, one after the other. The first that does not fit,
         # and does not step aside, ends the pass: all that comes behind it waits for it.
-        while (first := self._first_of_all(now_s)) is not None and pages.can_open:
+        while (first := self._first_of_all()) is not None and pages.can_open:
             plan = None
             if first.seen_at != self._version:
                 plan = self._plan(first, self._look(first, now_s), now_s)
@@ -335,7 +327,7 @@ class Admission(Waiting):
         # the last row, and changes what the others would get: so it ends the pass.
         workers = self._turns() if self.may_admit else []
         while looks > 0 and workers and not any_taken:
-            oldest: list[Waiter] = [next(iter(worker.looks)) for worker in workers if worker.looks]
+            oldest: list[Waiter] = [next(iter(worker.line)) for worker in workers if worker.line]
             old = [waiter for waiter in oldest if waiter.seen_at != self._version]
             looks, workers = looks - len(old), [waiter.worker for waiter in old]
             for waiter in old:

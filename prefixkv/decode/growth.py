@@ -20,17 +20,13 @@ from prefixkv.paging import pages_for
 class BatchGrowth:
     """Pages for what running requests write next. Owned by the scheduler's thread."""
 
-    def __init__(
-        self, ledger: Ledger, ending: Ending, requests: Mapping[str, DecodeRequest]
-    ) -> None:
-        self._pages, self._budget, self._journal = ledger.pages, ledger.budget, ledger.journal
-        self._ending = ending
-        self._requests = requests
+    def __init__(self, ledger: Ledger, ending: Ending) -> None:
+        self._ledger, self._pages, self._ending = ledger, ledger.pages, ending
         self._batch: list[DecodeRequest] = []  # of the last step: of this node, each once
 
     def running(self) -> Iterator[DecodeRequest]:
         """Iterate over the requests that run, the oldest first."""
-        return (req for req in self._requests.values() if req.state in CAN_RUN)
+        return (req for req in self._ledger.requests.values() if req.state in CAN_RUN)
 
     def for_next_token(self, reqs: Sequence[DecodeRequest], num_tokens: int, now_s: float) -> bool:
         """Give each running request the page for one more token, if it needs one. Returns True if
@@ -76,7 +72,7 @@ class BatchGrowth:
         for req in running:
             if req.state is not DecodeState.RUNNING:  # it gets its first token
                 req.become(DecodeState.RUNNING)
-                self._journal.runs(req, now_s)
+                self._ledger.journal.runs(req, now_s)
             req.output_limit = req.most_output
         return len(running) < len(due)
 
@@ -131,7 +127,7 @@ class BatchGrowth:
         # pages move from what remains to what is private.
         while missing:
             pages.grow_many([req.pages_held for req in missing if req.pages_held], now_s)
-            self._budget.grow_many([req.rid for req in missing])
+            self._ledger.budget.grow_many([req.rid for req in missing])
             missing = {req: left - 1 for req, left in missing.items() if left > 1}
         # 3. No page more in a window group: what has fallen out of the window is written again.
         for req, kv_len in lengths if pages.windows else ():
@@ -165,7 +161,7 @@ class BatchGrowth:
         check_own(req, DecodeRequest, self._pages)
         # One that was cut short is no error of the engine's: it may have sampled before it could
         # hear of that. Any other that is gone from here is.
-        if self._requests.get(req.rid) is not req and req.state not in CUT_SHORT:
+        if self._ledger.requests.get(req.rid) is not req and req.state not in CUT_SHORT:
             raise RequestError(f"request {req.rid!r} is {req.state.value}, it does not run here")
 
 

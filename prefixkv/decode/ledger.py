@@ -6,9 +6,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from prefixkv.decode.flights import Flight, Flights
+from prefixkv.config import DecodeConfig
+from prefixkv.decode.flights import Flight, Flights, Source
 from prefixkv.decode.journal import DecodeJournal
 from prefixkv.decode.request import DecodeRequest
+from prefixkv.decode.rooms import Rooms
 from prefixkv.decode.workers import Workers
 from prefixkv.errors import InternalError
 from prefixkv.pages.manager import PageManager
@@ -121,20 +123,23 @@ class PreallocBudget:
 
 
 class Ledger:
-    """The books of one decode rank. Owned by the scheduler's thread.
+    """The books of one decode rank, which its parts share. Owned by the scheduler's thread.
 
-    `reserve_tokens` is space kept for a request's output when it is admitted.
+    `organs` are what brings pages besides prefill, in the order in which it is preferred.
     """
 
     def __init__(
-        self, pages: PageManager, workers: Workers, reserve_tokens: int, weights_version: str
-    ) -> None:
+        self, pages: PageManager, config: DecodeConfig, journal: DecodeJournal, workers: Workers,
+        rooms: Rooms, requests: dict[str, DecodeRequest],
+    ) -> None:  # fmt: skip
         self.pages, self.page_size = pages, pages.page_size
-        self.workers = workers
-        self.reserve_tokens = reserve_tokens
-        self.weights_version = weights_version
-        self.budget = PreallocBudget(pages_for(reserve_tokens, pages.page_size))
-        self.journal = DecodeJournal()
+        self.name = config.name
+        self.journal, self.workers, self.rooms = journal, workers, rooms
+        self.requests = requests  # all that live, by rid, oldest first
+        self.organs: list[Source] = []
+        self.reserve_tokens = config.reserve_tokens  # kept for a request's output
+        self.weights_version = config.model.weights_version
+        self.budget = PreallocBudget(pages_for(config.reserve_tokens, pages.page_size))
         self.flights = Flights(pages.page_size)
         # True where a request has more than pages of the tree: it is sent with each prompt.
         self.has_more = bool(pages.groups)

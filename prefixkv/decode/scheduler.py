@@ -22,23 +22,24 @@ from typing import Any, ClassVar
 from prefixkv.addresses import check_prefill
 from prefixkv.cache.events import EventFeed
 from prefixkv.cache.radix_key import token_list
+from prefixkv.cache.results import PrefixLock
 from prefixkv.config import DecodeConfig
 from prefixkv.decode.admission import Admission
-from prefixkv.decode.audit import check_decode
-from prefixkv.decode.ending import End, Ending
+from prefixkv.decode.ending import UNTOLD, End, Ending
 from prefixkv.decode.flights import Flight, Source
 from prefixkv.decode.growth import BatchGrowth
 from prefixkv.decode.journal import DecodeJournal
 from prefixkv.decode.ledger import Ledger
-from prefixkv.decode.plan import Plan, Planner
+from prefixkv.decode.plan import Plan, Planner, PrefillSource
 from prefixkv.decode.request import (
+    ACTIVE,
     CAN_RUN,
     CUT_SHORT,
     DecodeRequest,
     DecodeState,
     PrefillAsk,
 )
-from prefixkv.decode.rooms import PrefillSource, Rooms
+from prefixkv.decode.rooms import Rooms
 from prefixkv.decode.workers import ALONE, Workers
 from prefixkv.errors import (
     AbortedError,
@@ -50,6 +51,7 @@ from prefixkv.errors import (
     RequestError,
     TransferError,
     TransferTimeoutError,
+    check_laws,
     shown,
 )
 from prefixkv.pages.manager import PageManager, RequestPages
@@ -114,28 +116,26 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self, pages: PageManager, config: DecodeConfig, parts: DecodeParts | None = None
     ) -> None:
         parts = parts or DecodeParts()
-        self.name = config.name
-        self.workers = parts.workers
-        version = config.model.weights_version
-        self.ledger = Ledger(pages, parts.workers, config.reserve_tokens, version)
-        super().__init__(pages, self.ledger.journal, version)
+        super().__init__(pages, DecodeJournal(), config.model.weights_version)
+        self.name, self.workers = config.name, parts.workers
+        # Rooms outlive requests: a number stays in use until the control plane has proved that its
+        # room is drained, so that two requests never share one.
+        self.rooms = Rooms(self._commands, parts.ticket, self.counters)
+        self.ledger = Ledger(pages, config, self.journal, parts.workers, self.rooms, self.requests)
         self.budget, self.flights = self.ledger.budget, self.ledger.flights
-        # What brings pages, in the order in which it is preferred; prefill is always there.
         made = [make(self.ledger, config, parts) for make in self.source_makers]
-        self._organs = [source for source in made if source is not None]
+        self._organs = self.ledger.organs
+        self._organs += [source for source in made if source is not None]
         self.sources: dict[str, Any] = {source.name: source for source in self._organs}
         self._fails_over = any(source.fails_over for source in self._organs)
         for setting in config.source_settings - {source.setting for source in self._organs}:
             raise ConfigError(f"{setting}: this installation has no part for it")
-        # Rooms outlive requests: a number stays in use until the control plane has proved that its
-        # room is drained, so that two requests never share one.
-        self.rooms = Rooms(self._commands, parts.ticket, self.counters)
-        self.prefill = PrefillSource(self.ledger, self.rooms, self._organs, config.name)
-        self._planner = Planner(self.ledger, self._organs, self.prefill)
-        self._ending = Ending(self.ledger, self._organs, self.rooms, self._ask_again)
-        self._growth = BatchGrowth(self.ledger, self._ending, self.requests)
+        self.prefill = PrefillSource(self.ledger)
+        self._planner = Planner(self.ledger, self.prefill)
+        self._ending = Ending(self.ledger, self._ask_again)
+        self._growth = BatchGrowth(self.ledger, self._ending)
         self.waiting = Admission(
-            self.ledger, config, self._planner, self._organs,
+            self.ledger, config, self._planner,
             lambda releases: self._ending.num_pages(releases, is_broken=True),
         )  # fmt: skip
         self._max_retries, self._retarget = config.num_retries, config.retarget
@@ -169,7 +169,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         req = DecodeRequest(request, self.pages, now_s)
         # From here on something changes. The queue comes first since it calls a user's policy,
         # which may raise: nothing else is noted then, and nothing has to be undone.
-        self.waiting.add(req)
+        self.waiting.add(req, now_s)
         if request.prefill:
             req.name_prompt(self.waiting.match_of(req))
         self.requests[req.rid] = req
@@ -346,10 +346,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         """
         now_s = self._pump()
         check_event("after", after)
-        if self._ending.left:
+        if untold := self._ending.untold():
             after = not_done(after)  # may raise: before anything changes
-            left, self._ending.left = self._ending.left, []
-            for req in left:
+            for req in untold:
                 self._ending.release_after(after, End(req), now_s)
         failed, self._failed = self._failed, []
         return failed
@@ -764,10 +763,54 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.flights.check_invariants()
         self.waiting.check_invariants()
         self.rooms.check_invariants()
-        check_decode(
-            self.ledger, self.rooms, (*self._organs, self.prefill), waiting=self.waiting,
-            requests=self.requests.values(), ending=self._ending,
-        )  # fmt: skip
+        requests, flights = self.requests.values(), self.flights
+        # A request that was retracted, and waits for the device, is in both.
+        live = list(dict.fromkeys([*requests, *self._ending.requests()]))
+        locks: set[PrefixLock] = set()
+        held_by: set[RoomKey] = set()
+        for source in (*self._organs, self.prefill):
+            source.check_invariants(live)
+            locks |= source.locks
+            held_by |= source.held_by
+        # Pages have three kinds of owners: requests, flights that lost their request, and undrained
+        # rooms. The last are the allocator's to count, as held.
+        held = [req.pages_held for req in live if req.pages_held is not None]
+        held += [flight.pages for flight in flights if flight.owner is None]
+        self.pages.check_owners(held, locks)
+        size = self.pages.page_size
+        laws = {
+            "only undrained rooms hold pages, and loads that nothing waits for": held_by
+            <= set(self.pages.allocator.owners())
+            <= self.rooms.undrained() | held_by,
+            "a queued request holds nothing, and is queued or retracted": all(
+                req.pages_held is None and req.state in _WAITS for req in self.waiting
+            ),
+            "a preallocated request has a flight, and no other has": all(
+                (req.state is DecodeState.PREALLOCATED) == (flights.of(req) is not None)
+                for req in live
+            ),
+            "what waits for the device holds its pages": all(
+                req.pages_held is not None for req in self._ending.requests()
+            ),
+            "active counts the admitted requests": self.budget.active
+            == sum(req.state in ACTIVE for req in requests),
+            "no request has more pages than it may ever need": all(
+                req.pages_held.num_pages <= req.max_pages for req in live if req.pages_held
+            ),
+            "a running request has the page that the next step writes to": all(
+                req.pages_held.num_pages * size
+                >= min(req.prompt_len + len(req.output), req.most_kv_len)
+                for req in requests
+                if req.state in CAN_RUN and req.pages_held and req not in self._ending
+            ),
+            "a request with a limit above 0 runs, and has the pages for that much output": all(
+                req.state is DecodeState.RUNNING and req.output_limit <= req.most_output
+                for req in live
+                if req.output_limit
+            ),
+            "a request's digest is its prompt's": all(req.is_named_right for req in requests),
+        }
+        check_laws(laws, list(requests))
 
     # --- admission --------------------------------------------------------------------------------
 
@@ -904,9 +947,16 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     # --- ends -------------------------------------------------------------------------------------
 
-    def _end(self, req: DecodeRequest, state: DecodeState, error: Exception, now_s: float) -> None:
-        """Hand on its flight or its place in the queue. One that runs keeps `pages_held`; the
-        caller releases them."""
+    def _fail(self, req: DecodeRequest, error: Exception, now_s: float) -> None:
+        # Where its engine was computing it, `pop_failed` tells when the device is done.
+        self._cut_short(req, DecodeState.FAILED, error, now_s, UNTOLD)
+
+    def _cut_short(
+        self, req: DecodeRequest, state: DecodeState, error: Exception, now_s: float,
+        after: DeviceEvent | None,
+    ) -> None:  # fmt: skip
+        """End as aborted or failed, and hand on its flight, its place in the queue, its pages.
+        `after`: None if the device is done."""
         # The flight, or the queue, gives the request up before anything is released: pages of an
         # open room go to that room, and `pages_held` is None afterwards. What the request then
         # still holds is its own.
@@ -922,22 +972,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             if before is DecodeState.QUEUED:  # else no prefill worker waits for it
                 self._refuse_waiting(req, error)
         self._leave(req, now_s)
-
-    def _fail(self, req: DecodeRequest, error: Exception, now_s: float) -> None:
-        self._end(req, DecodeState.FAILED, error, now_s)
-        # Its engine was computing it: `pop_failed` tells when the device is done.
-        if req.pages_held is not None:
-            self._ending.left.append(req)
-
-    def _cut_short(
-        self, req: DecodeRequest, state: DecodeState, error: Exception, now_s: float,
-        after: DeviceEvent | None,
-    ) -> None:  # fmt: skip
-        """End as aborted or failed, and hand on its pages. `after`: None if the device is done."""
-        self._end(req, state, error, now_s)
-        # One that ran still holds its pages. One that was retracted, and waits for the device, is
-        # released by that entry: a second one would free its pages twice.
-        if req.pages_held is not None and req not in self._ending.requests():
+        # One that was retracted, and waits for the device, is released by that entry.
+        if req.pages_held is not None and req not in self._ending:
             self._ending.release_after(after, End(req), now_s)
 
     def _too_late(self, req: DecodeRequest, now_s: float) -> None:
@@ -979,7 +1015,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         req.generation += 1
         req.fill_len = req.kv_len
         req.prefix_len, req.aux = 0, b""
-        self.waiting.add(req, first=True)
+        self.waiting.add(req, self.now_s, first=True)
         self._meet(req, self.now_s)
 
     def _leave(self, req: DecodeRequest, now_s: float) -> None:

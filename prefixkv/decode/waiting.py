@@ -41,6 +41,8 @@ MAX_BACK: Final = 128
 
 PAGES, SHARE, PREFILL = "pages", "share", "prefill"
 
+RETURNED, OVERDUE, RANKED = range(3)
+
 NOT_ENTERED, LEFT = 0, -1  # in place of a want's number: not entered yet; waits no longer
 
 
@@ -48,7 +50,7 @@ NOT_ENTERED, LEFT = 0, -1  # in place of a want's number: not entered yet; waits
 class Waiter:
     """A request that waits, and the result of the last look at it.
 
-    `since_s` is when it came, None if it came back since the last pass. Admitting it takes
+    `since_s` is when it came, or came back. Admitting it takes
     `new_pages` at once, besides those of a load; `needed_pages` have to be available, the reserve
     included; `most_pages` it may come to take. The last two include the evictable pages that its
     match would lock. `seen_at` is the version at which a look admitted nothing.
@@ -58,13 +60,14 @@ class Waiter:
     arrival: int
     worker: Worker
     is_returned: bool
-    since_s: float | None = None
+    since_s: float
     blocked_by: str = ""  # a reason of its own, PAGES or SHARE; "": it stands in its worker's line
     match: MatchResult | None = None
     new_pages: int = 0
     needed_pages: int = 0
     most_pages: int = 0
     rank: tuple[float, ...] = ()
+    is_overdue: bool = False
     seen_at: int = -1
     want: int = NOT_ENTERED  # number of its want, or NOT_ENTERED or LEFT
 
@@ -74,10 +77,12 @@ class Waiter:
         return -self.arrival if self.is_returned else self.arrival
 
     @property
-    def place(self) -> tuple[tuple[float, ...], int, Waiter]:
-        """Its entry in the line's order. One that came back has no rank: () is the least."""
+    def place(self) -> tuple[int, tuple[float, ...], int, Waiter]:
+        """Its entry in the line's order: its group, by number, and its place there."""
         # Turns differ, so a comparison never reaches the waiter itself, which has no order.
-        return self.rank, self.turn, self
+        if self.is_returned or self.is_overdue:
+            return (RETURNED if self.is_returned else OVERDUE), (), self.turn, self
+        return RANKED, self.rank, self.turn, self
 
 
 class Waiting:
@@ -106,11 +111,10 @@ class Waiting:
         self._most_pages: float = math.inf  # most that one request may get; set by each pass
         self.stepped_aside = {PAGES: 0, SHARE: 0, PREFILL: 0}
         self._num_arrivals = 0
-        self._unstamped: list[Waiter] = []  # waiters that came back since the last pass
         self._late: Timers[DecodeRequest] = Timers()
+        self._overdue: Timers[Waiter] = Timers()  # of those in line, that have a place
         # Times at which one has waited long for a worker that does not answer, or a little earlier.
         self._unanswered: Timers[Waiter] = Timers()
-        self._now_s = -math.inf  # of the last pass
 
     def __len__(self) -> int:
         return len(self._waiters)
@@ -158,19 +162,19 @@ class Waiting:
     def _stand(self, waiter: Waiter) -> None:
         worker = waiter.worker
         waiter.blocked_by = ""
-        worker.new[waiter] = None
+        worker.line[waiter] = worker.new[waiter] = None
         self._lines[worker] = None
         self._time_answer(waiter)
 
     def _leave_line(self, waiter: Waiter) -> None:
         worker = waiter.worker
+        del worker.line[waiter]
         self._unanswered.forget(waiter)
         if waiter in worker.new:
             del worker.new[waiter]
         else:
+            self._overdue.forget(waiter)
             worker.order.remove(waiter.place)
-            if not waiter.is_returned:
-                del worker.arrivals[waiter.arrival], worker.looks[waiter]
         if not worker.line:
             del self._lines[worker]
             worker.has_share = False
@@ -195,15 +199,10 @@ class Waiting:
         """A worker has stopped answering: those in its line wait for it from now on."""
         worker.is_open, worker.away_s = False, now_s
         self._workers.version += 1
-        for waiter in self._line(worker):
+        for waiter in worker.line:
             self._time_answer(waiter)
 
-    def _line(self, worker: Worker) -> list[Waiter]:
-        return [*worker.new, *(place[-1] for place in worker.order)]
-
     def _answer_due_s(self, waiter: Waiter) -> float:
-        if waiter.since_s is None:  # the next pass stamps it first
-            return math.inf
         return max(waiter.since_s, waiter.worker.away_s) + self._workers.patience_s
 
     def _time_answer(self, waiter: Waiter) -> None:
@@ -217,38 +216,30 @@ class Waiting:
         turns = [one for one in self._lines if one.is_open and not one.has_share]
         for worker in turns:
             if worker.new:
-                old = [one for one in worker.new if not one.is_returned]
                 worker.order.update([one.place for one in worker.new])
-                worker.arrivals.update((one.arrival, one) for one in old)
-                worker.looks.update(dict.fromkeys(old))
+                if self._patience_s < math.inf:
+                    for waiter in worker.new:
+                        if not (waiter.is_returned or waiter.is_overdue):
+                            due_s = waiter.req.arrived_s + self._patience_s
+                            self._overdue.wake(waiter, due_s)
                 worker.new.clear()
         return turns
 
-    def _first_of_all(self, now_s: float) -> Waiter | None:
-        """Return the waiter that nothing may overtake now, or None. O(workers)."""
+    def _note_overdue(self, now_s: float) -> None:
+        """Let those whose patience is over go before all that did not come back."""
+        for waiter in self._overdue.due(now_s):
+            waiter.worker.order.remove(waiter.place)
+            waiter.is_overdue = True
+            waiter.worker.order.add(waiter.place)
+
+    def _first_of_all(self) -> Waiter | None:
+        """Return the waiter that nothing may overtake now: the last to come back, the oldest that
+        is overdue, or the first where the policy lets none overtake it. O(workers)."""
         turns = self._turns()
         if not turns:
             return None
-        # 1. The last to come back.
-        first: Waiter = min([worker.order[0] for worker in turns])[-1]
-        if first.is_returned:
-            return first
-        # 2. The oldest, if its patience is over.
-        _, oldest = min([worker.arrivals.peekitem(0) for worker in turns])
-        if oldest.req.arrived_s + self._patience_s <= now_s:  # as `_overdue_s` has it
-            found: Waiter = oldest
-            return found
-        # 3. The first in the policy's order, if the policy lets none overtake it.
-        return None if self._policy.overtakes else first
-
-    def _overdue_s(self, after_s: float) -> float:
-        """Return the first time after `after_s` at which a request may be overdue, and fit, though
-        nothing else has changed. Infinity if there is none. O(workers)."""
-        if not self._policy.overtakes or self._patience_s == math.inf:
-            return math.inf
-        oldest = [one.arrivals.peekitem(0)[1] for one in self._turns() if one.arrivals]
-        times = [waiter.req.arrived_s + self._patience_s for waiter in oldest]
-        return min((due_s for due_s in times if due_s > after_s), default=math.inf)
+        place = min([worker.order[0] for worker in turns])
+        return None if place[0] == RANKED and self._policy.overtakes else place[-1]
 
     def _in_turn(self) -> Iterator[Waiter]:
         """Iterate over those whose turn it is, in order, `MAX_WALK` at most."""
@@ -266,7 +257,7 @@ class Waiting:
         # Before the policy is called: one that raises each time would else stay the oldest, and get
         # all looks.
         if not is_new:
-            worker.looks.move_to_end(waiter)
+            worker.line.move_to_end(waiter)
         try:
             rank = self._rank(waiter)
         except Exception as error:
@@ -331,34 +322,22 @@ class Waiting:
     def aside(self) -> dict[str, int]:
         """Count the requests that hold up no others, by reason. Any thread may call it."""
         lines = list(self._lines)  # a copy: the scheduler's thread may change it meanwhile
-        with_share = sum(worker.line for worker in lines if worker.is_open and worker.has_share)
+        with_share = sum(
+            len(worker.line) for worker in lines if worker.is_open and worker.has_share
+        )
         return {
             PAGES: len(self._for_pages),
             SHARE: len(self._for_share) + with_share,
-            PREFILL: sum(worker.line for worker in lines if not worker.is_open),
+            PREFILL: sum(len(worker.line) for worker in lines if not worker.is_open),
         }
 
     # --- deadlines --------------------------------------------------------------------------------
 
     @property
     def wake_s(self) -> float:
-        """Time, behind the last pass, at which the next request has waited too long, or is overdue,
-        or a little earlier; infinity if none waits. O(workers)."""
-        return min(self._late.next_s, self._unanswered.next_s, self._overdue_s(self._now_s))
-
-    def _stamp(self, now_s: float) -> None:
-        """Begin the waiting time of those that came back since the last pass: `add` is not given
-        the time there."""
-        for waiter in self._unstamped:
-            # It may have been removed, and even added again as another waiter, since it came back.
-            if self._waiters.get(waiter.req) is waiter:
-                waiter.since_s = now_s
-                if not waiter.blocked_by:
-                    self._time_answer(waiter)
-                # Its own deadline_s was for its KV to come the first time.
-                if waiter.req.request.deadline_s is None or waiter.req.committed_s is not None:
-                    self._late.wake(waiter.req, now_s + self._timeout_s)
-        self._unstamped.clear()
+        """Time at which the next request has waited too long, or is overdue, or a little earlier;
+        infinity if none waits. O(1)."""
+        return min(self._late.next_s, self._unanswered.next_s, self._overdue.next_s)
 
     def unanswered(self, now_s: float) -> list[DecodeRequest]:
         """Return those that have waited too long for a worker that does not answer. They have to be
@@ -376,7 +355,7 @@ class Waiting:
     def check_invariants(self) -> None:
         """Check lines, orders and those aside against the waiters. Raises InternalError."""
         waiters, workers = set(self._waiters.values()), self._workers.all()
-        lines = [(worker, waiter) for worker in workers for waiter in self._line(worker)]
+        lines = [(worker, waiter) for worker in workers for waiter in worker.line]
         ordered = {one: {place[-1] for place in one.order} for one in workers}
         aside = {*self._for_share, *(waiter for *_, waiter in self._for_pages)}
         in_line = {waiter for _, waiter in lines}
@@ -391,11 +370,8 @@ class Waiting:
                 list(worker.order) == sorted(waiter.place for waiter in ordered[worker])
                 for worker in workers
             ),
-            "a look and an arrival is noted of each in order": all(
-                set(worker.looks) == set(worker.arrivals.values())
-                == {waiter for waiter in ordered[worker] if not waiter.is_returned}
-                and all(arrival == one.arrival for arrival, one in worker.arrivals.items())
-                for worker in workers
+            "each in a line has its place there, or is new": all(
+                ordered[worker] ^ {*worker.new} == {*worker.line} for worker in workers
             ),
             "a worker counts its waiters": all(
                 worker.num_waiters == sum(waiter.worker is worker for waiter in waiters)

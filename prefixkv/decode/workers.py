@@ -15,7 +15,7 @@ from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from sortedcontainers import SortedDict, SortedList
+from sortedcontainers import SortedList
 
 from prefixkv.errors import RequestError, check_laws
 from prefixkv.protocol.ids import RoomKey
@@ -44,19 +44,12 @@ class Worker:
     num_pages: int = 0
     failed_pages: int = 0  # those of rooms that have failed
     was_refused: bool = False  # since pages of its last came back
-    # Its line. `new` is what has no place in the orders yet.
+    # Its line: all, and of these the ones without a place in the order yet.
     has_share: bool = False  # as this pass has found: none in its line has a turn
     num_waiters: int = 0  # with those that are aside
+    line: OrderedDict[Any, None] = field(default_factory=OrderedDict)  # by the age of the last look
     new: dict[Any, None] = field(default_factory=dict)
     order: Any = field(default_factory=SortedList)  # places
-    # By arrival, and by the age of the last look; both without those that came back.
-    arrivals: Any = field(default_factory=SortedDict)
-    looks: OrderedDict[Any, None] = field(default_factory=OrderedDict)
-
-    @property
-    def line(self) -> int:
-        """Number of requests in its line."""
-        return len(self.new) + len(self.order)
 
 
 @dataclass(slots=True)
