@@ -187,7 +187,8 @@ class ComputeSource(MeasuringSource):
             req.aux = aux
             self._ledger.flights.arrived(flight)
             if flight.rest is None:  # else most of it was sent
-                self._ledger.journal.computed(req, now_s)
+                self._ledger.journal.counters["computed_requests"] += 1
+                self._ledger.journal.arrived(req, "compute", now_s)
         return written
 
     def _check_chunk(self, req: DecodeRequest, done: int, end: int) -> None:

@@ -57,7 +57,7 @@ class BatchGrowth:
         except (TypeError, AttributeError):  # what lacks these is no request
             raise _no_requests(reqs) from None
         for req in due:
-            self._check_in_batch(req)
+            check_own(req, DecodeRequest, self._pages)
         if not is_known:
             self._batch = list(reqs)  # one of another node was due, and was refused
         if not due:
@@ -83,7 +83,7 @@ class BatchGrowth:
             if len(set(reqs)) != len(reqs):
                 raise RequestError("a request is named twice")
             for req in reqs:
-                self._check_in_batch(req)
+                check_own(req, DecodeRequest, self._pages)
         except (TypeError, AttributeError):  # what lacks these is no request
             raise _no_requests(reqs) from None
         for group in self._pages.windows:
@@ -99,7 +99,8 @@ class BatchGrowth:
                 req.output_limit = req.most_output
 
     def _running_of(self, reqs: Sequence[DecodeRequest]) -> list[DecodeRequest]:
-        """Leave out what was cut short. Raises RequestError for another that does not run."""
+        """Leave out what was cut short: the engine may have sampled before it could hear of that.
+        Raises RequestError for another that does not run."""
         for req in reqs:
             if req.state not in CAN_RUN and req.state not in CUT_SHORT:
                 raise RequestError(f"request {req.rid!r} is {req.state.value}, it does not run")
@@ -156,13 +157,6 @@ class BatchGrowth:
                 missing -= req.pages_held.num_own + releases.end(req.pages_held.lock)
         free, evictable = pages.allocator.free_pages, pages.cache.evictable_pages
         return OutOfPagesError(needed, free, evictable, tuple(retract))
-
-    def _check_in_batch(self, req: DecodeRequest) -> None:
-        check_own(req, DecodeRequest, self._pages)
-        # One that was cut short is no error of the engine's: it may have sampled before it could
-        # hear of that. Any other that is gone from here is.
-        if self._ledger.requests.get(req.rid) is not req and req.state not in CUT_SHORT:
-            raise RequestError(f"request {req.rid!r} is {req.state.value}, it does not run here")
 
 
 def _no_requests(reqs: object) -> RequestError:

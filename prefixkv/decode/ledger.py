@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 from prefixkv.config import DecodeConfig
 from prefixkv.decode.flights import Flight, Flights, Source
-from prefixkv.decode.journal import DecodeJournal
-from prefixkv.decode.request import DecodeRequest
+from prefixkv.decode.request import DecodeJournal, DecodeRequest
 from prefixkv.decode.rooms import Rooms
 from prefixkv.decode.workers import Workers
 from prefixkv.errors import InternalError

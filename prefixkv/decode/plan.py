@@ -28,15 +28,17 @@ from prefixkv.protocol.messages import Promise
 
 
 class Look(NamedTuple):
-    """What is there of a request's `key`, as far as it may be shared, and what a load would bring.
-    Admitting the request takes `new_pages` at once, besides those of a load; `needed_pages` have to
-    be available, the reserve included; `most_pages` it may come to take."""
+    """What is there of a request's `key`, as far as it may be shared, and what a load would bring:
+    all up to token `start`. Admitting the request takes `new_pages` at once, besides those of a
+    load; `needed_pages` have to be available, the reserve included; `most_pages` it may come to
+    take."""
 
     key: RadixKey
     match: MatchResult | None
     joined: Flight | None
     shared_pages: int
     loads: tuple[Segment, ...]
+    start: int
     new_pages: int
     needed_pages: int
     most_pages: int
@@ -64,17 +66,14 @@ class Plan(NamedTuple):
     def num_taken(self) -> int:
         return self.look.new_pages + self.look.loaded_pages
 
-    def counts(self, page_size: int) -> tuple[int, int, int, int]:
+    def counts(self, page_size: int) -> tuple[int, int, dict[str, int]]:
         """Return what `DecodeJournal.admitted` counts."""
         look, first, last = self.look, self.segments[0], self.segments[-1]
         num_joined = look.shared_pages - (0 if look.match is None else look.match.depth)
         num_sent = pages_for(first.end, page_size) - first.start // page_size
-        return (
-            num_sent if first.source.sends else 0,
-            num_joined * page_size,
-            look.loaded_pages * page_size,
-            0 if last.source.sends else last.end - last.start,
-        )
+        found = *look.loads, *(() if last.source.sends else (last,))
+        brought = {one.source.name: one.end - one.start for one in found}
+        return num_sent if first.source.sends else 0, num_joined * page_size, brought
 
 
 class CachedSource(Source):
@@ -163,12 +162,13 @@ class PrefillSource(Source):
         flight = self.open.pop(key, None)
         if flight is None:
             return None
-        self._ledger.journal.transferred(flight, now_s)
-        rest = flight.rest
+        journal, rest = self._ledger.journal, flight.rest
+        journal.transferred(flight.prefill, flight.pages.num_own)
         for source in self._ledger.organs:
             source.answered(flight, len(flight.key) if rest is None else rest.start, now_s)
         if flight.owner is not None:
             flight.owner.aux = aux
+            journal.arrived(flight.owner, "transfer", now_s)
         if rest is None:
             self._ledger.flights.arrived(flight)
         else:
@@ -246,21 +246,20 @@ class Planner:
         new_pages, needed, most = ledger.count(req, shared_pages, unprotected)
         loaded_pages = start // page_size - shared_pages
         new_pages -= loaded_pages
-        return Look(key, match, joined, shared_pages, loads, new_pages, needed, most, loaded_pages)
+        return Look(
+            key, match, joined, shared_pages, loads, start, new_pages, needed, most, loaded_pages
+        )
 
     def plan(
         self, req: DecodeRequest, look: Look, limits: tuple[int, int], now_s: float
     ) -> Plan | None:
         """Plan where a request gets what it lacks: the best way that fits, within the most pages
         needed and the most ever needed. None if none does; not whole if there is no way."""
-        start = (look.shared_pages + look.loaded_pages) * self._ledger.page_size
-        sent = self._prefill.sent(req, start)
+        sent = self._prefill.sent(req, look.start)
         if not self._makers and not req.output:  # there is no choice
             return self._fitting(req, look, (sent,), limits) if sent else Plan(req, look)
-        need = Need(req, look.key, look.match, start, req.kv_len, not req.is_alone, now_s)
-        if req.resumed and (segment := self._cached.reach(need)) is not None:
-            return self._fitting(req, look, (segment,), limits)
-        ways = [segment for source in self._makers if (segment := self._reach(source, need))]
+        need = Need(req, look.key, look.match, look.start, req.kv_len, not req.is_alone, now_s)
+        ways = self._ways(need)
         if not ways and sent is None:
             return Plan(req, look)
         plans = (self._fitting(req, look, (way,), limits) for way in ways)
@@ -271,6 +270,11 @@ class Planner:
         if plan is None or not plan.segments[0].source.is_best(need, plan.segments[0]):
             plan = self._fitting(req, look, self._sent(need, sent), limits) or plan
         return plan
+
+    def _ways(self, need: Need) -> list[Segment]:
+        """Return the ways without prefill."""
+        sources = (self._cached, *self._makers) if need.req.resumed else self._makers
+        return [segment for source in sources if (segment := self._reach(source, need))]
 
     def _reach(self, source: Source, need: Need) -> Segment | None:
         """A source that raises brings nothing from then on; what it raises is said once."""
@@ -289,10 +293,8 @@ class Planner:
         if not self._makers:
             return False
         look = self.look(req, None, now_s, can_ask=False, joins=joins)
-        start = (look.shared_pages + look.loaded_pages) * self._ledger.page_size
-        need = Need(req, look.key, look.match, start, req.kv_len, False, now_s)
-        sources = (self._cached, *self._makers) if req.resumed else self._makers
-        return any(self._reach(source, need) is not None for source in sources)
+        need = Need(req, look.key, look.match, look.start, req.kv_len, False, now_s)
+        return bool(self._ways(need))
 
     def _sent(self, need: Need, segment: Segment) -> tuple[Segment, ...]:
         for source in self._makers:
@@ -305,7 +307,7 @@ class Planner:
     ) -> Plan | None:
         """Return the plan of one way; None if it does not fit."""
         ledger, first = self._ledger, way[0]
-        start = (look.shared_pages + look.loaded_pages) * ledger.page_size
+        start = look.start
         is_found = first.start < look.shared_pages * ledger.page_size or (
             # A last page that is not taken, since a token is sampled from it, may be on its way.
             look.key is not req.key
@@ -318,7 +320,7 @@ class Planner:
             if match is not None and match.depth > depth:
                 match = ledger.pages.match(look.key.prefix(first.start))
             counts = ledger.count(req, depth, 0 if match is None else match.unprotected_pages)
-            look = Look(look.key, match, None, depth, (), *counts, 0)
+            look = Look(look.key, match, None, depth, (), first.start, *counts, 0)
             if not look.fits(limits):
                 return None
         groups = None

@@ -28,13 +28,13 @@ from prefixkv.decode.admission import Admission
 from prefixkv.decode.ending import UNTOLD, End, Ending
 from prefixkv.decode.flights import Flight, Source
 from prefixkv.decode.growth import BatchGrowth
-from prefixkv.decode.journal import DecodeJournal
 from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.plan import Plan, Planner, PrefillSource
 from prefixkv.decode.request import (
     ACTIVE,
     CAN_RUN,
     CUT_SHORT,
+    DecodeJournal,
     DecodeRequest,
     DecodeState,
     PrefillAsk,
@@ -837,7 +837,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def _lacks_source(self, plan: Plan) -> Exception:
         req, look = plan.req, plan.look
-        missing = req.fill_len - (look.shared_pages + look.loaded_pages) * self.pages.page_size
+        missing = req.fill_len - look.start
         worker = f"prefill worker {req.prefill} does not answer" if req.prefill else "it names none"
         most = max((source.most_alone() for source in self._organs), default=-1)
         why = f"lacks {missing} tokens, decode computes {most} of one alone, and {worker}"
@@ -1045,5 +1045,5 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def _check_runs(self, req: DecodeRequest) -> None:
         self.check_own(req)
-        if self.requests.get(req.rid) is not req or req.state not in CAN_RUN:
+        if req.state not in CAN_RUN:
             raise RequestError(f"request {req.rid!r} is {req.state.value}, it does not run")

@@ -570,8 +570,8 @@ class DecodeEngine(NodeEngine):
         req, asked = answer.req, answer.asked
         output = Output(
             answer.choice.sample, position, token, text, finish, req.hit_tokens,
-            answer.prefill_hit_tokens, req.shared_tokens, logprob, req.host_tokens,
-            req.decode_computed_tokens, rid=asked.ask.rid, error=error,
+            answer.prefill_hit_tokens, req.shared_tokens, logprob, req.brought.get("loaded", 0),
+            req.brought.get("computed", 0), rid=asked.ask.rid, error=error,
         )  # fmt: skip
         self._outputs.append((asked.on_output, output))
 
