@@ -34,7 +34,7 @@ class ComputeSource(MeasuringSource):
     whole; none with extra state or windows is.
     """
 
-    name, setting, outlives_request = "computed", "compute", False
+    name, setting, outlives_request, is_own = "computed", "compute", False, True
 
     def __init__(self, ledger: Ledger, rule: Sources, asks_late: bool) -> None:
         super().__init__(ledger, rule)

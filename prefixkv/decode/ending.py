@@ -74,7 +74,7 @@ class Ending:
         # The flight keeps the pages and the lock, and nothing that the request has saved. It lets
         # go of them first, so that they have one owner at any time; the room number has to outlive
         # the request.
-        self._dropped(flight.owner)
+        self._ledger.own.dropped(flight.owner)
         flight.owner.pages_held = None
         self._ledger.flights.disown(flight)
         if flight.is_open:
@@ -106,7 +106,7 @@ class Ending:
         if release is Release.AFTER_DEVICE:
             return
         if owner is not None:
-            self._dropped(owner)
+            self._ledger.own.dropped(owner)
             owner.pages_held = None
         if release is Release.HOLD:
             self._pages.hold(flight.pages, flight.room_key)
@@ -182,7 +182,6 @@ class Ending:
     def _release(self, end: End, now_s: float) -> None:
         req, continues, keep_tokens = end
         self._waiting.pop(req, None)
-        organs = self._ledger.organs
         # 1. A request that finished, or was retracted, leaves its whole pages to the cache; one
         # that was aborted or has failed, also since it was retracted, leaves nothing (law 10).
         if req.pages_held is not None:
@@ -194,26 +193,17 @@ class Ending:
                     priority=req.request.priority,
                     continues=continues,
                     keep_tokens=keep_tokens,
-                    on_cached=(lambda: self._leaving(req)) if organs else None,
+                    on_cached=lambda: self._ledger.own.leaving(req),
                 )
                 # Behind the device's work, so that no copy reads what is still to be written.
-                if organs:
-                    key = req.key if keep_tokens is None else req.key.prefix(keep_tokens)
-                    for source in organs:
-                        source.left(key, now_s, continues)
+                key = req.key if keep_tokens is None else req.key.prefix(keep_tokens)
+                for source in self._ledger.organs:
+                    source.left(key, now_s, continues)
             else:
-                self._dropped(req)
+                self._ledger.own.dropped(req)
                 self._pages.drop(req.pages_held)
             req.pages_held = req.unwritten = None
         # 2. Only now may a retracted request queue again: it must hold nothing, and the next match
         # finds what has just been cached. One aborted meanwhile is over.
         if req.state is DecodeState.RETRACTED:
             self._ask_again(req)
-
-    def _leaving(self, req: DecodeRequest) -> None:
-        for source in self._ledger.organs:
-            source.leaving(req)
-
-    def _dropped(self, req: DecodeRequest) -> None:
-        for source in self._ledger.organs:
-            source.dropped(req)

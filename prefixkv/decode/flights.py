@@ -81,6 +81,7 @@ class Source:
     sends = False  # over a link that others share, in pages that a peer writes
     brings_pages_only = False  # and no token to go on with: something else has to come behind it
     outlives_request = True  # goes on for those that joined, when the request ends
+    is_own = False  # the engine computes it: it has the calls that are for that
     fails_over = False  # brings what a prefill worker that does not answer was to send
     asks_late = False  # the engine submits a request to prefill once `pop_needs_prefill` returns it
 
@@ -91,9 +92,6 @@ class Source:
     def is_best(self, need: Need, segment: Segment) -> bool:
         """Tell whether this way, which another could take the place of, is to be taken."""
         return True
-
-    def opening(self, req: DecodeRequest, segment: Segment) -> None:
-        """The pages of a request are taken next."""
 
     def begin(self, flight: Flight, segment: Segment, now_s: float) -> None:
         """Bring a flight, whose pages are taken."""
@@ -128,18 +126,6 @@ class Source:
         """Return requests that would wait for ever, at the beginning of a pass."""
         return ()
 
-    def stepped(self, reqs: Sequence[DecodeRequest], now_s: float) -> None:
-        """The engine has appended tokens."""
-
-    def committed(self, req: DecodeRequest, flight: Flight) -> None:
-        """A request's KV is whole in the tree, under its lock."""
-
-    def leaving(self, req: DecodeRequest) -> None:
-        """A request's pages are in the tree, and its lock ends next."""
-
-    def dropped(self, req: DecodeRequest) -> None:
-        """A request's pages, or those of its flight, go elsewhere than to the tree."""
-
     def left(self, key: RadixKey, now_s: float, continues: Continues) -> None:
         """A request has left this path to the tree, and the device is done with it."""
 
@@ -165,11 +151,6 @@ class Source:
         return 0
 
     @property
-    def held_pages(self) -> int:
-        """Pages of flights that have ended, which the source gives back by itself."""
-        return 0
-
-    @property
     def is_idle(self) -> bool:
         return True
 
@@ -180,14 +161,30 @@ class Source:
 
     @property
     def held_by(self) -> set[RoomKey]:
-        """Keys of flights that have ended, and hold `held_pages`."""
+        """Keys of flights that have ended, and hold pages, which the source gives back."""
         return set()
 
     def check_invariants(self, requests: Sequence[DecodeRequest]) -> None:
         """Check the source's own laws, and those of the requests that hold pages. Raises
         InternalError."""
 
-    # Calls of the engine, for what it is to bring itself: see `DecodeScheduler`.
+    # Of the source that the engine computes for (`is_own`): what it hears of, and the calls, for
+    # which see `DecodeScheduler`.
+
+    def opening(self, req: DecodeRequest, segment: Segment) -> None:
+        """The pages of a request are taken next."""
+
+    def stepped(self, reqs: Sequence[DecodeRequest], now_s: float) -> None:
+        """The engine has appended tokens."""
+
+    def committed(self, req: DecodeRequest, flight: Flight) -> None:
+        """A request's KV is whole in the tree, under its lock."""
+
+    def leaving(self, req: DecodeRequest) -> None:
+        """A request's pages are in the tree, and its lock ends next."""
+
+    def dropped(self, req: DecodeRequest) -> None:
+        """A request's pages, or those of its flight, go elsewhere than to the tree."""
 
     def most_alone(self) -> int:
         """Return the most tokens that it brings of a request without prefill; -1: none."""
@@ -337,11 +334,14 @@ class Flights:
         if flight.joined is not None:
             flight.joined.waiters[flight] = None
         # It can be found only if it brings a whole page: a partial one is never shared.
-        start, page_bytes = flight.start_pages, self._page_bytes
-        if shareable and start < flight.end_pages:
-            first_page = flight.key.data[start * page_bytes : (start + 1) * page_bytes]
-            flight.start_key = start_key = flight.key.namespace, start, first_page
+        if shareable and flight.start_pages < flight.end_pages:
+            flight.start_key = start_key = self._start_key(flight)
             self._by_start.setdefault(start_key, []).append(flight)
+
+    def _start_key(self, flight: Flight) -> StartKey:
+        start, page_bytes = flight.start_pages, self._page_bytes
+        first_page = flight.key.data[start * page_bytes : (start + 1) * page_bytes]
+        return flight.key.namespace, start, first_page
 
     def arrived(self, flight: Flight) -> None:
         """Note that a flight's pages are here."""
@@ -452,7 +452,8 @@ class Flights:
                 for bucket in self._by_start.values()
                 for one, other in combinations(bucket, 2)
             ),
-            "what is found is on its way": keys.keys() <= flights.keys(),
+            "what is found is on its way, and begins there": keys
+            == {one: one.start_key for one in flights if one.start_key is not None},
             "what has arrived and waits for nothing is complete": sorted(
                 id(flight) for flight in flights if self.is_complete(flight)
             )
@@ -480,12 +481,7 @@ class Flights:
                 "without an owner, another flight waits": bool(owner or flight.waiters),
                 "an owner's pages are the flight's": owner is None
                 or (owner.pages_held is flight.pages and self.of(owner) is flight),
-                "a flight begins where it is found": flight.start_key == keys.get(flight)
-                and flight.start_key
-                in (None, (key.namespace, flight.start_pages, _page(flight, page_bytes))),
+                "a flight is found where it begins": flight.start_key
+                in (None, self._start_key(flight)),
             }
             check_laws(laws, flight, list(flights))
-
-
-def _page(flight: Flight, page_bytes: int) -> bytes:
-    return flight.key.data[flight.start_pages * page_bytes :][:page_bytes]

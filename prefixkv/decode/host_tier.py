@@ -627,10 +627,6 @@ class HostSource(MeasuringSource):
         return self.tier.held_pages + sum(map(releases.end, self.tier.pins))
 
     @property
-    def held_pages(self) -> int:
-        return self.tier.held_pages
-
-    @property
     def is_idle(self) -> bool:
         return not len(self.tier)
 

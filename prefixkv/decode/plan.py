@@ -183,7 +183,6 @@ class PrefillSource(Source):
         if error is not None:
             self._ledger.rooms.commands.append(AbortRoom(key, reason_of(error)))
             self._ledger.journal.transfer_ended(flight.prefill, "aborted")
-        self._ledger.workers.hold(key)
         self._ledger.rooms.await_drained(key)
         for source in self._ledger.organs:
             source.unanswered(flight)

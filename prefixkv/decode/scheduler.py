@@ -127,6 +127,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._organs = self.ledger.organs
         self._organs += [source for source in made if source is not None]
         self.sources: dict[str, Any] = {source.name: source for source in self._organs}
+        self._own = self.ledger.own = next(filter(lambda one: one.is_own, self._organs), Source())
         self._fails_over = any(source.fails_over for source in self._organs)
         for setting in config.source_settings - {source.setting for source in self._organs}:
             raise ConfigError(f"{setting}: this installation has no part for it")
@@ -226,8 +227,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         with `req.pages` and `req.aux`."""
         now_s = self._pump()
         flights = self.ledger.commit(now_s)
-        for source in self._organs if flights else ():
-            source.has_work(now_s)
+        if flights:
+            self._own.has_work(now_s)
         committed = []
         for flight in flights:
             req = flight.owner
@@ -236,8 +237,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             req.become(DecodeState.TRANSFERRED)
             committed.append(req)
             # Before anything is evicted: under its lock, which has just grown over their pages.
-            for source in self._organs:
-                source.committed(req, flight)
+            self._own.committed(req, flight)
             self.counters["transferred"] += 1
             # `deadline_s` is about the arrival of the KV, which is over.
             self._deadlines.forget(req)
@@ -262,7 +262,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         request that came out of `pop_failed` is to be left.
         """
         now_s = self._pump()
-        return [req for source in self._organs for req in source.pop_local(now_s)]
+        return list(self._own.pop_local(now_s))
 
     def computed(
         self, req: DecodeRequest, end: int, aux: bytes = b"", after: DeviceEvent | None = None
@@ -292,15 +292,11 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         check_event("after", after)
         after = not_done(after)  # may raise: before anything changes
         if not req.state.ended:
-            written = self._source_of(req).computed(req, end, aux, after, now_s)
+            written = self._own.computed(req, end, aux, after, now_s)
             if written is not None and after is not None:
                 for source in self._organs:
                     source.written(written, after)
         self._tell()
-
-    def _source_of(self, req: DecodeRequest) -> Source:
-        flight = self.flights.of(req)
-        return self.prefill if flight is None else flight.source
 
     def save_state(self, req: DecodeRequest, end: int) -> int:
         """Return the slot into which the engine copies the extra state behind `end` tokens of a
@@ -313,7 +309,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._pump()
         end = whole_count("end", end)
         self.check_own(req)
-        return -1 if req.state.ended else self._source_of(req).save_state(req, end)
+        return -1 if req.state.ended else self._own.save_state(req, end)
 
     def save_states(self, reqs: Sequence[DecodeRequest]) -> list[tuple[int, int]]:
         """Return the copies of extra state to make before a step of these running requests: (from,
@@ -329,14 +325,14 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             raise RequestError(f"reqs is {shown(reqs)}, a list of DecodeRequest is needed")
         for req in reqs:
             self.check_own(req)
-        return [copy for source in self._organs for copy in source.save_states(reqs)]
+        return list(self._own.save_states(reqs))
 
     @property
     def chunk_tokens(self) -> int:
         """Most tokens of prompts to compute in the next step, so that running requests wait no
         longer for it than `ComputeConfig.itl_share` says; 0 where that step has to go without, and
         without a `DecodeConfig.compute`. O(1)."""
-        return max((source.chunk_tokens() for source in self._organs), default=0)
+        return self._own.chunk_tokens()
 
     def pop_failed(self, after: DeviceEvent | None = None) -> list[DecodeRequest]:
         """Return the requests that failed or were aborted; `req.error` says why. Leave their pages.
@@ -363,24 +359,16 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         check_reason(reason)
         now_s = self._pump()
         check_rid(rid)
-        given_up = self._give_up_prefill(rid, TransferError(reason), now_s)
-        self._tell()
-        return given_up
-
-    def _give_up_prefill(self, rid: str, error: Exception, now_s: float) -> bool:
-        req = self.requests.get(rid)
-        if req is None or req.state.ended:
-            return False
-        flight = self.flights.of(req)
-        if flight is None:
-            if req not in self.waiting or req.is_alone:
-                return False
+        req, error = self.requests.get(rid), TransferError(reason)
+        flight = None if req is None else self.flights.of(req)
+        is_asked = req is not None and req in self.waiting and not req.is_alone
+        if flight is not None:
+            if is_asked := flight.room_key in self.prefill.open:
+                self._fail_room(flight, error, error, now_s)
+        elif is_asked and req is not None:
             self._retry_unanswered(req, error, now_s)
-            return True
-        if flight.room_key not in self.prefill.open:
-            return False
-        self._fail_room(flight, error, error, now_s)
-        return True
+        self._tell()
+        return is_asked
 
     def pop_needs_prefill(self) -> list[PrefillAsk]:
         """Return the requests for the engine to submit to a prefill worker again."""
@@ -414,8 +402,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         else:
             for req, token in zip(reqs, tokens, strict=True):
                 req.output.append(token)
-        for source in self._organs:
-            source.stepped(reqs, now_s)
+        self._own.stepped(reqs, now_s)
 
     def reserve_many(self, reqs: Sequence[DecodeRequest], num_tokens: int) -> None:
         """Take pages for the KV of `num_tokens` tokens from each request's `kv_len` on, as far as
@@ -506,9 +493,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         now_s = self._pump()
         check_rid(rid)
         check_event("after", after)
-        req = self.requests.get(rid)
-        lives = req is not None and not req.state.ended
-        if req is None or not lives:
+        if (req := self.requests.get(rid)) is None:
             self.counters["aborts_of_unknown"] += 1
         else:
             error = error or AbortedError(f"request {rid!r} was aborted")
@@ -516,7 +501,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             # it was.
             self._cut_short(req, state, error, now_s, not_done(after))
         self._tell()
-        return lives
+        return req is not None
 
     def retarget(self, rid: str, prefill: str) -> None:
         """Send a request to another prefill worker from its next attempt on.
@@ -613,7 +598,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # Admitted: by a call that raised.
         left = self._failed or self._admitted or self.prefill.asks or self.flights.complete
         is_there = left or self.waiting.may_admit
-        return bool(is_there or any(source.has_new for source in self._organs))
+        return bool(is_there or self._own.has_new)
 
     @property
     def idle(self) -> bool:
@@ -839,7 +824,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         req, look = plan.req, plan.look
         missing = req.fill_len - look.start
         worker = f"prefill worker {req.prefill} does not answer" if req.prefill else "it names none"
-        most = max((source.most_alone() for source in self._organs), default=-1)
+        most = self._own.most_alone()
         why = f"lacks {missing} tokens, decode computes {most} of one alone, and {worker}"
         return PeerLostError(f"request {req.rid!r} {why}")
 

@@ -43,8 +43,6 @@ PAGES, SHARE, PREFILL = "pages", "share", "prefill"
 
 RETURNED, OVERDUE, RANKED = range(3)
 
-NOT_ENTERED, LEFT = 0, -1  # in place of a want's number: not entered yet; waits no longer
-
 
 @dataclass(slots=True, eq=False)
 class Waiter:
@@ -69,7 +67,7 @@ class Waiter:
     rank: tuple[float, ...] = ()
     is_overdue: bool = False
     seen_at: int = -1
-    want: int = NOT_ENTERED  # number of its want, or NOT_ENTERED or LEFT
+    want: int = 0  # number of its want in the tree; 0: it is not entered
 
     @property
     def turn(self) -> int:
@@ -83,6 +81,10 @@ class Waiter:
         if self.is_returned or self.is_overdue:
             return (RETURNED if self.is_returned else OVERDUE), (), self.turn, self
         return RANKED, self.rank, self.turn, self
+
+    @property
+    def place_aside(self) -> tuple[int, int, Waiter]:
+        return self.req.max_pages, self.arrival, self
 
 
 class Waiting:
@@ -104,10 +106,9 @@ class Waiting:
         self._errors = errors
         self._waiters: dict[DecodeRequest, Waiter] = {}
         self._lines: dict[Worker, None] = {}  # workers with requests in line
-        # Those aside: (pages it may need, arrival, waiter); and those over their worker's share.
-        self._for_pages: SortedList = SortedList()
-        self._for_share: dict[Waiter, None] = {}
-        self._shares_at = -1  # version of `workers` at which `_for_share` was tried
+        # Those aside, by reason: (pages it may need, arrival, waiter).
+        self._aside: dict[str, SortedList] = {PAGES: SortedList(), SHARE: SortedList()}
+        self._shares_at = -1  # version of `workers` at which those over their share were tried
         self._most_pages: float = math.inf  # most that one request may get; set by each pass
         self.stepped_aside = {PAGES: 0, SHARE: 0, PREFILL: 0}
         self._num_arrivals = 0
@@ -150,10 +151,8 @@ class Waiting:
         worker = waiter.worker
         del self._waiters[waiter.req]
         worker.num_waiters -= 1
-        if waiter.blocked_by == PAGES:
-            self._for_pages.remove((waiter.req.max_pages, waiter.arrival, waiter))
-        elif waiter.blocked_by:
-            del self._for_share[waiter]
+        if waiter.blocked_by:
+            self._aside[waiter.blocked_by].remove(waiter.place_aside)
         else:
             self._leave_line(waiter)
         waiter.blocked_by = ""
@@ -183,10 +182,7 @@ class Waiting:
         """Set a request that stands nowhere aside."""
         waiter.blocked_by = reason
         self.stepped_aside[reason] += 1
-        if reason == PAGES:
-            self._for_pages.add((waiter.req.max_pages, waiter.arrival, waiter))
-        else:
-            self._for_share[waiter] = None
+        self._aside[reason].add(waiter.place_aside)
 
     # --- workers ----------------------------------------------------------------------------------
 
@@ -284,15 +280,16 @@ class Waiting:
         # they would step aside again.
         if self._shares_at != self._workers.version:
             self._shares_at = self._workers.version
-            waiters, self._for_share = self._for_share, {}
-            for waiter in waiters:
+            waiters, self._aside[SHARE] = self._aside[SHARE], SortedList()
+            for *_, waiter in waiters:
                 self._stand(waiter)
         # 2. Those that need too many pages, by what they need: behind the first that cannot return
         # none can.
+        for_pages = self._aside[PAGES]
         for _ in range(MAX_BACK):
-            if not self._for_pages or self._for_pages[0][0] > most_pages:
+            if not for_pages or for_pages[0][0] > most_pages:
                 return True
-            self._stand(self._for_pages.pop(0)[-1])
+            self._stand(for_pages.pop(0)[-1])
         return False
 
     def _step_aside(self, waiter: Waiter) -> bool:
@@ -326,8 +323,8 @@ class Waiting:
             len(worker.line) for worker in lines if worker.is_open and worker.has_share
         )
         return {
-            PAGES: len(self._for_pages),
-            SHARE: len(self._for_share) + with_share,
+            PAGES: len(self._aside[PAGES]),
+            SHARE: len(self._aside[SHARE]) + with_share,
             PREFILL: sum(len(worker.line) for worker in lines if not worker.is_open),
         }
 
@@ -357,7 +354,7 @@ class Waiting:
         waiters, workers = set(self._waiters.values()), self._workers.all()
         lines = [(worker, waiter) for worker in workers for waiter in worker.line]
         ordered = {one: {place[-1] for place in one.order} for one in workers}
-        aside = {*self._for_share, *(waiter for *_, waiter in self._for_pages)}
+        aside = {waiter for places in self._aside.values() for *_, waiter in places}
         in_line = {waiter for _, waiter in lines}
         laws = {
             "every request waits once, in line or aside": len(lines) + len(aside) == len(waiters)

@@ -10,8 +10,8 @@ share: its requests wait for pages to come back, those of others do not.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from collections.abc import Set
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -42,7 +42,6 @@ class Worker:
     is_met: bool = False  # asked for by MeetPrefill, and not reported as lost
     # Pages in its power.
     num_pages: int = 0
-    failed_pages: int = 0  # those of rooms that have failed
     was_refused: bool = False  # since pages of its last came back
     # Its line: all, and of these the ones without a place in the order yet.
     has_share: bool = False  # as this pass has found: none in its line has a turn
@@ -50,15 +49,6 @@ class Worker:
     line: OrderedDict[Any, None] = field(default_factory=OrderedDict)  # by the age of the last look
     new: dict[Any, None] = field(default_factory=dict)
     order: Any = field(default_factory=SortedList)  # places
-
-
-@dataclass(slots=True)
-class _Share:
-    """The pages of one room that are in a worker's power."""
-
-    worker: Worker
-    num_pages: int
-    failed: bool = False
 
 
 class Workers:
@@ -80,7 +70,9 @@ class Workers:
         # Grows when a worker begins or ceases to answer, or one that was refused may have more.
         self.version = 0
         self._workers: dict[str, Worker] = {}
-        self._shares: dict[RoomKey, _Share] = {}
+        self._shares: dict[RoomKey, tuple[Worker, int]] = {}  # pages of a room, and whose they are
+        # Whether a room has failed, and holds its pages.
+        self.is_held: Callable[[RoomKey], bool] = lambda key: False
 
     def get(self, address: str) -> Worker | None:
         return self._workers.get(address)
@@ -129,7 +121,7 @@ class Workers:
 
     def owners(self) -> list[str]:
         """Return the addresses of workers with pages in their power, at most 8."""
-        return sorted({share.worker.address for share in self._shares.values()})[:8]
+        return sorted({worker.address for worker, _ in self._shares.values()})[:8]
 
     def refuses(self, worker: Worker, num_pages: int) -> bool:
         """Return True if `num_pages` more would exceed the share. O(1) if they would not."""
@@ -145,30 +137,23 @@ class Workers:
 
     def is_hopeless(self, worker: Worker, num_pages: int) -> bool:
         """Return True if `num_pages` more exceed the share even after its transfers' end: pages
-        held for failed rooms take it up."""
-        held = worker.failed_pages
+        held for failed rooms take it up. O(rooms)."""
+        rooms = self._shares.items()
+        held = sum(num for key, (one, num) in rooms if one is worker and self.is_held(key))
         return bool(held) and held + num_pages > self.share_pages
 
     def promise(self, key: RoomKey, worker: Worker, num_pages: int) -> None:
         if num_pages:
             self.keep(worker)  # its line may have forgotten it, with its last request
-            self._shares[key] = _Share(worker, num_pages)
+            self._shares[key] = worker, num_pages
             worker.num_pages += num_pages
-
-    def hold(self, key: RoomKey) -> None:
-        """A transfer has failed: its held pages stay in the share. Unknown: no-op."""
-        share = self._shares.get(key)
-        if share is not None and not share.failed:
-            share.failed = True
-            share.worker.failed_pages += share.num_pages
 
     def release(self, key: RoomKey) -> None:
         """Take a room that succeeded or is drained out of the share. Unknown: no-op, as for a
         success that is followed by its proof."""
         if (share := self._shares.pop(key, None)) is not None:
-            worker = share.worker
-            worker.num_pages -= share.num_pages
-            worker.failed_pages -= share.num_pages * share.failed
+            worker, num_pages = share
+            worker.num_pages -= num_pages
             self.version += worker.was_refused
             worker.was_refused = False
             self.forget_if_idle(worker)
@@ -176,16 +161,12 @@ class Workers:
     def check_invariants(self, rooms: Set[RoomKey]) -> None:
         """Check the shares against `rooms`, those that are open or undrained: no other may have
         pages in a worker's power. Raises InternalError."""
-        shares = self._shares.values()
+        pages = Counter[Worker]()
+        for worker, num_pages in self._shares.values():
+            pages[worker] += num_pages
         laws = {
             "a worker's pages are those of its rooms": all(
-                one.num_pages == sum(share.num_pages for share in shares if share.worker is one)
-                for one in self.all()
-            ),
-            "its failed pages are those of its rooms that have failed": all(
-                one.failed_pages
-                == sum(it.num_pages * it.failed for it in shares if it.worker is one)
-                for one in self.all()
+                worker.num_pages == pages[worker] for worker in self.all()
             ),
             "only open and undrained rooms have pages in a worker's power": self._shares.keys()
             <= rooms,

@@ -14,6 +14,7 @@ from prefixkv.cache.node import Mark
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.config import ComputeConfig
 from prefixkv.decode import host_tier
+from prefixkv.decode.admission import HELD
 from prefixkv.decode.host_tier import FRESH_S, HOST, HostPages
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.sources import Sources
@@ -382,7 +383,7 @@ def test_an_aborted_load_keeps_its_pages_until_the_copy_has_ended() -> None:
     held_by = RoomKey(load.number, 0, HOST)
     assert desk.pages.allocator.held_by(held_by).tolist() == sorted(pages)
     assert desk.host.cache.protected_pages == 4, "the copy reads them"
-    assert desk.scheduler.waiting.unproved().held == 0, "they come back by themselves"
+    assert desk.scheduler.waiting.unproved()[HELD] == 0, "they come back by themselves"
     assert desk.pop_failed() == [req]
     assert not desk.scheduler.idle, "a copy goes on"
     desk.end_copy()

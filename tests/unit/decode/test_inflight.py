@@ -94,7 +94,7 @@ def _chain() -> tuple[Air, list[Flight]]:
     [
         ("joined", None, "a flight that waits, and the one it waits for"),
         ("number", 0, "numbers count up"),
-        ("start_key", None, "begins where it is found"),
+        ("start_key", None, "what is found is on its way, and begins there"),
         ("start_pages", 3, "what is joined is brought"),
     ],
 )

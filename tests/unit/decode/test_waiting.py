@@ -57,6 +57,8 @@ class Case:
         self.most = 10
         self.now_s, self.number, self.version = 0.0, 0, 0
         self.rooms: dict[RoomKey, str] = {}
+        self.held: set[RoomKey] = set()
+        self.workers.is_held = self.held.__contains__
 
     # --- steps ------------------------------------------------------------------------------------
 
@@ -122,7 +124,7 @@ class Case:
         elif self.rooms:
             key = self.chance.choice(list(self.rooms))
             if self.chance.random() < 0.4:
-                self.workers.hold(key)
+                self.held.add(key)
             else:
                 self.workers.release(key)
                 del self.rooms[key]
