@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from prefixkv.memory.state_layout import StateTensor as StateTensor
     from prefixkv.memory.state_pool import StatePool as StatePool
     from prefixkv.prefill.request import PrefillRequest as PrefillRequest
+    from prefixkv.request import Hints as Hints
     from prefixkv.request import Request as Request
 
 __version__ = "0.1.0"
@@ -54,7 +55,7 @@ _HOMES = homes_of(
         "cache.radix_key": "Namespace",
         "errors": "NotFiniteError OutOfPagesError PrefixKVError",
         "prefill.request": "PrefillRequest",
-        "request": "Request",
+        "request": "Hints Request",
         "memory.state_pool": "StatePool",
         "memory.state_layout": "StateTensor",
         "digest": "prompt_digest",

@@ -429,11 +429,11 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         """End a request that is done: what has KV becomes cached prefix.
 
         Nothing is released before `after.query()` is True. `continues` says whether the
-        conversation will go on, if known: True or False, or within how many seconds. With
-        `keep_tokens` only the whole pages of the first that many tokens of prompt and output are
-        cached: for a model's thinking, which clients leave out of the next turn. The prompt stays
-        cached in any case, as it was since it arrived. Raises RequestError if the request does not
-        run.
+        conversation will go on, if known: True or False, or within how many seconds; None leaves it
+        to `Request.hints`. With `keep_tokens` only the whole pages of the first that many tokens of
+        prompt and output are cached: for a model's thinking, which clients leave out of the next
+        turn. The prompt stays cached in any case, as it was since it arrived. Raises RequestError
+        if the request does not run.
         """
         now_s = self._pump()
         check_event("after", after)
@@ -447,6 +447,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         req.become(DecodeState.FINISHED)
         self._leave(req, now_s)
         self.counters["finished"] += 1
+        if continues is None:
+            continues = req.request.hints.continues
         self._ending.release_after(after, End(req, continues, keep_tokens), now_s)
         self._tell()
 
