@@ -15,8 +15,7 @@ from prefixkv.config import DecodeConfig
 from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.plan import Look, Plan, Planner
 from prefixkv.decode.request import DecodeRequest
-from prefixkv.decode.waiting import PAGES, Waiter, Waiting
-from prefixkv.decode.workers import ALONE
+from prefixkv.decode.waiting import ALONE, PAGES, Waiter, Waiting
 from prefixkv.errors import check_laws
 from prefixkv.pages.groups import GroupStart
 

@@ -40,7 +40,7 @@ from prefixkv.decode.request import (
     PrefillAsk,
 )
 from prefixkv.decode.rooms import Rooms
-from prefixkv.decode.workers import ALONE, Workers
+from prefixkv.decode.waiting import ALONE, Workers
 from prefixkv.errors import (
     AbortedError,
     AdmissionTimeoutError,

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from prefixkv.config import DecodeConfig, HostConfig
 from prefixkv.decode.request import DecodeRequest, timeline
 from prefixkv.decode.scheduler import DecodeParts, DecodeScheduler
-from prefixkv.decode.workers import Workers
+from prefixkv.decode.waiting import Workers
 from prefixkv.errors import ConfigError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh

@@ -28,7 +28,7 @@ ORGANS = {
     "death": ["runtime/death.py"],
     "ranks": ["ranks", "runtime/following_rank.py", "runtime/groups.py"],
     "staging": ["staging", "runtime/staging.py"],
-    "compute": ["decode/compute_source.py", "decode/state_checkpoints.py"],
+    "compute": ["decode/compute_source.py"],
     "host": [
         "decode/host_tier.py",
         "memory/host_pool.py",

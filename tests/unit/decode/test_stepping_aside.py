@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from prefixkv.decode.request import DecodeRequest, DecodeState
-from prefixkv.decode.waiting import MAX_WALK, Waiter, Waiting
-from prefixkv.decode.workers import Workers
+from prefixkv.decode.waiting import MAX_WALK, Waiter, Waiting, Workers
 from prefixkv.errors import (
     AdmissionTimeoutError,
     OutOfPagesError,

@@ -14,8 +14,7 @@ import pytest
 
 from prefixkv.admission import AdmissionPolicy
 from prefixkv.decode import waiting
-from prefixkv.decode.waiting import Waiter, Waiting
-from prefixkv.decode.workers import Worker, Workers
+from prefixkv.decode.waiting import Waiter, Waiting, Worker, Workers
 from prefixkv.errors import UserErrors
 from prefixkv.protocol.ids import RoomKey
 
