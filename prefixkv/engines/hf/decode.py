@@ -467,8 +467,9 @@ class DecodeEngine(NodeEngine):
             text += "" if answer.text is None else answer.text.end()
         output = Output(
             answer.choice.sample, len(req.output) - (token is not None), token, text, finish,
-            req.hit_tokens, answer.prefill_hit_tokens, req.shared_tokens, logprob, req.host_tokens,
-            req.decode_computed_tokens, rid=answer.asked.ask.rid, error=error,
+            req.hit_tokens, answer.prefill_hit_tokens, req.shared_tokens, logprob,
+            req.brought.get("loaded", 0), req.brought.get("computed", 0),
+            rid=answer.asked.ask.rid, error=error,
         )  # fmt: skip
         self._report(answer.asked, output)
 
