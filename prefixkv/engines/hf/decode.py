@@ -212,7 +212,7 @@ class DecodeEngine(NodeEngine):
         request = Request(
             f"{ask.rid}/{i}", ask.tokens, ask.max_new_tokens, room=self._rooms,
             prefill=ask.prefill, namespace=ask.namespace, cacheable=ask.cacheable,
-            priority=ask.priority, deadline_s=deadline_s,
+            priority=ask.priority, deadline_s=deadline_s, hints=ask.hints,
         )  # fmt: skip
         prompt = request.key.tokens()
         self._check_tokens(ask, prompt)

@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, Final, NamedTuple
 
+from prefixkv import Hints
 from prefixkv.engines.vllm.asks import (
     DrawAsk,
     LoadAsk,
     ask_of,
     computes_all,
+    hints_of_request,
     leave_out_last_token,
     namespace_of,
 )
@@ -31,7 +33,7 @@ from prefixkv.engines.vllm.sends import ScheduledSends
 from prefixkv.engines.vllm.shadow import Shadow
 from prefixkv.engines.vllm.stats import GAUGES, Counters
 from prefixkv.engines.vllm.turns import Turns
-from prefixkv.errors import CallerError, check_laws
+from prefixkv.errors import CallerError, RequestError, check_laws
 from prefixkv.spi import check_version, pages_for, secret_number
 
 _log = logging.getLogger("vllm.prefixkv")
@@ -95,6 +97,7 @@ class SchedulerSide:
         self._host_parts: dict[str, _HostPart] = {}  # of requests that vLLM has asked about
         # Parts of the answers of live requests; `finished` takes them out.
         self._errors: dict[str, str] = {}
+        self._hints: dict[str, Hints] = {}
         # Room, tokens loaded, cached, and of these the ones that came from host memory.
         self._loaded_of: dict[str, tuple[int, int, int, int]] = {}
         self._hits: dict[str, int] = {}  # tokens that were cached when it was matched last
@@ -158,6 +161,11 @@ class SchedulerSide:
         and the answer has the reason. A request that vLLM adds only to end it at once stands for a
         client that has left: the peer is informed if the original request never came here."""
         rid = request.request_id
+        try:
+            if (hints := hints_of_request(request)) != Hints():
+                self._hints[rid] = hints
+        except RequestError as error:
+            self._record_error(rid, str(error))
         try:
             ask = ask_of(request.kv_transfer_params, *self._roles)
             if ask is None:
@@ -383,12 +391,14 @@ class SchedulerSide:
         """End a request, which still has the blocks `pages`. Returns its `kv_transfer_params`.
         Called for every end: finished, aborted, or failed."""
         rid = request.request_id
+        continues = self._hints.pop(rid, Hints()).continues
         if self.sends.proves and (in_flight := _num_in_flight(request)):
             self._in_flight[rid] = in_flight, [*request.block_hashes]
         # The shadow first: it needs the blocks' hashes, which are there until vLLM frees them.
         if self._shadow is not None and request.prompt_token_ids is not None:
             blocks = self._cached(request, pages)
-            self._shadow.ended(rid, request.all_token_ids, blocks, namespace_of(request))
+            namespace = namespace_of(request)
+            self._shadow.ended(rid, request.all_token_ids, blocks, namespace, continues)
         self._joined.discard(rid)
         self._turns.ended(rid)
         self._hits.pop(rid, None)
@@ -399,7 +409,7 @@ class SchedulerSide:
             hashes = self._hashes(request, 0, len(blocks) * self._block_size)
             num_tokens = len(hashes) * self._block_size
             is_loading = self._host.is_loading(rid)
-            self._host.finished(request, hashes, blocks[: len(hashes)], num_tokens)
+            self._host.finished(request, hashes, blocks[: len(hashes)], num_tokens, continues)
             # Those that joined its load stop waiting.
             if is_loading:
                 self.flights.land(rid)
