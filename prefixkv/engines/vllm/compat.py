@@ -42,6 +42,7 @@ from vllm.v1.core.sched.output import KVConnectorBlockState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
+from vllm.v1.kv_hints import KvHintAction
 from vllm.v1.request import Request, RequestStatus
 
 from prefixkv.engines.vllm.groups import BlockGroups
@@ -68,6 +69,8 @@ CALLS: Final[tuple[tuple[Any, int, tuple[str, ...]], ...]] = (
     (Scheduler.update_from_output, 2, ()),
     (EngineCoreProc._process_engine_step, 0, ()),
     (EngineCore.set_weight_version, 1, ()),
+    (Request, 4, ("session_id", "kv_hints")),
+    (KvHintAction, 0, ("action_id", "action_type", "action_version", "payload")),
     (Request.get_finished_reason, 0, ()),
     (Request.take_events, 0, ()),
     (EngineCoreOutputs, 0, ()),
