@@ -1,7 +1,7 @@
 """Hints in the versioned envelope that vLLM and SGLang hand to the scheduler with a request.
 
 Its actions are open: each has a type, a version and a payload, and an engine ignores those that it
-does not know. Read are `prefixkv.hints`, whose payload has the fields of `Hints`, and of the
+does not know. Read are `prefixkv-hints`, whose payload has the fields of `Hints`, and of the
 orchestrators' drafts `kv.retain` (the longest `duration` of its directives, in seconds) and
 `kv.deref` (the session has ended).
 """
@@ -42,7 +42,7 @@ def hints_of(
 def _fields_of(kind: str, version: str, payload: Any) -> dict[str, Any]:
     if version.partition(".")[0] != "1":
         return {}
-    if kind == "prefixkv.hints":
+    if kind == "prefixkv-hints":
         return dict(msgspec.convert(payload, dict[str, Any]))
     if kind == "kv.deref":
         return {"ends": True, "returns_after": None}

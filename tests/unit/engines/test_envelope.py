@@ -24,7 +24,7 @@ RETAIN = {"directives": [{"start": 0, "end": 64, "priority": 80, "duration": 60.
     ("actions", "fields"),
     [
         ([], {}),
-        ([action("prefixkv.hints", {"returns_after": 30, "later": 1})], {"returns_after": 30}),
+        ([action("prefixkv-hints", {"returns_after": 30, "later": 1})], {"returns_after": 30}),
         ([action("kv.retain", RETAIN), action("kv.fetch", {"keys": [1]})], {"returns_after": 120}),
         ([action("kv.retain", {"directives": [{"duration": 9e9}]})], {"returns_after": 600}),
         ([action("kv.retain", {"directives": [{"duration": None}]})], {}),
@@ -39,15 +39,15 @@ def test_an_envelope_says_what_its_known_actions_say(
 
 
 def test_what_came_beside_the_envelope_counts_more() -> None:
-    found = hints_of([action("prefixkv.hints", {"returns_after": 30})], "s", {"session": "mine"})
+    found = hints_of([action("prefixkv-hints", {"returns_after": 30})], "s", {"session": "mine"})
     assert found == Hints(session="mine", returns_after=30)
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        action("prefixkv.hints", {"ends": 1}), action("kv.retain", {"directives": 3}),
-        action("kv.retain", {"directives": [{"duration": "1h"}]}), action("prefixkv.hints", [1]),
+        action("prefixkv-hints", {"ends": 1}), action("kv.retain", {"directives": 3}),
+        action("kv.retain", {"directives": [{"duration": "1h"}]}), action("prefixkv-hints", [1]),
     ],
 )  # fmt: skip
 def test_a_payload_that_is_none_is_refused(wrong: Any) -> None:

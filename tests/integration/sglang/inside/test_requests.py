@@ -86,7 +86,7 @@ def test_a_blocked_head_is_one_visit_however_often_it_is_looked_at() -> None:
 def test_what_an_envelope_says_of_a_session_is_heeded_at_its_end(eagle: bool) -> None:
     desk = Desk(OURS, 4, 256, eagle=eagle)
     paths = {rid: range(100 * at, 100 * at + 20) for at, rid in enumerate("abc")}
-    ends, odd = (KvHintAction(action_id="1", action_type="prefixkv.hints", action_version="1",
+    ends, odd = (KvHintAction(action_id="1", action_type="prefixkv-hints", action_version="1",
                               payload={"ends": said}) for said in (True, "yes"))  # fmt: skip
     for rid, actions in (("a", []), ("b", [odd]), ("c", [ends])):
         envelope = KvHintsEnvelope(protocol_version="0.1", message_id=rid, actions=actions)
