@@ -166,8 +166,13 @@ MUTANTS = (
     ),
     Mutant(
         "11", "a leaf that was spared keeps the place that its namespace has paid for",
-        "HintedQueue._pay", "place.mark, place.end = debt.own.mark, debt.own.end", "pass",
+        "HintedQueue._take", "last.stands_for += num_pages", "return None",
         "unit/cache/eviction/test_hints.py::test_hints_change_nothing_of_whose_turn_it_is",
+    ),
+    Mutant(
+        "11", "what a false hint has sent off comes back for nothing", "HintedQueue.came",
+        "self._owed.append((place, min(num_pages, end - at)))", "pass",
+        "unit/cache/eviction/test_hints.py::test_a_tenant_that_lies_takes_no_hit_of_another",
     ),
     Mutant(
         "proof", "a room is drained while a write is under way", "SenderMachine.drained",

@@ -259,16 +259,11 @@ class SchedulerSide:
         copying = self.host.carrier(block_hash)
         return self.flights.carrier(block_hash) if copying is None and asks else copying
 
-    def allocated(
-        self,
-        request: Any,
-        pages: Sequence[int],
-        num_external: int,
-        windows: Sequence[Sequence[int]] = (),
-    ) -> int:
-        """Order the load of a request that was admitted. `pages` are all its blocks, `windows` its
-        block tables in window groups; the KV of `num_external` prompt tokens behind vLLM's hit is
-        to be loaded. Returns how many of these come from host memory."""
+    def allocated(self, request: Any, tables: Tables, num_external: int) -> int:
+        """Order the load of a request that was admitted, with all its blocks; the KV of
+        `num_external` prompt tokens behind vLLM's hit is to be loaded. Returns how many of these
+        come from host memory."""
+        pages = tables[self.ledger.groups.full]
         rid, num_tokens = request.request_id, int(request.num_prompt_tokens)
         self.sends.allocated(rid)
         # The shadow enters whole blocks only, as vLLM hashes whole blocks only.
@@ -300,7 +295,7 @@ class SchedulerSide:
         else:
             total = self.ledger.groups.num_sent(num_tokens)
             cached = total - num_sent
-            self.loads.open(request, wanted, num_sent, pages, windows)
+            self.loads.open(request, wanted, num_sent, tables)
             if not ask.nonce:
                 self.compute.promised(ask.prefill, ask.room, num_sent)
                 if self.compute.is_on and num_sent <= self._options.compute_below:
@@ -433,7 +428,8 @@ class SchedulerSide:
     def _compute(self, rid: str, computed: int, step: Any) -> None:
         # Looked up only where a send or an offer needs it: most requests of a step do not.
         def tables() -> Tables:
-            return self.ledger.groups.tables(step.kv_connector_block_state.get_block_ids(rid))
+            found: Tables = step.kv_connector_block_state.get_block_ids(rid)
+            return found
 
         count = step.num_scheduled_tokens[rid]
         self._turns.landed.discard(rid)

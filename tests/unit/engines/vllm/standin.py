@@ -259,7 +259,7 @@ class Engine:
         self.waiting.remove(request)
         request.blocks = [*cached, *new]
         request.computed = len(cached) * BLOCK
-        self.scheduler.allocated(request, [block.block_id for block in request.blocks], matched)
+        self.scheduler.allocated(request, ([block.block_id for block in request.blocks],), matched)
         if matched:
             request.loaded_from = request.computed
             request.loaded_to = request.computed + matched

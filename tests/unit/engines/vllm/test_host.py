@@ -358,7 +358,7 @@ def finished(side: SchedulerSide, pool: BlockPool, rid: str) -> Request:
     request = Request(rid, [int(rid), *PROMPT[:15]])
     side.on_new_request(request)
     blocks = pool.new_blocks(4) or []
-    side.allocated(request, [one.block_id for one in blocks], 0)
+    side.allocated(request, ([one.block_id for one in blocks],), 0)
     request.computed = 16
     for block, one in zip(blocks, request.block_hashes, strict=True):
         pool.cache(block, one)

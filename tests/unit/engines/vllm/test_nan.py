@@ -180,7 +180,7 @@ class Overlapping:
         if (send := self.side.sends.sends.get("1")) is not None:
             send.unpromised = 0
         self.pages = [block.block_id for block in engine.pool.new_blocks(2) or []]
-        self.side.allocated(self.request, self.pages, 0)
+        self.side.allocated(self.request, (self.pages,), 0)
 
     def step(self, count: int, computed: int = 0) -> Any:
         new = [SimpleNamespace(req_id="1", num_computed_tokens=computed)] if count else []

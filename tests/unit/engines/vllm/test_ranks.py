@@ -139,7 +139,7 @@ def admit(prefill: Server, decode: Server, sending: Request, source: list[int]) 
         return prefill.scheduler.count_loadable(sending, 0) == (0, False)
 
     until(allowed)
-    prefill.scheduler.allocated(sending, source, 0)
+    prefill.scheduler.allocated(sending, (source,), 0)
 
 
 def test_every_rank_gets_its_share() -> None:
@@ -157,7 +157,7 @@ def test_every_rank_gets_its_share() -> None:
         prefill.scheduler.on_new_request(sending)
         decode.scheduler.on_new_request(loading)
         assert decode.scheduler.count_loadable(loading, 0) == (18, True)
-        decode.scheduler.allocated(loading, target, 18)
+        decode.scheduler.allocated(loading, (target,), 18)
         assert prefill.scheduler.count_loadable(sending, 0) == (None, False)
         admit(prefill, decode, sending, source)
         prefill.step(computed("1", 18, source))
@@ -204,7 +204,7 @@ def test_plain_blocks_go_between_other_sizes(
         sending, loading = Request("1", PROMPT, send), Request("1", PROMPT, load)
         prefill.scheduler.on_new_request(sending)
         decode.scheduler.on_new_request(loading)
-        decode.scheduler.allocated(loading, target, 18 - 8)  # decode has 8 tokens
+        decode.scheduler.allocated(loading, (target,), 18 - 8)  # decode has 8 tokens
         admit(prefill, decode, sending, source)
         prefill.step(computed("1", 11, source))
         prefill.step(computed("1", 18, source))
@@ -255,7 +255,7 @@ def test_blocks_are_held_until_the_last_rank_has_its_proof() -> None:
     request = Request("1", PROMPT, {"do_remote_prefill": True, "room": 1, "prefill": "tcp://a:1"})
     side.on_new_request(request)
     blocks = pool.new_blocks(5) or []
-    side.allocated(request, [block.block_id for block in blocks], 18)
+    side.allocated(request, ([block.block_id for block in blocks],), 18)
     side.take_reports(WorkerReport(failed={"1": "lost"}, settled=["1"]), ["1"])
     pool.free_blocks(blocks)  # vLLM's own reference
     assert side.gauges()["held_blocks"] == 5
@@ -277,7 +277,7 @@ def test_host_memory_has_a_share_of_each_rank() -> None:
         side.on_new_request(first)
         blocks = pool.new_blocks(5) or []
         assert side.count_loadable(first, 0) == (0, False)
-        side.allocated(first, [one.block_id for one in blocks], 0)
+        side.allocated(first, ([one.block_id for one in blocks],), 0)
         first.computed = 18
         for block, one in zip(blocks, first.block_hashes, strict=False):
             pool.cache(block, one)
@@ -295,7 +295,7 @@ def test_host_memory_has_a_share_of_each_rank() -> None:
         side.on_new_request(second)
         assert side.count_loadable(second, 0) == (16, True)
         target = [one.block_id for one in pool.new_blocks(4) or []]
-        assert side.allocated(second, target, 16) == 16
+        assert side.allocated(second, (target,), 16) == 16
         until(lambda: decode.received == ["2"], step=decode.step)
         assert decode.failed == set()
         for rank, memory in enumerate(decode.memory):
