@@ -76,9 +76,6 @@ class LeafOrders:
                 heapify(self._heaps[order])
             self._num_dead = 0
 
-    def expect(self, num_leaves: int, now_s: float) -> None:
-        """Nothing is to be prepared."""
-
     def broken_laws(self) -> list[str]:
         return []
 

@@ -213,10 +213,7 @@ class RadixTree:
             self._hints = [make() for make in self.hint_makers]
             for hints in self._hints:
                 self._queue = hints.queue(self.policy, self._queue)
-        root = node
-        while root.parent is not None:
-            root = root.parent
-        assert isinstance(root, Root)
+        root = _root_of(node)
         tick = self.policy.last_tick(mark)
         for hints in self._hints:
             hints.note(tick, root, returns_s, self._now_s)
@@ -298,6 +295,8 @@ class RadixTree:
             self.evictable_pages += num_pages
             if lock is None:
                 self._queue.add(node)
+        for hints in self._hints:
+            hints.came(_root_of(node), depth, key, page_bytes)
         self.version += 1
         if self._in_tree is not None:
             self._in_tree[np.frombuffer(pages, np.int32) if where is None else where] = True
@@ -335,8 +334,6 @@ class RadixTree:
         """
         taken: list[Packed] = []
         every_pages = self.policy.evicted_every_pages
-        # If their nodes have as many pages as the average.
-        self._queue.expect(num_pages * self.num_nodes // self.evictable_pages, self._now_s)
         missing = num_pages
         while missing:
             node = self._victim()
@@ -355,6 +352,8 @@ class RadixTree:
             # node, so it hears of it before the pages leave.
             if every_pages and end // every_pages != (end - count) // every_pages:
                 self.policy.evicted(node, count)
+            for hints in self._hints:
+                hints.went(node, count)
             # The whole leaf goes: fold its steps into its one mark, which `_remove_leaf` hands to
             # the parent.
             if end - count == parent.end:
@@ -364,8 +363,6 @@ class RadixTree:
                 self._remove_leaf(node, parent, merge_candidates)
             else:
                 taken.append(self._trim(node, count))
-        # The eviction is over, also when it found less than was asked for.
-        self._queue.expect(0, self._now_s)
         return taken
 
     def _floor(self, node: TreeNode, low: int) -> int:
@@ -459,10 +456,14 @@ class RadixTree:
 
 
 def inserted(node: TreeNode, pages_above: Packed, key: Packed, pages: Packed) -> Inserted:
+    # Copies: nodes grow in place, and a reader may look at this later in another thread. The named
+    # tuple's own `__new__` takes twice as long.
+    change = _root_of(node).namespace, bytes(pages_above[-PAGE_ID_BYTES:]), bytes(key), bytes(pages)
+    return tuple.__new__(Inserted, change)
+
+
+def _root_of(node: TreeNode) -> Root:
     while node.parent is not None:
         node = node.parent
     assert isinstance(node, Root)
-    # Copies: nodes grow in place, and a reader may look at this later in another thread. The named
-    # tuple's own `__new__` takes twice as long.
-    change = node.namespace, bytes(pages_above[-PAGE_ID_BYTES:]), bytes(key), bytes(pages)
-    return tuple.__new__(Inserted, change)
+    return node

@@ -247,9 +247,6 @@ class LeastWorth:
         self._num_entries -= 1
         self._num_dead += 1
 
-    def expect(self, num_leaves: int, now_s: float) -> None:
-        """Nothing is to be prepared."""
-
     def broken_laws(self) -> list[str]:
         entries = [*chain.from_iterable((*line.in_order, *line.oldest) for line in self._lines)]
         living = sum(entry is entry[1].entry for entry in entries)

@@ -37,9 +37,6 @@ class EvictionQueue(Protocol):
     def count_dead(self) -> None:
         """Count that one entry has died."""
 
-    def expect(self, num_leaves: int, now_s: float) -> None:
-        """An eviction of about so many leaves begins; 0: it has ended."""
-
     def broken_laws(self) -> list[str]:
         """Return the queue's own laws that do not hold; for tests."""
 
@@ -112,6 +109,3 @@ class LeafHeap:
 
     def broken_laws(self) -> list[str]:
         return []
-
-    def expect(self, num_leaves: int, now_s: float) -> None:
-        """Nothing is to be prepared."""
