@@ -454,7 +454,7 @@ class Server:
             "drawn": list(sends._drawn),
             "ending": list(sends.ending),
             "answers": dict(self.side._answers),
-            "worker": [*worker._load_keys, *worker._send_keys, *worker._offers],
+            "worker": [*worker._loads, *worker._send_keys, *worker._offers],
             "batches": len(self._queue),
         }
         return {name: what for name, what in left.items() if what}
