@@ -22,7 +22,7 @@ from prefixkv.conformance.interface import (
     SidesError,
     check_sides,
 )
-from prefixkv.conformance.witness import DecodeWitness, PrefillWitness, fill_with_junk
+from prefixkv.conformance.witness import DecodeWitness, PrefillWitness
 from prefixkv.errors import InternalError
 
 MakeSides = Callable[[ScenarioSettings], EngineSides]
@@ -77,20 +77,15 @@ class ScenarioRun:
 
     def _meet_decode(self) -> None:
         node = self.sides.decode
-        if self._probe:
-            fill_with_junk(node.pool, self.random)
         one_token = self.settings.tokens_per_step == 1
         self._decode = DecodeWitness(node, self.tell, self.random, self._probe, one_token)
         self._check_made(node, self.settings.decode, self.settings.decode_pages, "decode")
 
     def _meet_prefill(self) -> None:
-        """Put a witness around the prefill node, if it is in this process."""
         node = self.sides.prefill
-        if node is None:
+        if node is None:  # it is in another process
             self._prefill = None
             return
-        if self._probe:
-            fill_with_junk(node.pool, self.random)
         asks = self._decode.asks
         self._prefill = PrefillWitness(node, self.tell, self.random, self._probe, asks)
         self._check_made(node, self.settings.prefill, self.settings.prefill_pages, "prefill")
@@ -183,10 +178,13 @@ class ScenarioRun:
 
     def stats(self, side: Side = "decode") -> dict[str, int]:
         """Return a node's counters; none of a node in another process."""
-        node: DecodeNode | PrefillNode | None = (
-            self.sides.decode if side == "decode" else self.sides.prefill
-        )
-        return {} if node is None else node.stats()
+        return {} if (node := self._nodes().get(side)) is None else node.stats()
+
+    def _nodes(self) -> dict[Side, DecodeNode | PrefillNode]:
+        nodes: dict[Side, DecodeNode | PrefillNode | None] = {
+            "decode": self.sides.decode, "prefill": self.sides.prefill
+        }  # fmt: skip
+        return {side: node for side, node in nodes.items() if node is not None}
 
     def end_copies(self) -> None:
         """Make passes until nothing is copied to or from host memory."""
@@ -224,7 +222,6 @@ class ScenarioRun:
         return said, rooms, [one.get(name) for one in stats for name in names]
 
     def _stalled(self, law: str) -> None:
-        """Tell why nothing happens any more, as witnesses know. Raises ScenarioOverError."""
         why = [found for one in self._witnesses() for found in one.explain()]
         # Everything is one way or another a consequence of what comes first.
         for found in why[:4]:
@@ -251,14 +248,12 @@ class ScenarioRun:
             self.tell(law, f"{rid}: {what}")
 
     def _left(self, side: Side) -> dict[str, int]:
-        """Return what keeps a node from rest."""
         names = ("requests", "rooms", "locks", "protected_pages", "pages_owned", "pages_held",
                  "pages_quarantined", "slots_held")  # fmt: skip
         stats = self.stats(side)
         return {name: stats[name] for name in names if stats.get(name)}
 
     def _guarded(self, call: Callable[[], object]) -> object:
-        """Make a call; tell what it raises, unless a witness has, and raise ScenarioOverError."""
         try:
             return call()
         except (NotImplementedError, ScenarioOverError):
@@ -320,11 +315,9 @@ class ScenarioRun:
     def rest(self) -> None:
         """Drain both nodes, and check what has to hold then."""
         self.finish()
-        nodes: list[DecodeNode | PrefillNode] = [self.sides.decode]
-        nodes += [] if self.sides.prefill is None else [self.sides.prefill]
-        self.until(lambda: sum(node.drain() for node in nodes) == len(nodes), "law 2")
-        for node in nodes:
-            side: Side = "decode" if isinstance(node, DecodeNode) else "prefill"
+        nodes = self._nodes()
+        self.until(lambda: sum(node.drain() for node in nodes.values()) == len(nodes), "law 2")
+        for side, node in nodes.items():
             try:
                 node.audit()
             except InternalError as error:

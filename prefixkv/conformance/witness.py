@@ -35,14 +35,6 @@ _UNOWNED: Final = ("FREE", "CACHED")
 _JUNK_BYTES: Final = 0x40  # below it floats of every dtype are finite
 
 
-def fill_with_junk(pool: KVPool, random: np.random.Generator) -> None:
-    """Fill every page: what was never computed must not matter."""
-    pages = range(pool.layout.num_pages)
-    data = pool.read_pages(pages)
-    data.numpy()[:] = random.integers(0, _JUNK_BYTES, tuple(data.shape), np.uint8)
-    pool.write_pages(pages, data)
-
-
 def _token_bytes(pool: KVPool, pages: Pages | list[int], start: int, end: int) -> ByteArray:
     """Return the KV of tokens [start, end): [tokens, bytes]."""
     size = pool.layout.page_size
@@ -73,6 +65,9 @@ class _Watch:
         self._writing: list[tuple[DeviceEvent, set[int]]] = []  # pages, until the event
         self._unowned: list[int] = []
         self._bytes: ByteArray | None = None
+        if probe:  # what was never computed must not matter
+            for page in range(node.pool.layout.num_pages):
+                self._put_junk(page, slice(None))
         self._note_unowned()
         for name in self.WATCHED:
             setattr(node, name, self._watched(name, getattr(node, name)))

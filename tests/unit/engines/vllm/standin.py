@@ -121,6 +121,8 @@ class Request:
         self.lora_request: Any = None
         self.cache_salt: str | None = None
         self.mm_features: list[Any] = []
+        self.kv_hints: Any = None
+        self.session_id: str | None = None
         vars(self).update(more)
         salt = hash((self.cache_salt, self.lora_request and self.lora_request.lora_name))
         chain = prefix_hashes(tokens)

@@ -28,6 +28,7 @@ from tests.unit.engines.vllm.test_transfers import blocks_sent, error_of
 
 PROMPT = list(range(100, 130))  # 7 blocks and a half
 SMALL = {"num_blocks": 14, "host_memory": "8x"}
+DEREF = SimpleNamespace(action_type="kv.deref", action_version="1.0", payload={})
 OTHERS = [list(range(200 + 40 * i, 240 + 40 * i)) for i in range(2)]  # 10 blocks each
 
 
@@ -99,6 +100,26 @@ def test_a_request_without_prefill_loads_and_computes_the_rest(small: Servers) -
     assert run(decode, "3", PROMPT).loaded_from is None
     assert run(decode, "4", PROMPT, cache_salt="x").loaded_from is None
     small.settle()
+
+
+@pytest.mark.parametrize(
+    ("more", "written"),
+    [
+        ({"params": {"hints": {"ends": True}}}, 0),
+        ({"kv_hints": SimpleNamespace(actions=[DEREF])}, 0),
+        ({"params": {"hints": {"returns_after": 30}}, "session_id": "s"}, 7),
+        ({"params": {"hints": {"ends": "yes"}}}, 7),
+    ],
+)  # fmt: skip
+def test_of_a_session_that_has_ended_nothing_is_written(
+    small: Servers, more: dict[str, Any], written: int
+) -> None:
+    request = run(small.decode, "1", PROMPT, **more)
+    small.settle()
+    counts = small.decode.scheduler.take_counts()
+    assert counts.get("host_written_blocks", 0) == written
+    if counts.get("requests_in_error"):
+        assert "`ends`" in error_of(request)
 
 
 def test_what_is_left_behind_host_memory_may_be_computed_here(make_servers: MakeServers) -> None:
