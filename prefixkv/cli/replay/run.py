@@ -201,4 +201,4 @@ def replay_policy(
         end(requests[-1].time_s)
     if cache.policy.error is not None:  # all since then was `lru`
         raise cache.policy.error
-    return hits.result(cache.stats().evicted_pages)
+    return hits.result(cache.evicted_pages)
