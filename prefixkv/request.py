@@ -5,8 +5,9 @@ from __future__ import annotations
 import operator
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Annotated, Any, Final, Literal, Protocol
 
+import msgspec
 import numpy as np
 
 from prefixkv.cache.radix_key import RadixKey, check_size
@@ -17,11 +18,48 @@ from prefixkv.paging import MAX_INDEX
 MAX_TEXT_CHARS: Final = 1024
 """Limit for a request's name, and for the addresses and names that it gives."""
 
+RETURNS_AFTER_S: Final = (30, 120, 600)
+"""Classes for `Hints.returns_after`: a pause is of the first one that it does not exceed."""
+
+HINTS_VERSION: Final = 1
+MAX_SESSION_CHARS: Final = 256
+
 
 class DeviceEvent(Protocol):
     """The type of `ready=` and `after=`: a CUDA event, or any object with `query()`."""
 
     def query(self) -> bool: ...
+
+
+class Hints(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client says of the session that a request belongs to. Never a promise: nothing but
+    pages of its own namespace is kept or lost by it (docs/policies.md has a table).
+
+    `msgspec.convert` makes one of a client's JSON, and ignores fields that it does not know.
+
+    Args:
+        session: a name for the session, unique in its namespace; at most 256 characters.
+        ends: no further turn comes.
+        returns_after: the next turn comes within 30, 120 or 600 seconds (`RETURNS_AFTER_S`).
+        shared: other sessions begin with this prompt, so it stays when this session ends.
+        demote: this path is not needed again; the session goes on elsewhere.
+        version: of this record.
+    """
+
+    session: Annotated[str, msgspec.Meta(max_length=MAX_SESSION_CHARS)] = ""
+    ends: bool = False
+    returns_after: Literal[30, 120, 600] | None = None
+    shared: bool = False
+    demote: bool = False
+    version: Literal[1] = HINTS_VERSION
+
+    @property
+    def continues(self) -> float | None:
+        """What `finish` is told unless the engine says it: seconds, 0 for an end, None."""
+        return 0.0 if self.ends or self.demote else self.returns_after
+
+
+NO_HINTS: Final = Hints()
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +108,7 @@ class Request:
     priority: int = 0
     deadline_s: float | None = None
     may_compute: bool = True
+    hints: Hints = NO_HINTS
     key: RadixKey = field(init=False)
     _digest: bytes = field(init=False, default=b"", repr=False)
 
@@ -96,6 +135,7 @@ class Request:
             self.cacheable = bool(self.cacheable)
         if type(self.may_compute) is not bool:
             raise RequestError(f"may_compute is {shown(self.may_compute)}, True or False is needed")
+        _check_hints(self.hints)
         # After the namespace was checked: the digest needs one that has the same bytes everywhere,
         # and this raises for another.
         begin_hash(key.namespace)
@@ -150,6 +190,20 @@ def _check_namespace(namespace: Hashable) -> None:
             f"namespace is {shown_namespace(namespace)}, it has to be hashable and equal to itself"
         )
     check_size(namespace)
+
+
+def _check_hints(hints: Any) -> None:
+    if hints is NO_HINTS:
+        return
+    if not isinstance(hints, Hints):
+        raise RequestError(f"hints is a {type(hints).__name__}, a Hints is needed")
+    try:
+        msgspec.convert(msgspec.structs.asdict(hints), Hints)
+    except msgspec.ValidationError as error:
+        raise RequestError(str(error).replace("$.", "hints.")) from None
+    _check_text("hints.session", hints.session)
+    if hints.ends and hints.returns_after is not None:
+        raise RequestError("hints.ends is True, hints.returns_after has to be None")
 
 
 def _check_text(name: str, value: Any) -> None:

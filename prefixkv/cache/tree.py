@@ -28,6 +28,7 @@ class RadixTree:
         protected_pages: pages in the tree that a lock covers.
         orphan_pages: pages of paths that were locked when the tree was reset, and still are.
         num_nodes: nodes in the tree, roots not counted.
+        evicted_pages: pages that were evicted so far.
         tick: number of uses so far.
         version: counts changes of content: pages added or taken out. Splits and merges do not
             count, so a result of the same version is still right.
@@ -62,7 +63,7 @@ class RadixTree:
         self._logs: list[ChangeLog] = []
         self._now_s = 0.0  # the latest time that was given
         self.evictable_pages = self.protected_pages = self.orphan_pages = self.num_nodes = 0
-        self._inserted_pages = self._evicted_pages = 0
+        self.evicted_pages = 0
 
     # --- sizes ---------------------------------------------------------------------------------
 
@@ -212,10 +213,7 @@ class RadixTree:
             self._hints = [make() for make in self.hint_makers]
             for hints in self._hints:
                 self._queue = hints.queue(self.policy, self._queue)
-        root = node
-        while root.parent is not None:
-            root = root.parent
-        assert isinstance(root, Root)
+        root = _root_of(node)
         tick = self.policy.last_tick(mark)
         for hints in self._hints:
             hints.note(tick, root, returns_s, self._now_s)
@@ -297,7 +295,8 @@ class RadixTree:
             self.evictable_pages += num_pages
             if lock is None:
                 self._queue.add(node)
-        self._inserted_pages += num_pages
+        for hints in self._hints:
+            hints.came(_root_of(node), depth, key, page_bytes)
         self.version += 1
         if self._in_tree is not None:
             self._in_tree[np.frombuffer(pages, np.int32) if where is None else where] = True
@@ -354,6 +353,8 @@ class RadixTree:
             # from the node, so it hears of it before the pages leave.
             if ghost_pages and end // ghost_pages != (end - count) // ghost_pages:
                 self.policy.evicted(node, count)
+            for hints in self._hints:
+                hints.went(node, count)
             # The whole leaf goes: fold its steps into its one mark, which `_remove_leaf` hands to
             # the parent.
             if end - count == parent.end:
@@ -478,10 +479,14 @@ class RadixTree:
 
 
 def inserted(node: TreeNode, pages_above: Packed, key: Packed, pages: Packed) -> Inserted:
+    # Copies: nodes grow in place, and a reader may look at this later in another thread. The named
+    # tuple's own `__new__` takes twice as long.
+    change = _root_of(node).namespace, bytes(pages_above[-PAGE_ID_BYTES:]), bytes(key), bytes(pages)
+    return tuple.__new__(Inserted, change)
+
+
+def _root_of(node: TreeNode) -> Root:
     while node.parent is not None:
         node = node.parent
     assert isinstance(node, Root)
-    # Copies: nodes grow in place, and a reader may look at this later in another thread. The named
-    # tuple's own `__new__` takes twice as long.
-    change = node.namespace, bytes(pages_above[-PAGE_ID_BYTES:]), bytes(key), bytes(pages)
-    return tuple.__new__(Inserted, change)
+    return node

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import io
 import logging
+import math
 import time
 from collections.abc import (
     AsyncGenerator,
@@ -309,14 +310,19 @@ class Fleet:
             await wait_set(self._joined, _TICK_S)
 
     def _not_ready(self, roles: Sequence[str]) -> ApiError:
-        starts = map(self.next_start, roles)
         silent = "".join(
             f", {name} is silent" for name, member in self.members.items()
             if member.info.role in roles
         )  # fmt: skip
-        why = f"no {' and no '.join(roles)} worker is ready{silent}"
+        starts = {role: start for role in roles if (start := self.next_start(role)) is not None}
+        coming = "".join(
+            f", a {role} worker is starting "
+            + ("and late" if start.is_late else f"(about {math.ceil(start.left_s)} s)")
+            for role, start in starts.items()
+        )
+        why = f"no {' and no '.join(roles)} worker is ready{silent}{coming}"
         error = ApiError(503, why, "server_error", "not_ready")
-        error.retry_s = max((start.left_s for start in starts if start is not None), default=1.0)
+        error.retry_s = max((start.left_s for start in starts.values()), default=1.0)
         return error
 
     @property

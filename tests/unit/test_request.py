@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.errors import RequestError, TokenError
-from prefixkv.request import Request
+from prefixkv.request import Hints, Request
 
 TOKENS: list[Any] = [
     [1, 2, 3], (1, 2, 3), range(1, 4), np.arange(1, 4), np.arange(1, 4, dtype=np.int32),
@@ -83,6 +84,15 @@ def test_what_is_no_token_is_named(tokens: Any, text: str) -> None:
         ({"cacheable": "no"}, "cacheable is 'no'"),
         ({"cacheable": None}, "cacheable is None"),
         ({"tokens": RadixKey([1]), "namespace": "lora"}, "namespace"),
+        ({"hints": {"ends": True}}, "hints is a dict"),
+        ({"hints": Hints(session="x" * 257)}, "hints.session"),
+        ({"hints": Hints(session="\ud800")}, "hints.session is"),
+        ({"hints": Hints(ends=1)}, "hints.ends"),
+        ({"hints": Hints(returns_after=45)}, "hints.returns_after"),
+        ({"hints": Hints(shared="yes")}, "hints.shared"),
+        ({"hints": Hints(demote=None)}, "hints.demote"),
+        ({"hints": Hints(version=2)}, "hints.version"),
+        ({"hints": Hints(ends=True, returns_after=30)}, "hints.ends is True, hints.returns_after"),
     ],
 )
 def test_what_is_out_of_range_is_named(fields: dict[str, Any], text: str) -> None:
@@ -116,6 +126,14 @@ def test_the_ends_of_the_ranges_are_taken() -> None:
     assert (type(request.room), type(request.max_new_tokens)) == (int, int), (
         "numpy's travel in no frame"
     )
+
+
+def test_what_a_client_says_of_its_session_is_what_finish_takes() -> None:
+    said = {"session": "s" * 256, "returns_after": 120, "of_later_versions": 1}
+    hints = msgspec.convert(said, Hints)
+    assert Request("a", [1], room=1, hints=hints).hints.continues == 120
+    assert [Hints(ends=True).continues, Hints(demote=True, returns_after=30).continues] == [0, 0]
+    assert Request("a", [1], room=1).hints.continues is None
 
 
 def test_the_room_has_to_be_given() -> None:

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, LeafRank
-from prefixkv.cache.node import Mark, Root, TreeNode
+from prefixkv.cache.node import Mark, Packed, Root, TreeNode
 from prefixkv.errors import ConfigError
-from prefixkv.registry import Registry
+from prefixkv.settings import Registry
 
 
 @dataclass(slots=True, eq=False)
@@ -124,10 +124,6 @@ class Policy(ABC):
     def last_tick(self, history: Mark) -> int:
         """Return the tick of the last use in a history."""
 
-    def describe(self, history: Mark) -> str:
-        """Return text about a history for a dump; it begins with a comma unless it is empty."""
-        return ""
-
     def make_queue(self) -> EvictionQueue:
         """Return an empty queue for the leaves. One order, by rank, is enough for most policies."""
         return LeafHeap(self.rank)
@@ -168,6 +164,12 @@ class SessionHints(Protocol):
         """Return a queue of the policy's that heeds them. `queue` has the leaves so far."""
 
     def note(self, tick: int, root: Root, returns_s: float, now_s: float) -> None: ...
+
+    def went(self, leaf: TreeNode, num_pages: int) -> None:
+        """Note that the last pages of a leaf go now."""
+
+    def came(self, root: Root, depth: int, data: Packed, page_bytes: int) -> None:
+        """Note that there are new pages from `depth` on."""
 
     def forget(self, namespace: Hashable) -> None:
         """Note that this namespace has no pages any more."""

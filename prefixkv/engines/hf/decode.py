@@ -184,7 +184,7 @@ class DecodeEngine(NodeEngine):
         request = Request(
             f"{ask.rid}/{sample}", ask.tokens, ask.max_new_tokens, room=self._rooms,
             prefill=ask.prefill, namespace=ask.namespace, cacheable=ask.cacheable,
-            priority=ask.priority, deadline_s=deadline_s,
+            priority=ask.priority, deadline_s=deadline_s, hints=ask.hints,
         )  # fmt: skip
         if why := self._why_refused(request.key, ask.max_new_tokens):
             raise RequestError(why)
@@ -466,8 +466,9 @@ class DecodeEngine(NodeEngine):
             text += "" if answer.text is None else answer.text.end()
         output = Output(
             answer.choice.sample, len(req.output) - (token is not None), token, text, finish,
-            req.hit_tokens, answer.prefill_hit_tokens, req.shared_tokens, logprob, req.host_tokens,
-            req.decode_computed_tokens, rid=answer.asked.ask.rid, error=error,
+            req.hit_tokens, answer.prefill_hit_tokens, req.shared_tokens, logprob,
+            req.brought.get("loaded", 0), req.brought.get("computed", 0),
+            rid=answer.asked.ask.rid, error=error,
         )  # fmt: skip
         self._report(answer.asked, output)
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
-from types import SimpleNamespace
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
 
 from prefixkv.config import ControlConfig, ModelConfig
+from prefixkv.engines.vllm.groups import BlockGroups
 from prefixkv.engines.vllm.layout import pool_of
-from prefixkv.engines.vllm.options import OPTION_NAMES, ConnectorOptions
+from prefixkv.engines.vllm.options import OPTION_NAMES, ConnectorOptions, ServerSetup
 from prefixkv.engines.vllm.scheduler import SchedulerSide
 from prefixkv.engines.vllm.worker import WorkerSide
 
@@ -42,7 +43,7 @@ def kv_cache_config(num_blocks: int, block_size: int = BLOCK, num_kv_heads: int 
         host_resident=False,
         enable_kv_transfer=True,
     )
-    return SimpleNamespace(num_blocks=num_blocks, kv_cache_groups=[group])
+    return SimpleNamespace(num_blocks=num_blocks, kv_cache_groups=[group], hash_block_size=None)
 
 
 class Block:
@@ -120,6 +121,8 @@ class Request:
         self.lora_request: Any = None
         self.cache_salt: str | None = None
         self.mm_features: list[Any] = []
+        self.kv_hints: Any = None
+        self.session_id: str | None = None
         vars(self).update(more)
         salt = hash((self.cache_salt, self.lora_request and self.lora_request.lora_name))
         chain = prefix_hashes(tokens)
@@ -129,7 +132,7 @@ class Request:
         ]
         self.chain, self.all_token_ids = chain, list(tokens)
         self.blocks: list[Block] = []
-        self.computed = 0
+        self.computed = self.num_in_flight_tokens = 0
         self.status = "waiting"
         self.answer: dict[str, Any] | None = None
         self.recomputed = False
@@ -146,6 +149,38 @@ def options(name: str, **more: Any) -> ConnectorOptions:
         "control": ControlConfig(heartbeat_s=0.1, resend_s=0.05, fence_settle_s=0.05),
     }
     return ConnectorOptions(name, **({"bind": "tcp://127.0.0.1:*"} | said | more))
+
+
+PREFILL, DECODE = ServerSetup(True, False), ServerSetup(False, True)
+BOTH = ServerSetup(True, True)
+
+
+def side_of(
+    setup: ServerSetup, groups: BlockGroups | None = None, num_blocks: int = 64, **more: Any
+) -> tuple[SchedulerSide, BlockPool]:
+    """A scheduler's side with its pool of blocks; `more` are options."""
+    pool, groups = BlockPool(num_blocks), groups or BlockGroups(BLOCK)
+    made = SchedulerSide(options("d", **more), setup, groups)
+    made.bind(pool)
+    return made, pool
+
+
+def step_of(
+    scheduled: Mapping[str, tuple[int, int]] = MappingProxyType({}), blocks: Any = ()
+) -> Any:
+    """vLLM's `SchedulerOutput`: by request, from which token on it computes how many. `blocks`: of
+    a request, or by request."""
+    return SimpleNamespace(
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=rid, num_computed_tokens=start)
+            for rid, (start, _) in scheduled.items()
+        ],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+        num_scheduled_tokens={rid: count for rid, (_, count) in scheduled.items()},
+        kv_connector_block_state=SimpleNamespace(
+            get_block_ids=lambda rid: (blocks[rid] if isinstance(blocks, dict) else blocks,)
+        ),
+    )
 
 
 class Engine:
@@ -168,13 +203,13 @@ class Engine:
     ) -> None:
         self.caching = caching
         self.options = options(name, **more)
-        roles = {"is_producer": producer, "is_consumer": consumer}
+        setup = ServerSetup(producer, consumer)
         self.pool, self.policy = BlockPool(num_blocks), policy
-        self.scheduler = SchedulerSide(self.options, block_size, **roles)
+        self.scheduler = SchedulerSide(self.options, setup, BlockGroups(block_size))
         self.scheduler.bind(self.pool)
         self.scheduler.sends.can_end = True  # as vLLM's step says, before it asks of any request
         model = ModelConfig(model="m", option_names=OPTION_NAMES)
-        self.worker = WorkerSide(self.options, model, **roles)
+        self.worker = WorkerSide(self.options, setup, model)
         shape = num_blocks, HEADS, block_size, CONTENT
         self.memory = torch.zeros(LAYERS, *shape)
         self.caches = {f"layer.{i}": self.memory[i] for i in range(LAYERS)}
@@ -206,15 +241,7 @@ class Engine:
             request.request_id: [block.block_id for block in request.blocks]
             for request in self.running
         }
-        step = SimpleNamespace(
-            scheduled_new_reqs=[
-                SimpleNamespace(req_id=rid, num_computed_tokens=computed)
-                for rid, (computed, _) in scheduled.items()
-            ],
-            scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
-            num_scheduled_tokens={rid: count for rid, (_, count) in scheduled.items()},
-            kv_connector_block_state=SimpleNamespace(get_block_ids=lambda rid: (tables[rid],)),
-        )
+        step = step_of(scheduled, tables)
         orders = self.scheduler.orders(step)
         self.orders.append(orders)
         self.worker.before_forward(orders)
@@ -244,7 +271,7 @@ class Engine:
         self.waiting.remove(request)
         request.blocks = [*cached, *new]
         request.computed = len(cached) * BLOCK
-        self.scheduler.allocated(request, [block.block_id for block in request.blocks], matched)
+        self.scheduler.allocated(request, ([block.block_id for block in request.blocks],), matched)
         if matched:
             request.loaded_from = request.computed
             request.loaded_to = request.computed + matched

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from prefixkv.config import ModelConfig
+from prefixkv.engines.vllm.groups import BlockGroups
 from prefixkv.engines.vllm.layout import pool_of
+from prefixkv.engines.vllm.options import ServerSetup
 from prefixkv.engines.vllm.orders import StepOrders, WorkerReport
 from prefixkv.engines.vllm.scheduler import SchedulerSide
 from prefixkv.engines.vllm.worker import Results, WorkerSide
@@ -23,6 +24,8 @@ from tests.unit.engines.vllm.standin import (
     Request,
     kv_cache_config,
     options,
+    side_of,
+    step_of,
 )
 
 NUM_RANKS, NUM_BLOCKS, NUM_HEADS = 2, 16, 4
@@ -60,12 +63,12 @@ class Server:
         plain: bool = False,
         **more: Any,
     ) -> None:
-        roles = {"is_producer": producer, "is_consumer": not producer}
+        setup = ServerSetup(producer, not producer, num_ranks)
         # One port for rank 0 alone: the others take free ones.
         self.options = options(name, **(more | {"bind": lasting_address()} if producer else more))
         self.num_ranks = num_ranks
         self.pool = BlockPool(NUM_BLOCKS)
-        self.scheduler = SchedulerSide(self.options, block_size, num_ranks=num_ranks, **roles)
+        self.scheduler = SchedulerSide(self.options, setup, BlockGroups(block_size))
         self.scheduler.bind(self.pool)
         gathering, heads = Gathering(num_ranks), NUM_HEADS // num_ranks
         self.memory = [
@@ -74,13 +77,7 @@ class Server:
 
         def worker(rank: int) -> WorkerSide:
             made = WorkerSide(
-                self.options,
-                ModelConfig(model="m"),
-                rank=rank,
-                num_ranks=num_ranks,
-                num_kv_heads=NUM_HEADS,
-                gather=gathering.of(rank),
-                **roles,
+                self.options, setup, ModelConfig(model="m"), rank, NUM_HEADS, gathering.of(rank)
             )
             caches = {f"layer.{i}": self.memory[rank][i] for i in range(2)}
             config = kv_cache_config(NUM_BLOCKS, block_size, heads)
@@ -94,11 +91,7 @@ class Server:
         self.failed: set[str] = set()
 
     def step(self, step: Any = None) -> None:
-        empty = SimpleNamespace(req_ids=[], num_computed_tokens=[])
-        nothing = SimpleNamespace(
-            scheduled_new_reqs=[], scheduled_cached_reqs=empty, num_scheduled_tokens={}
-        )
-        orders = self.scheduler.orders(step or nothing)
+        orders = self.scheduler.orders(step or step_of())
         for worker in self.workers:
             worker.before_forward(orders)
             worker.after_forward(orders)
@@ -124,15 +117,6 @@ class Server:
             worker.close()
 
 
-def computed(rid: str, end: int, pages: list[int]) -> Any:
-    return SimpleNamespace(
-        scheduled_new_reqs=[SimpleNamespace(req_id=rid, num_computed_tokens=0)],
-        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
-        num_scheduled_tokens={rid: end},
-        kv_connector_block_state=SimpleNamespace(get_block_ids=lambda rid: (pages,)),
-    )
-
-
 def admit(prefill: Server, decode: Server, sending: Request, source: list[int]) -> None:
     """Prefill has heard decode's promise from every rank, and gives the request its blocks."""
 
@@ -142,7 +126,7 @@ def admit(prefill: Server, decode: Server, sending: Request, source: list[int]) 
         return prefill.scheduler.count_loadable(sending, 0) == (0, False)
 
     until(allowed)
-    prefill.scheduler.allocated(sending, source, 0)
+    prefill.scheduler.allocated(sending, (source,), 0)
 
 
 def test_every_rank_gets_its_share() -> None:
@@ -160,10 +144,10 @@ def test_every_rank_gets_its_share() -> None:
         prefill.scheduler.on_new_request(sending)
         decode.scheduler.on_new_request(loading)
         assert decode.scheduler.count_loadable(loading, 0) == (18, True)
-        decode.scheduler.allocated(loading, target, 18)
+        decode.scheduler.allocated(loading, (target,), 18)
         assert prefill.scheduler.count_loadable(sending, 0) == (None, False)
         admit(prefill, decode, sending, source)
-        prefill.step(computed("1", 18, source))
+        prefill.step(step_of({"1": (0, 18)}, source))
         prefill.scheduler.finished(sending, source)
         assert prefill.scheduler.gauges()["held_blocks"] == 5
 
@@ -207,10 +191,10 @@ def test_plain_blocks_go_between_other_sizes(
         sending, loading = Request("1", PROMPT, send), Request("1", PROMPT, load)
         prefill.scheduler.on_new_request(sending)
         decode.scheduler.on_new_request(loading)
-        decode.scheduler.allocated(loading, target, 18 - 8)  # decode has 8 tokens
+        decode.scheduler.allocated(loading, (target,), 18 - 8)  # decode has 8 tokens
         admit(prefill, decode, sending, source)
-        prefill.step(computed("1", 11, source))
-        prefill.step(computed("1", 18, source))
+        prefill.step(step_of({"1": (0, 11)}, source))
+        prefill.step(step_of({"1": (0, 18)}, source))
         prefill.scheduler.finished(sending, source)
 
         def both() -> bool:
@@ -254,15 +238,11 @@ def wrong(server: Server, blocks: list[int], block_size: int) -> list[int]:
 
 
 def test_blocks_are_held_until_the_last_rank_has_its_proof() -> None:
-    side = SchedulerSide(
-        options("decode-0"), BLOCK, is_producer=False, is_consumer=True, num_ranks=NUM_RANKS
-    )
-    pool = BlockPool(NUM_BLOCKS)
-    side.bind(pool)
+    side, pool = side_of(ServerSetup(False, True, NUM_RANKS), num_blocks=NUM_BLOCKS)
     request = Request("1", PROMPT, {"do_remote_prefill": True, "room": 1, "prefill": "tcp://a:1"})
     side.on_new_request(request)
     blocks = pool.new_blocks(5) or []
-    side.allocated(request, [block.block_id for block in blocks], 18)
+    side.allocated(request, ([block.block_id for block in blocks],), 18)
     side.take_reports(WorkerReport(failed={"1": "lost"}, settled=["1"]), ["1"])
     pool.free_blocks(blocks)  # vLLM's own reference
     assert side.gauges()["held_blocks"] == 5
@@ -284,7 +264,7 @@ def test_host_memory_has_a_share_of_each_rank() -> None:
         side.on_new_request(first)
         blocks = pool.new_blocks(5) or []
         assert side.count_loadable(first, 0) == (0, False)
-        side.allocated(first, [one.block_id for one in blocks], 0)
+        side.allocated(first, ([one.block_id for one in blocks],), 0)
         first.computed = 18
         for block, one in zip(blocks, first.block_hashes, strict=False):
             pool.cache(block, one)
@@ -302,7 +282,7 @@ def test_host_memory_has_a_share_of_each_rank() -> None:
         side.on_new_request(second)
         assert side.count_loadable(second, 0) == (16, True)
         target = [one.block_id for one in pool.new_blocks(4) or []]
-        assert side.allocated(second, target, 16) == 16
+        assert side.allocated(second, (target,), 16) == 16
         until(lambda: decode.received == ["2"], step=decode.step)
         assert decode.failed == set()
         for rank, memory in enumerate(decode.memory):
