@@ -4,7 +4,6 @@ token, and what each part of it decides by itself."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from prefixkv.protocol.events import HostCopy, HostCopyDone
 from prefixkv.spi import HostMemory, Inbox
 from tests.support.patience import until
 from tests.unit.engines.vllm.conftest import MakeServers, Servers
-from tests.unit.engines.vllm.standin import BLOCK, BlockPool, Engine, Request, side_of
+from tests.unit.engines.vllm.standin import BLOCK, BlockPool, Engine, Request, side_of, step_of
 from tests.unit.engines.vllm.test_transfers import blocks_sent, error_of
 
 PROMPT = list(range(100, 130))  # 7 blocks and a half
@@ -389,18 +388,11 @@ def finished(side: SchedulerSide, pool: BlockPool, rid: str) -> Request:
     return request
 
 
-def step_of(side: SchedulerSide) -> Any:
-    empty = SimpleNamespace(req_ids=[], num_computed_tokens=[])
-    return side.orders(
-        SimpleNamespace(scheduled_new_reqs=[], scheduled_cached_reqs=empty, num_scheduled_tokens={})
-    )
-
-
 def test_what_one_rank_has_not_copied_is_not_there() -> None:
     side, pool = two_ranks()
     side.take_reports(WorkerReport(host_pages={0: (60, 60), 1: (60, 60)}), [])
     finished(side, pool, "1")
-    (order,) = step_of(side).copies
+    (order,) = side.orders(step_of()).copies
     ends = [
         HostCopyDone(order.copy.number, error, 100, 0.1) for error in (OSError("broken off"), None)
     ]
@@ -436,7 +428,7 @@ def test_cache_events_follow_what_is_in_host_memory() -> None:
         pool.cached.clear()
         for block in pool.blocks:
             block.block_hash = None
-        for copy, _ in step_of(side).copies:
+        for copy, _ in side.orders(step_of()).copies:
             side.take_reports(WorkerReport(copied=[HostCopyDone(copy.number, None, 1, 0.1)]), [])
         hear()
         assert len(there) == side.gauges()["host_blocks"]
