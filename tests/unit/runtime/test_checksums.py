@@ -281,10 +281,12 @@ def test_pages_of_windows_and_of_aligned_groups(
         pair.at_rest()
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 2)], ids=str)
-def test_extra_state(sizes: tuple[int, int], wires: FaultyWires) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "leases"), [((1, 1), 0), ((2, 1), 0), ((1, 2), 0), ((2, 1), 8)], ids=str
+)
+def test_extra_state(sizes: tuple[int, int], leases: int, wires: FaultyWires) -> None:
     wires.fault, wires.routes, wires.rooms = another, ("state",), {1, 3}
-    with StatePair(mesh(sizes[0]), mesh(sizes[1]), **checked()) as pair:
+    with StatePair(mesh(sizes[0]), mesh(sizes[1]), **checked(staging=leases * LEASE)) as pair:
         serve(pair, [f"{number}.first" for number in range(4)], 1, 30)
         assert pair.failed.keys() == {"0.first", "2.first"}
         assert all(isinstance(error, ChecksumError) for error in pair.failed.values())
