@@ -330,11 +330,11 @@ def hash_rates(case: Transfer) -> Row:
     from prefixkv.memory.mesh import Shard
     from prefixkv.memory.page_sums import ALGORITHMS, PageSums, SumPlan
 
-    layout = case.pool(1).layout
+    pool = case.pool(1)  # kept: what is summed is its memory
     pages = np.random.default_rng(1).permutation(case.num_pages)[: case.tokens // case.page_size]
     rates: Row = {}
     for name in ALGORITHMS:
-        sums = PageSums(layout, None, SumPlan(name, Shard.whole(layout), case.page_size))
+        sums = PageSums(pool.layout, None, SumPlan(name, Shard.whole(pool.layout), case.page_size))
         took_s = []
         for _ in range(case.repeats):
             began_s = time.monotonic()

@@ -13,7 +13,7 @@ import typer
 
 from prefixkv import PrefixKVError, __version__
 from prefixkv.cli.keys import keys
-from prefixkv.cli.outputs import check_plot
+from prefixkv.cli.outputs import check_outputs
 from prefixkv.cli.replay.command import replay
 from prefixkv.cli.serve import add_commands, check_packages
 from prefixkv.errors import CallerError, CapacityError, check_range
@@ -80,7 +80,7 @@ def demo(
     are shown as they come. A link is modelled by limiting prefill's transport to its rate.
     """
     check_range("--seed", seed, 0, 2**63 - 1)
-    check_plot(plot)
+    check_outputs(json, plot)
     check_packages()
     from prefixkv.cli.demo.command import LINKS, run
     from prefixkv.cli.demo.report import link_of

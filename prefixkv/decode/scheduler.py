@@ -19,10 +19,9 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, ClassVar
 
-from prefixkv.addresses import check_prefill
 from prefixkv.cache.events import EventFeed
 from prefixkv.cache.radix_key import token_list
-from prefixkv.config import DecodeConfig
+from prefixkv.config import DecodeConfig, check_prefill
 from prefixkv.decode.admission import Admission
 from prefixkv.decode.audit import check_decode
 from prefixkv.decode.ending import End, Ending

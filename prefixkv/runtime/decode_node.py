@@ -30,7 +30,8 @@ from prefixkv.runtime.rank_spec import (
 from prefixkv.runtime.transfers import secret_number
 
 _COUNTERS = (
-    *COUNTERS, "aborted", "admitted", "checksum_mismatches", "checksums", "compute_declined", "computed_requests", "computed_tokens",
+    *COUNTERS, "aborted", "admitted", "checksum_mismatches", "checksums", "compute_declined",
+    "computed_requests", "computed_tokens",
     "failovers", "finished", "flight_fallbacks", "flights_adopted", "host_copies_failed",
     "host_hit_tokens", "host_loaded_pages", "host_loads", "host_missed_pages", "host_written_pages",
     "quarantined_pages", "record_lost", "recorded", "refused", "retracted",

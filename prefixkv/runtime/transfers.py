@@ -18,8 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
-from prefixkv.addresses import is_loopback
-from prefixkv.config import DecodeConfig, PrefillConfig, Way, check_version
+from prefixkv.config import DecodeConfig, PrefillConfig, Way, check_version, is_loopback
 from prefixkv.control.effects import STAGING, CopyDone, PagesLookedAt
 from prefixkv.control.lives import LostPeers
 from prefixkv.errors import ClosedError, ConfigError, InternalError, RequestError, shown, travels
@@ -36,12 +35,12 @@ from prefixkv.runtime.control_thread import (
     Control,
     ControlFailed,
     ControlThread,
+    Prover,
 )
 from prefixkv.runtime.looks import LookThreads
-from prefixkv.runtime.one_thread import OneThread
-from prefixkv.runtime.prover import Prover
 from prefixkv.runtime.rank_spec import RankSpec
 from prefixkv.settings import check_timeout
+from prefixkv.threads import OneThread
 from prefixkv.transport.base import RankMemory, Sink
 from prefixkv.transport.nixl.ucx import check_interface
 from prefixkv.transport.transports import Transports, make_transports

@@ -27,10 +27,10 @@ from prefixkv.errors import (
 from prefixkv.memory.mesh import Shard
 from prefixkv.memory.page_sums import PageSums, SumPlan
 from prefixkv.protocol.ids import PeerId
+from prefixkv.threads import Inbox
 from prefixkv.transport.base import PeerMemory, RankMemory, Sink, TransportEvent, WriteJob
 from prefixkv.transport.jobs import ActiveJob, JobTable, Outbox
 from prefixkv.transport.runs import Routes
-from prefixkv.wakeups import Inbox
 
 _log = logging.getLogger("prefixkv.transport")
 

@@ -26,7 +26,7 @@ ORGANS = {
     "kv_events": ["kv_events"],
     "record": ["runtime/record.py"],
     "death": ["runtime/death.py"],
-    "ranks": ["ranks", "runtime/following_rank.py", "runtime/groups.py"],
+    "ranks": ["ranks", "runtime/ranks.py"],
     "staging": ["staging", "runtime/staging.py"],
     "compute": ["decode/compute_source.py", "decode/state_checkpoints.py"],
     "host": [

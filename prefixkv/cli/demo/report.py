@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from prefixkv.cli.demo.play import Played
 from prefixkv.cli.demo.workers import ChatAnswer
+from prefixkv.cli.outputs import aligned, drawing
 from prefixkv.errors import ConfigError
 
 _FORM: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([mg])bit(?:/s)?", re.IGNORECASE)
@@ -225,12 +226,7 @@ class DemoReport:
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    heads = ("", "cache on", "off", "")
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    return [
-        f"{what:<{widths[0]}}  {on:>{widths[1]}}  {off:>{widths[2]}}  {words}".rstrip()
-        for what, on, off, words in (heads, *rows)
-    ]
+    return aligned([("", "cache on", "off", ""), *rows], "<>><")
 
 
 def picture(turns: Sequence[tuple[Split, Split]]) -> list[str]:
@@ -244,24 +240,15 @@ def picture(turns: Sequence[tuple[Split, Split]]) -> list[str]:
 
 def draw(turns: Sequence[tuple[Split, Split]], path: Path) -> None:
     """Draw hit and sent tokens by turn. Needs matplotlib."""
-    import matplotlib as mpl
-
-    # A backend without a display; it must be chosen before pyplot is imported.
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, panels = plt.subplots(1, 2, figsize=(9, 4), sharey=True)
     parts = (("hit on decode", "C2"), ("on their way for another chat", "C8"), ("sent", "C3"))
     at = range(1, len(turns) + 1)
-    for side, (panel, title) in enumerate(zip(panels, ("cache on", "cache off"), strict=True)):
-        below = [0.0] * len(turns)
-        for part, (label, colour) in enumerate(parts):
-            heights = [sides[side][part] for sides in turns]
-            panel.bar(at, heights, bottom=below, label=label, color=colour)
-            below = [low + height for low, height in zip(below, heights, strict=True)]
-        panel.set(title=title, xlabel="turn", xticks=[*at])
-    panels[0].set_ylabel("tokens of a prompt, mean")
-    panels[0].legend(fontsize="small")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    with drawing(path, ncols=2, figsize=(9, 4), sharey=True) as panels:
+        for side, (panel, title) in enumerate(zip(panels, ("cache on", "cache off"), strict=True)):
+            below = [0.0] * len(turns)
+            for part, (label, colour) in enumerate(parts):
+                heights = [sides[side][part] for sides in turns]
+                panel.bar(at, heights, bottom=below, label=label, color=colour)
+                below = [low + height for low, height in zip(below, heights, strict=True)]
+            panel.set(title=title, xlabel="turn", xticks=[*at])
+        panels[0].set_ylabel("tokens of a prompt, mean")
+        panels[0].legend(fontsize="small")

@@ -121,19 +121,6 @@ def refuse(number: int, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(world.decode.node, "add", add)
 
 
-def test_what_is_refused_half_way_leaves_nothing(
-    model: PagedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with World(model) as world:
-        refuse(2, world, monkeypatch)
-        with pytest.raises(RequestError, match="no"):
-            world.ask("r", range(20), num_samples=3)
-        assert world.decode.take_prefill_jobs() == []
-        world.ask("r", range(20), num_samples=3, max_new_tokens=2)
-        world.run()
-        world.at_rest()
-
-
 def test_least_tokens_hold_through_a_retraction(model: PagedModel, reference: Reference) -> None:
     """The first two tokens that it would say end the answer: the first comes from prefill."""
     prompts = [range(20 * i, 20 * i + 20) for i in range(4)]

@@ -23,9 +23,9 @@ from prefixkv.engines.hf import PagedModel, Sampling, make_model
 from prefixkv.engines.hf import attention as attention_module
 from prefixkv.engines.hf.attention import NAME
 from prefixkv.engines.hf.models import ExtraState, unpaged_copy
-from prefixkv.engines.hf.recurrent import NO_SLOT, StateRows
+from prefixkv.engines.hf.rows import NO_SLOT, Row
 from prefixkv.errors import ConfigError
-from prefixkv.pages.groups import GroupPages, GroupSpec, TailGroup
+from prefixkv.pages.groups import GroupSpec, TailGroup
 from tests.support.hf_workload import Found, Storm, check_answers, checkpoint_counts, run_round
 from tests.support.hf_world import BY_SIZE, TINY, Reference, World
 from tests.support.hf_world import family as family_of
@@ -92,33 +92,24 @@ class _Texts:
         every = self.memory.views.values() if self.memory is not None else ()
         return [(part.name, view) for views in every for part, view in views]
 
-    def window_pages(self, at: int) -> GroupPages:
-        return self.windows.row(at)
-
     def forward(self, nums: dict[int, int], slots: dict[int, int] | None = None) -> None:
         """Compute so many more tokens of some texts; their states go to these slots."""
-        which = list(nums)
-        slots = slots or {at: 2 * at for at in which}
-        starts = [self.done[at] for at in which]
-        ends = [self.done[at] + nums[at] for at in which]
-        new = [
-            self.texts[at][start:end] for at, start, end in zip(which, starts, ends, strict=True)
-        ]
-        more: dict[str, Any] = {}
-        if self.memory is not None:
-            sources = [self.sources[at] for at in which]
-            more["states"] = StateRows(self.memory, sources, [slots[at] for at in which])
-        if self.model.window:
-            more["windows"] = [self.window_pages(at) for at in which]
-        logits = self.model.forward(
-            self.flat, np.concatenate(new), [self.rows[at] for at in which], starts, ends, [],
-            list(range(sum(map(len, new)))), **more,
-        )  # fmt: skip
-        for at, end, part in zip(which, ends, logits.split([len(one) for one in new]), strict=True):
-            self.done[at], self.sources[at] = end, slots[at]
+        slots = slots or {at: 2 * at for at in nums}
+        rows = [
+            Row(
+                self.texts[at][self.done[at] : self.done[at] + num], self.done[at], self.rows[at],
+                self.windows.row(at) if self.model.window else None, range(num),
+                self.sources[at], slots[at],
+            )
+            for at, num in nums.items()
+        ]  # fmt: skip
+        logits, wrong = self.model.forward(self.flat, rows, self.memory)
+        assert not wrong
+        for at, row, part in zip(nums, rows, logits.split([*nums.values()]), strict=True):
+            self.done[at], self.sources[at] = row.end, slots[at]
             self.logits[at].append(part)
             if self.model.window:
-                self.windows.slide(at, end)
+                self.windows.slide(at, row.end)
 
     def grow(self, chance: random.Random, choices: list[int]) -> None:
         """All to their ends. A state goes from one of its two slots to the other now and then."""

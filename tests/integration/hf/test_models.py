@@ -78,12 +78,12 @@ def test_the_trial_finds_what_no_config_tells(monkeypatch: pytest.MonkeyPatch) -
     """Attention of which a part is left out, as a model with a window of its own would have."""
     from prefixkv.engines.hf import attention
 
-    right = attention.Plan.attend
+    right = attention.GroupPlan.attend
 
-    def wrong(self: attention.Plan, *args: torch.Tensor) -> torch.Tensor:
+    def wrong(self: attention.GroupPlan, *args: torch.Tensor) -> torch.Tensor:
         return right(self, *args) * 1.1
 
-    monkeypatch.setattr(attention.Plan, "attend", wrong)
+    monkeypatch.setattr(attention.GroupPlan, "attend", wrong)
     with pytest.raises(ConfigError, match="on pages its logits differ by"):
         make_model("llama", **TINY)
 

@@ -16,6 +16,7 @@ from prefixkv.config import ComputeConfig, HostConfig
 from prefixkv.engines.hf import PagedModel, Sampling
 from prefixkv.engines.hf.attention import Plan
 from prefixkv.engines.hf.models import _not_finite
+from prefixkv.engines.hf.rows import Row
 from prefixkv.errors import NotFiniteError
 from prefixkv.spi import as_pages
 from tests.integration.hf.test_layers import SERVED
@@ -256,8 +257,8 @@ def test_an_early_chunk_of_a_bad_moment_leaves_no_state_and_no_window(
 
 def test_large_numbers_whose_sum_is_not_finite_end_nothing(model: PagedModel) -> None:
     pool = model.make_pool(4, 8)
-    plan = Plan(model.flat_pool(pool), [as_pages(np.arange(2)), as_pages(np.arange(2, 4))],
-                [0, 0], [2, 3])  # fmt: skip
+    rows = [Row(range(2), 0, as_pages([0, 1])), Row(range(3), 0, as_pages([2, 3]))]
+    plan = Plan(model.flat_pool(pool), rows)
     hidden, logits, keep = torch.full((5, 4), 2e38), torch.zeros(2, 7), torch.tensor([1, 4])
     assert _not_finite(plan, hidden, logits, keep) == []
     hidden[3, 1] = -INF

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from prefixkv.config import ModelConfig
+from prefixkv.engines.vllm.groups import BlockGroups
 from prefixkv.engines.vllm.layout import pool_of
+from prefixkv.engines.vllm.options import ServerSetup
 from prefixkv.engines.vllm.orders import StepOrders, WorkerReport
 from prefixkv.engines.vllm.scheduler import SchedulerSide
 from prefixkv.engines.vllm.worker import Results, WorkerSide
@@ -23,6 +25,7 @@ from tests.unit.engines.vllm.standin import (
     Request,
     kv_cache_config,
     options,
+    side_of,
 )
 
 NUM_RANKS, NUM_BLOCKS, NUM_HEADS = 2, 16, 4
@@ -60,12 +63,12 @@ class Server:
         plain: bool = False,
         **more: Any,
     ) -> None:
-        roles = {"is_producer": producer, "is_consumer": not producer}
+        setup = ServerSetup(producer, not producer, num_ranks)
         # One port for rank 0 alone: the others take free ones.
         self.options = options(name, **(more | {"bind": lasting_address()} if producer else more))
         self.num_ranks = num_ranks
         self.pool = BlockPool(NUM_BLOCKS)
-        self.scheduler = SchedulerSide(self.options, block_size, num_ranks=num_ranks, **roles)
+        self.scheduler = SchedulerSide(self.options, setup, BlockGroups(block_size))
         self.scheduler.bind(self.pool)
         gathering, heads = Gathering(num_ranks), NUM_HEADS // num_ranks
         self.memory = [
@@ -74,13 +77,7 @@ class Server:
 
         def worker(rank: int) -> WorkerSide:
             made = WorkerSide(
-                self.options,
-                ModelConfig(model="m"),
-                rank=rank,
-                num_ranks=num_ranks,
-                num_kv_heads=NUM_HEADS,
-                gather=gathering.of(rank),
-                **roles,
+                self.options, setup, ModelConfig(model="m"), rank, NUM_HEADS, gathering.of(rank)
             )
             caches = {f"layer.{i}": self.memory[rank][i] for i in range(2)}
             config = kv_cache_config(NUM_BLOCKS, block_size, heads)
@@ -254,11 +251,7 @@ def wrong(server: Server, blocks: list[int], block_size: int) -> list[int]:
 
 
 def test_blocks_are_held_until_the_last_rank_has_its_proof() -> None:
-    side = SchedulerSide(
-        options("decode-0"), BLOCK, is_producer=False, is_consumer=True, num_ranks=NUM_RANKS
-    )
-    pool = BlockPool(NUM_BLOCKS)
-    side.bind(pool)
+    side, pool = side_of(ServerSetup(False, True, NUM_RANKS), num_blocks=NUM_BLOCKS)
     request = Request("1", PROMPT, {"do_remote_prefill": True, "room": 1, "prefill": "tcp://a:1"})
     side.on_new_request(request)
     blocks = pool.new_blocks(5) or []

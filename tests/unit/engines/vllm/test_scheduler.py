@@ -8,19 +8,16 @@ import pytest
 
 from prefixkv.engines.vllm.asks import digest_of
 from prefixkv.engines.vllm.groups import STATE_WINDOW, BlockGroups, WindowBlocks, WindowLayers
+from prefixkv.engines.vllm.options import ServerSetup
 from prefixkv.engines.vllm.orders import WorkerReport
 from prefixkv.engines.vllm.scheduler import SchedulerSide
-from tests.unit.engines.vllm.standin import BLOCK, BlockPool, Request, options
+from tests.unit.engines.vllm.standin import BLOCK, BOTH, DECODE, PREFILL, Request, side_of
 
 PROMPT = list(range(30))
 
 
 def side(hash_size: int = BLOCK) -> SchedulerSide:
-    made = SchedulerSide(
-        options("d"), BLOCK, is_producer=False, is_consumer=True, hash_size=hash_size
-    )
-    made.bind(BlockPool(64))
-    return made
+    return side_of(DECODE, BlockGroups(BLOCK, hash_size=hash_size))[0]
 
 
 def load(rid: str, room: int, tokens: list[int] = PROMPT) -> Request:
@@ -92,10 +89,7 @@ def test_what_waits_for_a_load_goes_on_as_soon_as_its_client_leaves() -> None:
 
 def test_a_choice_of_a_prompt_that_was_admitted_waits_for_no_load_any_more() -> None:
     """It is preempted while another request loads the same blocks."""
-    made = SchedulerSide(
-        options("d", join_flights=False), BLOCK, is_producer=False, is_consumer=True
-    )
-    made.bind(BlockPool(64))
+    made, _ = side_of(DECODE, join_flights=False)
     first, choice, other = load("1", 1), load("2", 1), load("3", 3)
     for request in (first, choice, other):
         made.on_new_request(request)
@@ -119,13 +113,12 @@ def _nothing() -> object:
 # --- layers that keep a window --------------------------------------------------------------------
 
 
-def windowed(**roles: bool) -> SchedulerSide:
-    """Of two groups; the second keeps every token, the first 9."""
-    groups = BlockGroups(BLOCK, 1, (WindowLayers(0, "last", 9),), 16)
-    roles = roles or {"is_producer": False, "is_consumer": True}
-    made = SchedulerSide(options("d"), BLOCK, groups=groups, **roles)
-    made.bind(BlockPool(64))
-    return made
+WINDOWED = BlockGroups(BLOCK, 1, (WindowLayers(0, "last", 9),), 16)
+"""Two groups; the second keeps every token, the first 9."""
+
+
+def windowed() -> SchedulerSide:
+    return side_of(DECODE, WINDOWED)[0]
 
 
 def test_the_window_is_loaded_whatever_the_prefix_is() -> None:
@@ -161,26 +154,25 @@ def test_a_prompt_of_one_token_needs_no_room() -> None:
     made.on_new_request(request)
     assert made.count_loadable(request, 0) == (0, False)
     assert [one.room for one in made.orders(_nothing()).refusals] == [1]
-    sends = windowed(is_producer=True, is_consumer=False)
+    sends, _ = side_of(PREFILL, WINDOWED)
     for params in ({"do_remote_decode": True, "room": 1, "decode": "other"},
                    {"do_remote_decode": True}):  # fmt: skip
         sends.sends.address = "tcp://127.0.0.1:1"
         rid = str(len(params))
         sends.on_new_request(Request(rid, [5], params))
-        assert "a prompt of one token" in sends._errors[rid]
+        assert "a prompt of one token" in sends._answers[rid]["error"]
     assert [one.room for one in sends.orders(_nothing()).declines] == [1]
 
 
 @pytest.mark.parametrize("is_here", [True, False])
 def test_a_request_whose_load_has_failed_lets_others_go_first(is_here: bool) -> None:
     """To be computed it needs more blocks than it had, and vLLM comes to no request behind it."""
-    made = windowed()
-    made.bind(BlockPool(20))
+    made, pool = side_of(DECODE, WINDOWED, 20)
     made.sends.can_end = True
     first, second, third = load("1", 1), load("2", 2, [*range(50, 80)]), Request("3", PROMPT)
     for number, request in enumerate((first, second)):
         made.on_new_request(request)
-        made.holds._pool.new_blocks(8)  # type: ignore[attr-defined]
+        pool.new_blocks(8)
         made.allocated(request, range(8 * number, 8 * number + 8), 29, [range(8)])
     made.on_new_request(third)
     news = WorkerReport(failed={"1": "gone"}, settled=["1"])
@@ -202,9 +194,7 @@ def test_a_request_whose_load_has_failed_lets_others_go_first(is_here: bool) -> 
 
 
 def both_roles() -> SchedulerSide:
-    made = SchedulerSide(options("d"), BLOCK, is_producer=True, is_consumer=True)
-    made.bind(BlockPool(24))
-    return made
+    return side_of(BOTH, num_blocks=24)[0]
 
 
 def promised(made: SchedulerSide, rid: str, room: int) -> Request:
@@ -280,12 +270,11 @@ def test_promised_sends_pass_a_request_that_lacks_the_blocks_of_loads() -> None:
 # --- layers that keep a state ---------------------------------------------------------------------
 
 
-def stated(table_tokens: int, **roles: bool) -> SchedulerSide:
+def stated(table_tokens: int, setup: ServerSetup) -> SchedulerSide:
     """Of two groups; the second keeps every token, the first a state, in a table with an entry for
     `table_tokens` tokens."""
     state = WindowLayers(0, "state", STATE_WINDOW, table_tokens, most_blocks=3)
-    made = SchedulerSide(options("d"), BLOCK, groups=BlockGroups(BLOCK, 1, (state,), 16), **roles)
-    made.bind(BlockPool(64))
+    made, _ = side_of(setup, BlockGroups(BLOCK, 1, (state,), 16))
     made.sends.can_end, made.sends.address = True, "tcp://127.0.0.1:1"
     return made
 
@@ -298,7 +287,7 @@ def test_the_state_is_loaded_behind_all_but_the_last_token(
     num_tokens: int, table_tokens: int, table: list[int]
 ) -> None:
     """Into the block that vLLM reads it from when it computes that token."""
-    made = stated(table_tokens, is_producer=False, is_consumer=True)
+    made = stated(table_tokens, DECODE)
     request = load("1", 1, PROMPT[:num_tokens])
     made.on_new_request(request)
     assert (request.num_prompt_tokens, len(request.prompt_token_ids or ())) == (num_tokens,) * 2
@@ -312,7 +301,7 @@ def test_the_state_is_loaded_behind_all_but_the_last_token(
 @pytest.mark.parametrize("params", [{"room": 1, "decode": "d"}, {}])
 def test_prefill_leaves_out_the_last_token(params: dict[str, object]) -> None:
     """A state has no way back to the tokens before. The prompt is compared whole."""
-    made = stated(BLOCK, is_producer=True, is_consumer=False)
+    made = stated(BLOCK, PREFILL)
     tokens = PROMPT[: 6 * BLOCK]
     request = Request("1", tokens, {"do_remote_decode": True, **params}, max_tokens=20)
     request._all_token_ids, shared = list(tokens), request.prompt_token_ids
@@ -326,7 +315,7 @@ def test_prefill_leaves_out_the_last_token(params: dict[str, object]) -> None:
 
 
 def test_a_prompt_that_is_not_sent_stays_whole() -> None:
-    made = stated(BLOCK, is_producer=True, is_consumer=False)
+    made = stated(BLOCK, PREFILL)
     image = SimpleNamespace(
         identifier="i", mm_position=SimpleNamespace(offset=len(PROMPT) - 4, length=4)
     )
@@ -337,7 +326,7 @@ def test_a_prompt_that_is_not_sent_stays_whole() -> None:
         params = {"do_remote_decode": True, "room": int(rid), "decode": "d"}
         request = Request(rid, PROMPT, params, **more)
         made.on_new_request(request)
-        assert words in made._errors[rid]
+        assert words in made._answers[rid]["error"]
         assert request.num_prompt_tokens == len(PROMPT)
     plain = Request("3", PROMPT)
     made.on_new_request(plain)
