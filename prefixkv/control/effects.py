@@ -7,8 +7,6 @@ from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from prefixkv.config import Way
 from prefixkv.memory.page_sums import SumPlan
@@ -147,7 +145,7 @@ class PageSpan(NamedTuple):
 
     group: int
     pages: Pages
-    sums: npt.NDArray[np.uint32]
+    sums: bytes
 
 
 class LookAt(msgspec.Struct, frozen=True, eq=False):

@@ -129,8 +129,11 @@ class PageSums:
             dtype="<u4",
         )
 
-    def check(self, group: int, units: Pages, sums: Sums, where: str) -> None:
-        """Raise ChecksumError, which names the first page with another sum."""
+    def check(self, group: int, units: Pages, raw: bytes, where: str) -> None:
+        """Raise ChecksumError, which names the first page with another sum than in `raw`."""
+        sums = np.frombuffer(raw, dtype="<u4")
+        if len(sums) != len(units):
+            raise ChecksumError(f"{where}: {len(sums)} checksums for {len(units)} pages")
         wrong = np.flatnonzero(self.of(group, units) != sums)
         if len(wrong):
             page = int(units[wrong[0]]) // self._groups[group][0].fold

@@ -172,8 +172,8 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, DecodeEvent], DecodeSchedule
         - `host_pages`, `host_pages_cached`, `host_copies`: Host pages that can be used,
           those that are cached, and copies under way, now.
         - `transfers_failed`: Transfers that failed.
-        - `checksums`, `checksum_mismatches`: Checksums of pages that came, and chunks with a
-          page of other bytes.
+        - `checksums`, `checksum_mismatches`: Checksums of pages that came, and rooms that
+          ended for one.
         - `aside_pages`, `aside_share`, `aside_prefill`: Requests that wait aside, now.
         - `stepped_aside_pages`, `stepped_aside_share`, `stepped_aside_prefill`: How often a
           request began to wait aside.

@@ -183,7 +183,7 @@ _CUT = "Cached prompt tokens that were computed again; if it grows, raise `check
 _ASIDE = "Requests that wait and hold up no others, by what is missing."
 _STEPPED_ASIDE = "How often a request began to wait aside."
 _WAITS = "How long requests waited, by what for; first_token is all of it."
-_MISMATCHES = "Chunks with a page of other bytes than prefill had; see TransportConfig.checksums."
+_MISMATCHES = "Requests with a page of other bytes than prefill had: TransportConfig.checksums."
 _OWNER = f"The request that holds the oldest lock, once that is {NAME_AFTER_S:g} s old."
 
 # Three tables: metrics of both kinds of nodes, of decode's alone, of prefill's alone. A name may

@@ -66,7 +66,7 @@ class Grant:
 class Scatter:
     """Copy each section of a lease, the part `parts[section.rank]` of the model, into these unit
     pages of our pool. `on_scattered` answers. With a `checksum`, the algorithm of those in `tags`,
-    they are compared with the pages behind that; the first unit is that of number `first_unit`."""
+    they are compared with the pages behind that."""
 
     lease_id: int
     units: Pages
@@ -74,7 +74,6 @@ class Scatter:
     sections: tuple[Section, ...]
     parts: dict[int, Shard]
     checksum: str = ""
-    first_unit: int = 0
     tags: tuple[ChunkTag, ...] = ()
 
 
@@ -100,7 +99,7 @@ class _RoomPiece:
     asked: set[int] = field(default_factory=set)
     # By rank: of how many parts its write is, and those that have landed.
     parts: dict[int, tuple[int, set[int]]] = field(default_factory=dict, repr=False)
-    tags: list[ChunkTag] = field(default_factory=list, repr=False)  # those with checksums
+    tags: list[ChunkTag] = field(default_factory=list, repr=False)
 
     @property
     def end(self) -> int:
@@ -221,8 +220,7 @@ class StagingReceiver:
         else:
             landed.add(tag.part)
             parts[tag.rank] = num_parts, landed
-            if tag.sums:
-                piece.tags.append(tag)
+            piece.tags.append(tag)
             if len(landed) == num_parts:
                 self._arrived(lease, tag.rank)
 
@@ -263,7 +261,7 @@ class StagingReceiver:
             units = room.units[piece.first_unit : piece.end]
             _, parts, unit_tokens, checksum = room.plan
             what = lease.lease_id, units, unit_tokens, self.sections_of(lease), parts, checksum
-            self._say(Scatter(*what, piece.first_unit, tuple(piece.tags)))
+            self._say(Scatter(*what, tuple(piece.tags)))
         self._send_grants(granted)
         # Last: the room may end by it, and the actions above would then be of a closed room.
         self._say(ToRoom(lease.key, UnitsStaged(rank, piece.num_units)))

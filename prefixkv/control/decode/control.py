@@ -38,7 +38,6 @@ from prefixkv.control.inbox import ControlInbox, Takes
 from prefixkv.control.lives import FENCED, FENCED_DEAD, LEFT, IncarnationHistory, LostPeers
 from prefixkv.errors import (
     AbortedError,
-    ChecksumError,
     ConfigError,
     FormerLifeError,
     HandshakeError,
@@ -268,15 +267,9 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
             self.staging.on_arrival(tag)
 
     def _looked_at(self, looked: PagesLookedAt, now_s: float) -> None:
-        self._count_mismatch(looked.error)
         self._looks.on_looked_at(looked, now_s)
 
-    def _count_mismatch(self, error: Exception | None) -> None:
-        if isinstance(error, ChecksumError):
-            self.counters["checksum_mismatches"] += 1
-
     def _scattered(self, done: CopyDone, now_s: float) -> None:
-        self._count_mismatch(done.error)
         if self.staging is not None:
             self.staging.on_scattered(done.copy_id, done.error)
 

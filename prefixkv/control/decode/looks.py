@@ -18,7 +18,7 @@ from prefixkv.control.decode.rooms import ReceiverRooms, Room
 from prefixkv.control.effects import LookAt, PagesLookedAt, PageSpan
 from prefixkv.errors import ChecksumError, PageStateError
 from prefixkv.paging import unit_pages
-from prefixkv.protocol.ids import ChunkTag
+from prefixkv.protocol.ids import SUM_BYTES, ChunkTag
 from prefixkv.protocol.machine import Fail
 from prefixkv.protocol.receiver_machine import ChunkLanded
 
@@ -44,7 +44,7 @@ class PageLooks:
         tags = list(parts.values())
         try:
             spans = self._spans(room, tags)
-        except (ChecksumError, PageStateError) as error:
+        except (ChecksumError, PageStateError, IndexError) as error:
             failed = ChecksumError(f"{tag.what}: {error}")
             self._say(PagesLookedAt(self._enter(room, tags), failed))
             return
@@ -56,28 +56,26 @@ class PageLooks:
         return look_id
 
     def _spans(self, room: Room, tags: Iterable[ChunkTag]) -> list[PageSpan]:
-        """Raise ChecksumError or PageStateError for pages without a checksum, or with two."""
+        """Raise ChecksumError, PageStateError or IndexError for a chunk with pages without a
+        checksum, with two, or that were not promised."""
         spans: list[PageSpan] = []
-        groups = room.promise.group_ids()
+        num_sums = 0
         for tag in tags:
-            if not -1 <= tag.group < len(groups):
-                raise ChecksumError(f"checksums of group {tag.group} of {len(groups)}")
             pages, fold = room.promise.page_ids(), 1
             if tag.group < 0:
                 fold = self._page_size // room.sums[tag.rank].unit_tokens
             else:
-                pages = groups[tag.group]
-            sums = np.frombuffer(tag.sums, dtype="<u4")
-            end = tag.first + len(sums)
-            units = unit_pages(pages, fold, tag.first, end)
+                pages = room.promise.group_ids()[tag.group]
+            end = tag.first + len(tag.sums) // SUM_BYTES
+            spans.append(PageSpan(tag.group, unit_pages(pages, fold, tag.first, end), tag.sums))
             fresh = np.zeros(len(pages) * fold, np.bool_)
             summed = room.summed.setdefault((tag.rank, tag.group), fresh)[tag.first : end]
             if summed.any():
                 raise ChecksumError(f"pages {tag.first} to {end} of group {tag.group} come twice")
             summed[:] = True
-            spans.append(PageSpan(tag.group, units, sums))
-        if (found := sum(len(span.sums) for span in spans)) != tag.num_pages:
-            raise ChecksumError(f"{found} checksums for {tag.num_pages} pages")
+            num_sums += len(summed)
+        if num_sums != tag.num_pages:
+            raise ChecksumError(f"{num_sums} checksums for {tag.num_pages} pages")
         return spans
 
     def on_looked_at(self, looked: PagesLookedAt, now_s: float) -> None:

@@ -49,7 +49,7 @@ def test_a_chunk_has_landed_when_its_pages_have_passed() -> None:
     assert (first.plan.algorithm, first.what) == ("crc32", WHAT)
     spans = [*first.spans, *second.spans]
     assert [page for span in spans for page in span.pages.tolist()] == [5, 3, 9, 7]
-    assert [one for span in spans for one in span.sums.tolist()] == [11, 12, 13, 14]
+    assert np.frombuffer(b"".join(span.sums for span in spans), "<u4").tolist() == [11, 12, 13, 14]
     outcome = msgspec.structs.replace(peer.outcome(num_pages=4), num_chunks=2, num_units=4)
     assert kinds(peer.say(outcome)) == ["OutcomeAck"], "its word is not enough"
     assert peer.on(PagesLookedAt(second.look_id)) == []
@@ -66,7 +66,7 @@ def test_a_page_that_differs_ends_the_room_and_prefill_hears_why() -> None:
     assert ended == RoomEnded(KEY, KVPoll.FAILED, error)
     assert (abort.code, abort.reason) == (FailureCode.CHECKSUM, str(error))
     assert peer.on(PagesLookedAt(look.look_id, error)) == []
-    assert peer.control.counters["checksum_mismatches"] == 2
+    assert peer.control.counters["checksum_mismatches"] == 1
 
 
 def test_a_look_that_ends_behind_its_room_changes_nothing() -> None:
@@ -86,7 +86,7 @@ def test_a_look_that_ends_behind_its_room_changes_nothing() -> None:
         ([(0, 2, 11, 12, 13)], "units 2 to 5 of 4 pages"),
         ([(0, 0)], "0 checksums for 2 pages"),
         ([(0, 0, 11)], "1 checksums for 2 pages"),
-        ([(0, 0, 11, 12, {"group": 0})], "group 0 of 0"),
+        ([(0, 0, 11, 12, {"group": 0})], "out of range"),
     ],
     ids=str,
 )
