@@ -199,6 +199,20 @@ def test_pages_of_other_sizes_are_compared_in_units_of_the_smaller_one(
         find_each(pair, wires)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "more"),
+    [((2, 1), {"attention": "mla"}), ((2, 2), {"opaque": "amx"})],
+    ids=["mla", "opaque"],
+)
+def test_pages_of_each_kind(
+    sizes: tuple[int, int], more: dict[str, Any], wires: FaultyWires
+) -> None:
+    wires.fault = repeated
+    meshes = [Mesh(4, 1 if "attention" in more else 4, size) for size in sizes]
+    with MeshPair(*meshes, num_pages=256, **checked("shm"), **more) as pair:
+        find_each(pair, wires)
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_both_sides_take_the_best_algorithm_that_both_have(
     algorithm: str, wires: FaultyWires, monkeypatch: pytest.MonkeyPatch
