@@ -117,8 +117,9 @@ MUTANTS = (
          "the_pages_the_engine_computed"),
     ),
     Mutant(
-        "6", "a flight of another prompt is joined", "Flights._common_pages",
-        "if not data.startswith(memoryview(flight_data)[: (start + 1) * page_bytes]):", "if False:",
+        "6", "a flight of another prompt is joined", "Starts.at",
+        "if key.data.startswith(memoryview(other.data)[: (page + 1) * self._page_bytes]):",
+        "if True:",
         ("unit/decode/test_inflight.py::test_the_whole_prefix_has_to_be_equal_not_the_page_where_"
          "it_begins_alone"),
     ),
@@ -165,8 +166,13 @@ MUTANTS = (
     ),
     Mutant(
         "11", "a leaf that was spared keeps the place that its namespace has paid for",
-        "HintedQueue._pay", "place.mark, place.end = debt.own.mark, debt.own.end", "pass",
+        "HintedQueue._take", "last.stands_for += num_pages", "return None",
         "unit/cache/eviction/test_hints.py::test_hints_change_nothing_of_whose_turn_it_is",
+    ),
+    Mutant(
+        "11", "what a false hint has sent off comes back for nothing", "HintedQueue.came",
+        "self._owed.append((place, min(num_pages, end - at)))", "pass",
+        "unit/cache/eviction/test_hints.py::test_a_tenant_that_lies_takes_no_hit_of_another",
     ),
     Mutant(
         "12", "a chunk has landed before its pages are looked at", "PageLooks.on_landed",

@@ -12,6 +12,7 @@ from typing import Annotated, Final
 import typer
 
 from prefixkv import PrefixKVError, __version__
+from prefixkv.cli.demo.links import LINKS, link_of
 from prefixkv.cli.keys import keys
 from prefixkv.cli.outputs import check_outputs
 from prefixkv.cli.replay.command import replay
@@ -81,12 +82,11 @@ def demo(
     """
     check_range("--seed", seed, 0, 2**63 - 1)
     check_outputs(json, plot)
-    check_packages()
-    from prefixkv.cli.demo.command import LINKS, run
-    from prefixkv.cli.demo.report import link_of
-
     rates = link or LINKS
     links = [] if "none" in rates else [link_of(rate) for rate in rates]
+    check_packages()
+    from prefixkv.cli.demo.command import run
+
     return run(seed, links, json, plot)
 
 

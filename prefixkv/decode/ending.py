@@ -13,15 +13,14 @@ still read or write of an ended request is kept until its event.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from prefixkv.cache.results import Releases
-from prefixkv.decode.flights import Flight, Release, Source
+from prefixkv.decode.flights import Flight, Release
 from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.request import CUT_SHORT, DecodeRequest, DecodeState
-from prefixkv.decode.rooms import Rooms
 from prefixkv.errors import AbortedError
 from prefixkv.pages.manager import RequestPages
 from prefixkv.pages.requests import AllOf, BrokenEvent, still_pending
@@ -37,24 +36,25 @@ class End(NamedTuple):
     keep_tokens: int | None = None  # of its key: what follows is not cached
 
 
+class _Untold:
+    """In place of an event, until the engine names one by `pop_failed`."""
+
+    def query(self) -> bool:
+        return False
+
+
+UNTOLD: Final = _Untold()
+
+
 class Ending:
-    """Owned by the scheduler's thread.
+    """Owned by the scheduler's thread. `ask_again` queues a request that has lost what it waited
+    for, or was retracted."""
 
-    Args:
-        sources: besides prefill.
-        ask_again: queues a request that has lost what it waited for, or was retracted.
-    """
-
-    def __init__(
-        self, ledger: Ledger, sources: Sequence[Source], rooms: Rooms,
-        ask_again: Callable[[DecodeRequest], None],
-    ) -> None:  # fmt: skip
+    def __init__(self, ledger: Ledger, ask_again: Callable[[DecodeRequest], None]) -> None:
         self._ledger, self._pages = ledger, ledger.pages
-        self._sources, self._rooms = sources, rooms
         self._ask_again = ask_again
-        self._waiting: list[tuple[DeviceEvent, End]] = []
-        # Failed while the engine wrote their pages: the next `pop_failed` says when it is done.
-        self.left: list[DecodeRequest] = []
+        # Requests that have ended, or were retracted, and hold pages.
+        self.deferred: dict[DecodeRequest, tuple[DeviceEvent, End]] = {}
 
     # --- flights ----------------------------------------------------------------------------------
 
@@ -75,11 +75,11 @@ class Ending:
         # The flight keeps the pages and the lock, and nothing that the request has saved. It lets
         # go of them first, so that they have one owner at any time; the room number has to outlive
         # the request.
-        self._dropped(flight.owner)
+        self._ledger.own.dropped(flight.owner)
         flight.owner.pages_held = None
         self._ledger.flights.disown(flight)
         if flight.is_open:
-            self._rooms.await_drained(flight.room_key)
+            self._ledger.rooms.await_drained(flight.room_key)
 
     def cancel(self, flight: Flight, error: Exception | None) -> None:
         """End a flight: abort its room with `error`; None: it has failed. Its owner stays for the
@@ -107,7 +107,7 @@ class Ending:
         if release is Release.AFTER_DEVICE:
             return
         if owner is not None:
-            self._dropped(owner)
+            self._ledger.own.dropped(owner)
             owner.pages_held = None
         if release is Release.HOLD:
             self._pages.hold(flight.pages, flight.room_key)
@@ -116,18 +116,13 @@ class Ending:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def requests(self) -> list[DecodeRequest]:
-        """Return the requests that have ended, or were retracted, and hold pages. Any thread may
-        call it."""
-        # Copied first, in one step: the scheduler's thread may append meanwhile.
-        return [*(end.req for _, end in self._waiting.copy()), *self.left.copy()]
+    def untold(self) -> list[DecodeRequest]:
+        """Return the requests that failed while the engine wrote their pages."""
+        return [req for req, (event, _) in self.deferred.items() if event is UNTOLD]
 
     def holders(self) -> list[tuple[str, RequestPages]]:
         """Return what holds pages beside live requests, by name. Any thread may call it."""
-        held = [(req.rid, req.pages_held) for req in self.requests()]
+        held = [(req.rid, req.pages_held) for req in list(self.deferred)]
         orphans = [one for one in self._ledger.flights.all() if one.owner is None]
         found = [(rid, pages) for rid, pages in held if pages is not None]
         return found + [(f"{one.source.name} {one.room_key.room}", one.pages) for one in orphans]
@@ -135,7 +130,7 @@ class Ending:
     def coming_pages(self, releases: Releases) -> int:
         """Count the pages that come back by themselves. `releases` collects the locks that end with
         them."""
-        coming = sum(source.coming_pages(releases) for source in self._sources)
+        coming = sum(source.coming_pages(releases) for source in self._ledger.organs)
         return coming + self.num_pages(releases)
 
     def num_pages(self, releases: Releases, is_broken: bool = False) -> int:
@@ -143,7 +138,7 @@ class Ending:
         since nothing proves that they do."""
         held = [
             end.req.pages_held
-            for event, end in self._waiting
+            for event, end in self.deferred.values()
             if isinstance(event, BrokenEvent) is is_broken
         ]
         return sum(pages.num_own + releases.end(pages.lock) for pages in held if pages is not None)
@@ -155,32 +150,28 @@ class Ending:
         event has to be done too. Where that has raised, a later one counts.
         """
         req = end.req
-        if req.state in CUT_SHORT and req.unwritten is not None:
+        if req.state in CUT_SHORT and req.unwritten is not None and after is not UNTOLD:
             unwritten = still_pending(req.unwritten, self._pages.errors)
             if after is None or unwritten is None:
                 after = after or unwritten
             elif not isinstance(unwritten, BrokenEvent):
                 after = AllOf(after, unwritten)
         if after is not None:
-            self._waiting.append((after, end))
+            self.deferred[req] = after, end
         else:
             self._release(end, now_s)
 
     def release(self, now_s: float) -> None:
         """Release what the device is done with. O(requests that wait for it)."""
-        if not self._waiting:
-            return
-        # A fresh list, since `_release` may queue a request again, and `still_pending` runs the
-        # user's code.
-        waiting, self._waiting = self._waiting, []
-        for event, end in waiting:
+        for event, end in list(self.deferred.values()):
             if (left := still_pending(event, self._pages.errors)) is None:
                 self._release(end, now_s)
             else:
-                self._waiting.append((left, end))
+                self.deferred[end.req] = left, end
 
     def _release(self, end: End, now_s: float) -> None:
         req, continues, keep_tokens = end
+        self.deferred.pop(req, None)
         # 1. A request that finished, or was retracted, leaves its whole pages to the cache; one
         # that was aborted or has failed, also since it was retracted, leaves nothing (law 10).
         if req.pages_held is not None:
@@ -192,26 +183,17 @@ class Ending:
                     priority=req.request.priority,
                     continues=continues,
                     keep_tokens=keep_tokens,
-                    on_cached=(lambda: self._leaving(req)) if self._sources else None,
+                    on_cached=lambda: self._ledger.own.leaving(req),
                 )
                 # Behind the device's work, so that no copy reads what is still to be written.
-                if self._sources:
-                    key = req.key if keep_tokens is None else req.key.prefix(keep_tokens)
-                    for source in self._sources:
-                        source.left(key, now_s, continues)
+                key = req.key if keep_tokens is None else req.key.prefix(keep_tokens)
+                for source in self._ledger.organs:
+                    source.left(key, now_s, continues)
             else:
-                self._dropped(req)
+                self._ledger.own.dropped(req)
                 self._pages.drop(req.pages_held)
             req.pages_held = req.unwritten = None
         # 2. Only now may a retracted request queue again: it must hold nothing, and the next match
         # finds what has just been cached. One aborted meanwhile is over.
         if req.state is DecodeState.RETRACTED:
             self._ask_again(req)
-
-    def _leaving(self, req: DecodeRequest) -> None:
-        for source in self._sources:
-            source.leaving(req)
-
-    def _dropped(self, req: DecodeRequest) -> None:
-        for source in self._sources:
-            source.dropped(req)

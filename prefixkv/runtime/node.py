@@ -411,7 +411,7 @@ class RequestLog:
          "arrived_at": 1763740000.1, "admitted_s": 0.0021, ..., "ended_s": 2.5}
 
     Times are seconds since the arrival. `room` and `generation` join decode's record to prefill's.
-    `decode/journal.py` and `prefill/request.py` say what each field is. The log record has it as
+    `decode/request.py` and `prefill/request.py` say what each field is. The log record has it as
     `request`.
 
     Each of `listeners` gets every record, and when its request arrived, by `time.monotonic`.

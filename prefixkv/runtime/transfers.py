@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from prefixkv.config import DecodeConfig, PrefillConfig, Way, check_version, is_loopback
-from prefixkv.control.effects import STAGING, CopyDone, PagesLookedAt
+from prefixkv.control.effects import RELAYS, CopyDone, PagesLookedAt
 from prefixkv.control.lives import LostPeers
 from prefixkv.errors import ClosedError, ConfigError, InternalError, RequestError, shown, travels
 from prefixkv.memory.kv_pool import KVPool, StagingBuffer
@@ -102,7 +102,7 @@ class Transfers(OneThread, Generic[C, E]):
             )
         self._buffer: StagingBuffer | None = None
         if self._transport.staging_bytes:
-            if not STAGING:
+            if not RELAYS:
                 raise ConfigError("staging_bytes: this installation has no part for it")
             self._buffer = StagingBuffer(
                 self._transport.staging_bytes,
@@ -142,7 +142,7 @@ class Transfers(OneThread, Generic[C, E]):
         if self._buffer is None:
             return None
         what = self._layout, self._buffer, self._transport, self._name
-        return STAGING[0].copies(*what, sink)
+        return RELAYS[0].copies(*what, sink)
 
     def _make_looks(self, sink: Callable[[PagesLookedAt], None]) -> LookThreads | None:
         """None where no checksum is compared."""
@@ -251,7 +251,7 @@ class Transfers(OneThread, Generic[C, E]):
         """Return the counters: control object, staging, sockets and thread. Any thread may ask."""
         control = self.thread.control
         # Copies made in one step: the control thread counts on.
-        staging = {} if control.staging is None else dict(control.staging.counters)
+        staging = {} if control.relay is None else dict(control.relay.counters)
         return {
             **control.counters,
             **{f"staging_{name}": number for name, number in staging.items()},

@@ -23,7 +23,7 @@ from prefixkv.decode.host_tier import HostPages
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.decode.sources import Sources
-from prefixkv.decode.workers import Workers
+from prefixkv.decode.waiting import Workers
 from prefixkv.errors import NotFiniteError, PrefixKVError
 from prefixkv.pages.allocator import PageState
 from prefixkv.pages.manager import PageManager

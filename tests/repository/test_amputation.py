@@ -28,7 +28,7 @@ ORGANS = {
     "death": ["runtime/death.py"],
     "ranks": ["ranks", "runtime/ranks.py"],
     "staging": ["staging", "runtime/staging.py"],
-    "compute": ["decode/compute_source.py", "decode/state_checkpoints.py"],
+    "compute": ["decode/compute_source.py"],
     "host": [
         "decode/host_tier.py",
         "memory/host_pool.py",

@@ -44,7 +44,7 @@ LOGGERS = {"prefixkv.requests", "prefixkv.transport", "prefixkv.peers", "prefixk
            "prefixkv.kv_events"}  # fmt: skip
 # Modules that import vLLM, which is not installed here, and what is imported from them.
 VLLM = tuple(f"prefixkv.engines.vllm.{name}" for name in (
-    "compat", "connector", "end_request", "metrics", "PrefixKVConnector"))  # fmt: skip
+    "compat", "connector", "hooks", "metrics", "PrefixKVConnector"))  # fmt: skip
 FILES = {path.name for folder in ("prefixkv", "benchmarks", "docs", "tests", "fuzz")
          for path in (ROOT / folder).rglob("*.*")}  # fmt: skip
 INSTALL = re.compile(r"pip install ([^`\n#&]*)")

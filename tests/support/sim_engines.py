@@ -23,7 +23,7 @@ import benchmarks.policies.gittins  # noqa: F401
 from prefixkv.config import ModelConfig, PageOptions
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.scheduler import DecodeScheduler
-from prefixkv.decode.workers import Workers
+from prefixkv.decode.waiting import Workers
 from prefixkv.errors import (
     HandshakeError,
     NotFiniteError,

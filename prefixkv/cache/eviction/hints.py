@@ -3,10 +3,12 @@
 The policy alone says whose turn it is: each leaf has a place in its order. When the place of a leaf
 comes up, its namespace loses pages, and hints say which. Leaves of ended sessions go first, then
 those of which nothing was said, in the policy's order, then those of sessions that return, the one
-that is due last first. Once as many pages went as the leaf of that place has, it takes the place of
-the leaf that went for it. So a hint takes no page of another namespace: a client that lies loses
-its own hits, and is to others as one with more misses. Where two places become equal, or nodes
-merge between single steps, a batch of evictions may take other pages than single steps.
+that is due last first. The leaf that was spared takes the place of the pages that went for it. So
+the places are those of the pages that there would be without hints. Where one of them comes back,
+a hint was wrong: without it nothing would go for it, so it is paid by a page of its own namespace,
+at once. So a hint takes no page of another namespace, and a client that lies in every hint loses
+its own hits alone. Where two places become equal, or nodes merge between single steps, a batch of
+evictions may take other pages than single steps.
 
 A hint is about one use, and is kept by its tick: the next use there makes it void. A session that
 is overdue counts as one of which nothing was said.
@@ -17,11 +19,11 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from prefixkv.cache.eviction.policy import Policy
-from prefixkv.cache.eviction.queues import EvictionQueue, LeafRank, forget
-from prefixkv.cache.node import DEAD, Root, TreeNode
+from prefixkv.cache.eviction.queues import EvictionQueue, forget
+from prefixkv.cache.node import Mark, Packed, Root, TreeNode
 from prefixkv.paging import MAX_INDEX
 
 MOST_HINTS: Final = 1 << 16
@@ -60,6 +62,15 @@ class Hints:
         if len(self.due_s) > MOST_HINTS:
             del self.due_s[next(iter(self.due_s))]
 
+    def went(self, leaf: TreeNode, num_pages: int) -> None:
+        assert self.current is not None
+        self.current.went(leaf, num_pages)
+
+    def came(self, root: Root, depth: int, data: Packed, page_bytes: int) -> None:
+        assert self.current is not None
+        if root.namespace in self.namespaces:
+            self.current.came(root.namespace, depth, data, page_bytes)
+
     def forget(self, namespace: Hashable) -> None:
         self.namespaces.discard(namespace)
         assert self.current is not None
@@ -71,14 +82,29 @@ class Hints:
 
 
 class Place(TreeNode):
-    """A place in the policy's order, in the form of a leaf: that of `leaf` since its use `tick`."""
+    """A place in the policy's order, in the form of a leaf. It `stands_for` a number of the last
+    pages of `leaf`; 0: it is void.
 
-    __slots__ = ("leaf", "space", "tick")
+    A leaf's own place has its history since its last use, `tick`. Those that it has `taken` are
+    of pages that went for it.
+    """
 
-    def __init__(self, leaf: TreeNode, space: Space, tick: int) -> None:
-        super().__init__(b"", b"", leaf.end, None)
+    __slots__ = ("leaf", "space", "stands_for", "taken", "tick")
+
+    def __init__(
+        self, leaf: TreeNode, space: Space, tick: int, mark: Mark, end: int, stands_for: int = 0
+    ) -> None:
+        super().__init__(b"", b"", end, None)
         self.leaf, self.space, self.tick = leaf, space, tick
-        self.mark = leaf.mark
+        self.mark, self.stands_for = mark, stands_for
+        self.taken: list[Place] = []
+
+    def shrink(self, place: Place, num_pages: int) -> None:
+        """Take pages from one of the taken places."""
+        place.stands_for -= num_pages
+        if not place.stands_for:
+            self.taken.remove(place)
+            forget(place)
 
 
 Entry: TypeAlias = tuple[tuple[float, int], TreeNode, "HintedQueue"]
@@ -88,6 +114,7 @@ Entry: TypeAlias = tuple[tuple[float, int], TreeNode, "HintedQueue"]
 class Space:
     """The leaves of a namespace with hints."""
 
+    namespace: Hashable
     unsaid: EvictionQueue
     ended: list[Entry] = field(default_factory=list)  # heaps, lazily
     returning: list[Entry] = field(default_factory=list)
@@ -100,21 +127,17 @@ class Space:
     def sweep(self) -> None:
         """Drop what is dead, when that may be half of all. Amortised O(1)."""
         if max(map(len, (self.places, self.ended, self.returning))) > self.most_entries:
-            for leaf in [one for one, place in self.places.items() if not _stands(one)]:
-                forget(self.places.pop(leaf))
+            for leaf in [one for one in self.places if not _stands(one)]:
+                self.drop(leaf)
             most = max(len(self.places), _sweep(self.ended), _sweep(self.returning))
             self.most_entries = max(64, 2 * most)
 
-
-class Debt(NamedTuple):
-    """A place that has come up, while others go for its leaf."""
-
-    place: Place
-    num_pages: int  # that are still to go
-    victim: TreeNode
-    start: int  # of the victim, and what it was when it was offered
-    end: int
-    own: TreeNode  # the place of the last that went
+    def drop(self, leaf: TreeNode) -> None:
+        """Make the places of a leaf void."""
+        if (own := self.places.pop(leaf, None)) is not None:
+            for place in (own, *own.taken):
+                place.stands_for = 0
+                forget(place)
 
 
 class HintedQueue:
@@ -129,7 +152,11 @@ class HintedQueue:
         self.spaces: dict[Hashable, Space] = {}
         self._due: list[tuple[float, TreeNode, Entry]] = []  # that return: a heap, lazily
         self._most_due = 64
-        self._debt: Debt | None = None
+        self._turn: tuple[Place, TreeNode] | None = None  # the last: whose it was, and what goes
+        # Runs of pages that went: by depth and tokens of the first. Its place, or None where it was
+        # its own turn.
+        self._gone: dict[int, tuple[Place | None, int]] = {}
+        self._owed: list[tuple[Place, int]] = []  # places of pages that came back, and how many
         self._now_s = 0.0
         self.most_pages = MAX_INDEX
 
@@ -150,16 +177,13 @@ class HintedQueue:
             self._queue.add(leaf)
             return
         if (space := self.spaces.get(namespace)) is None:
-            space = self.spaces[namespace] = Space(self._policy.make_queue())
-        # 1. Its place. One that it has taken over since its last use stays.
-        tick, place = self._policy.last_tick(leaf.mark), space.places.get(leaf)
-        if place is None or place.tick != tick:
-            if place is not None:
-                forget(place)
-            space.places[leaf] = place = Place(leaf, space, tick)
-        elif self._policy.last_tick(place.mark) == tick:
-            place.mark, place.end = leaf.mark, leaf.end
-        self._queue.add(place)
+            space = self.spaces[namespace] = Space(namespace, self._policy.make_queue())
+        # 1. Its place. Those that it has taken since its last use stay.
+        tick, own = self._policy.last_tick(leaf.mark), space.places.get(leaf)
+        if own is None or own.tick != tick:
+            space.drop(leaf)
+            own = space.places[leaf] = Place(leaf, space, tick, leaf.mark, leaf.end)
+        self._settle(own)
         if (current := self._hints.current) is not self and current is not None:
             current.add(leaf)  # the user's policy raised, so there is another queue
             return
@@ -184,64 +208,107 @@ class HintedQueue:
                 self._most_due = max(64, 2 * _sweep(self._due))
         space.sweep()
 
+    def _settle(self, own: Place) -> None:
+        """Move a leaf's own place to that of its pages for which it has taken none."""
+        leaf, mark = own.leaf, own.leaf.mark
+        end = leaf.end - sum(place.stands_for for place in own.taken)
+        if end <= leaf.start:
+            own.stands_for = 0
+            forget(own)
+            return
+        start = leaf.start
+        for depth, step in reversed(leaf.steps or ()):
+            if depth < end:
+                start = depth
+                break
+            mark = self._policy.fold(step, mark)
+        own.mark, own.end, own.stands_for = mark, end, end - start
+        self._queue.add(own)
+
     def first(self, now_s: float) -> TreeNode | None:
         self._end_promises(now_s)
-        self._pay()
-        self.most_pages = MAX_INDEX
+        self.most_pages, self._turn = MAX_INDEX, None
+        while self._owed:
+            owing, num_pages = self._owed[-1]
+            if owing.stands_for and num_pages and _stands(owing.leaf):
+                victim = self._choose(owing, min(num_pages, owing.stands_for), now_s)
+                if victim is not None:
+                    return victim
+            self._owed.pop()
         while isinstance(place := self._queue.first(now_s), Place):
-            leaf, space = place.leaf, place.space
-            stands = _stands(leaf) and space.places.get(leaf) is place
+            leaf, stands = place.leaf, _stands(place.leaf)
             is_wanted = stands and leaf.wants and leaf.deepest_want(leaf.end) == leaf.end
-            if stands and not is_wanted:
-                return self._victim(place, now_s)
+            if place.stands_for and stands and not is_wanted:
+                return self._choose(place, place.stands_for, now_s)
             # Lazily: it may be gone or held by now. The tree puts a wanted one last.
             forget(place)
-            if space.places.get(leaf) is place:
-                del space.places[leaf]
-            if is_wanted:
-                return leaf
+            if place.stands_for:
+                place.space.drop(leaf)
+                if is_wanted:
+                    return leaf
         return place
 
-    def _victim(self, place: Place, now_s: float) -> TreeNode:
-        leaf, debt = place.leaf, self._debt
-        victim = place.space.first(now_s)
-        assert victim is not None
-        self.most_pages = _pages_of_last_use(victim)
-        own = place.space.places.get(victim, victim)
-        if debt is not None and debt.place is place:  # others went for a part of it
-            num_pages, own = debt.num_pages, debt.own if victim is leaf else own
-        elif victim is leaf:
-            self._debt = None
-            return leaf
-        else:
-            num_pages = _pages_of_last_use(leaf)
-        self._debt = Debt(place, num_pages, victim, victim.start, victim.end, own)
-        self.most_pages = min(num_pages, self.most_pages)
+    def _choose(self, place: Place, num_pages: int, now_s: float) -> TreeNode | None:
+        """Return the leaf that goes at a place of `num_pages`; None if all are wanted."""
+        if (victim := place.space.first(now_s)) is None:
+            return None
+        self._turn = place, victim
+        own = place.space.places[victim]
+        their_pages = (own.taken[-1] if own.taken else own).stands_for
+        self.most_pages = min(num_pages, _pages_of_last_use(victim), their_pages)
         return victim
 
-    def _pay(self) -> None:
-        """Count the pages that went instead of a leaf's. If that were enough, the leaf takes the
-        place of the last that went."""
-        if (debt := self._debt) is None:
+    def went(self, leaf: TreeNode, num_pages: int) -> None:
+        """Note that the last pages of the leaf of `first` go now. The leaf of the place takes their
+        place for as many of its pages, if it is another."""
+        if self._turn is None or self._turn[1] is not leaf:
             return
-        end = debt.start if debt.victim.end == DEAD else debt.victim.end
-        num_pages = debt.num_pages - max(0, debt.end - end)
-        self._debt = debt._replace(num_pages=num_pages, end=end) if num_pages > 0 else None
-        if num_pages <= 0:
-            place = debt.place
-            place.mark, place.end = debt.own.mark, debt.own.end
-            self._queue.add(place)
+        place, run = self._turn[0], None
+        space = place.space
+        own = space.places[place.leaf]
+        if place is not own:
+            own.shrink(place, num_pages)
+        if self._owed:
+            self._owed[-1] = place, self._owed[-1][1] - num_pages
+        if leaf is not place.leaf:
+            run = self._take(space.places[leaf], own, num_pages)
+        page_bytes, at = len(leaf.key) // (leaf.end - leaf.start), leaf.end - num_pages
+        begin = (at - leaf.start) * page_bytes
+        name = hash((space.namespace, at, bytes(leaf.key[begin : begin + page_bytes])))
+        self._gone[name] = run, num_pages
+        if len(self._gone) > MOST_HINTS:
+            del self._gone[next(iter(self._gone))]
 
-    def rank_at(self, leaf: TreeNode, now_s: float) -> LeafRank:
-        return self._queue.rank_at(leaf, now_s)
+    def _take(self, theirs: Place, own: Place, num_pages: int) -> Place | None:
+        """Give a place of the last pages of one leaf to another. Return it if these pages would
+        still be there without hints."""
+        source = theirs.taken[-1] if theirs.taken else theirs
+        last = own.taken[-1] if own.taken else None
+        if last is None or last.mark != source.mark:
+            last = Place(own.leaf, own.space, own.tick, source.mark, source.end)
+            own.taken.append(last)
+        last.stands_for += num_pages
+        self._queue.add(last)
+        if source is not theirs:
+            theirs.shrink(source, num_pages)
+        self._settle(own)
+        return last if source is theirs else None
+
+    def came(self, namespace: Hashable, depth: int, data: Packed, page_bytes: int) -> None:
+        """Note that there are new pages from `depth` on. Those that went at the place of another
+        leaf are to be paid."""
+        at, end = 0, len(data) // page_bytes
+        while at < end:
+            page = bytes(data[at * page_bytes : (at + 1) * page_bytes])
+            place, num_pages = self._gone.pop(hash((namespace, depth + at, page)), (None, 0))
+            if not num_pages:
+                return
+            if place is not None and place.stands_for:
+                self._owed.append((place, min(num_pages, end - at)))
+            at += num_pages
 
     def count_dead(self) -> None:
         """The entry of a leaf has died. It is dropped when it comes first, or in a sweep."""
-
-    def expect(self, num_leaves: int, now_s: float) -> None:
-        self._end_promises(now_s)
-        self._pay()  # before the pages that went may be inserted again
-        self._queue.expect(num_leaves, now_s)
 
     def broken_laws(self) -> list[str]:
         laws = self._queue.broken_laws()
@@ -250,7 +317,9 @@ class HintedQueue:
             laws += [
                 "each leaf of a namespace with hints has a place in the policy's order"
                 for leaf in space.places
-                if _stands(leaf) and space.places[leaf].entry is None
+                if _stands(leaf)
+                and space.places[leaf].stands_for
+                and space.places[leaf].entry is None
             ]
         return laws
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, LeafRank
-from prefixkv.cache.node import Mark, Root, TreeNode
+from prefixkv.cache.node import Mark, Packed, Root, TreeNode
 from prefixkv.errors import ConfigError
 from prefixkv.settings import Registry
 
@@ -66,7 +66,7 @@ class Policy(ABC):
     supersedes = False
     """True if only the last use counts: a later mark then replaces those above it in its node."""
 
-    ghost_pages = 0
+    evicted_every_pages = 0
     """Call `evicted` when pages go that end at a multiple of this depth; 0: never."""
 
     error: Exception | None = None
@@ -164,6 +164,12 @@ class SessionHints(Protocol):
         """Return a queue of the policy's that heeds them. `queue` has the leaves so far."""
 
     def note(self, tick: int, root: Root, returns_s: float, now_s: float) -> None: ...
+
+    def went(self, leaf: TreeNode, num_pages: int) -> None:
+        """Note that the last pages of a leaf go now."""
+
+    def came(self, root: Root, depth: int, data: Packed, page_bytes: int) -> None:
+        """Note that there are new pages from `depth` on."""
 
     def forget(self, namespace: Hashable) -> None:
         """Note that this namespace has no pages any more."""

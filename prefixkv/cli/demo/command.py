@@ -13,12 +13,11 @@ from typing import Any, Final
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
+from prefixkv.cli.demo.links import HERE, LinkRate
 from prefixkv.cli.demo.play import play, small_vocabulary
 from prefixkv.cli.demo.report import (
-    HERE,
     DemoPass,
     DemoReport,
-    LinkRate,
     draw,
     machine,
     picture,
@@ -42,7 +41,6 @@ CHATS: Final = {
 }  # fmt: skip
 SETTINGS: Final = {"page_size": 16, "num_pages": 640}
 PASSES: Final = 2  # of each kind over each link, turn about: first tokens differ from pass to pass
-LINKS: Final = ("1Gbit", "10Gbit")  # that the chats are played over beside this machine's own
 _MIN_TOKENS: Final = 16  # prompt of each request that comes before those that count
 _SENT: Final = 'prefixkv_sent_bytes_total{node="prefill"}'
 _DECODE: Final = {True: "decode-0", False: "decode-1"}  # workers by whether they have a cache

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,47 +11,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from prefixkv.cli.demo.links import HERE, LinkRate
 from prefixkv.cli.demo.play import Played
 from prefixkv.cli.demo.workers import ChatAnswer
 from prefixkv.cli.outputs import aligned, drawing
-from prefixkv.errors import ConfigError
-
-_FORM: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([mg])bit(?:/s)?", re.IGNORECASE)
-LEAST_BITS: Final = 10**8
-"""Slowest link of the demo, bits a second: its turns then take half a minute in all."""
 
 _ALIKE_RATIO: Final = 1.1
 """Sides whose medians have a smaller ratio are alike, however close their own passes are."""
 
 _BAR: Final = 48  # characters of the longest prompt
-
-
-class LinkRate(NamedTuple):
-    """A network that the KV travels on; a rate of 0: no limit."""
-
-    name: str
-    bytes_per_s: int
-
-
-HERE: Final = LinkRate("this machine", 0)
-
-
-def link_of(text: str) -> LinkRate:
-    """Return the link of a text such as "10Gbit", in bits a second.
-
-    >>> link_of("2.5Gbit")
-    LinkRate(name='2.5 Gbit/s', bytes_per_s=312500000)
-
-    Raises: ConfigError for another form, or a rate below `LEAST_BITS`.
-    """
-    match = _FORM.fullmatch(text.strip())
-    if match is None:
-        raise ConfigError(f"--link: {text!r} is no rate: 1Gbit, 2.5Gbit or 500Mbit are")
-    number, unit = float(match[1]), match[2].upper()
-    bits = number * (10**9 if unit == "G" else 10**6)
-    if not LEAST_BITS <= bits < 10**15:
-        raise ConfigError(f"--link: {text!r} is not in [{LEAST_BITS // 10**6}Mbit, 1000000Gbit)")
-    return LinkRate(f"{number:g} {unit}bit/s", int(bits / 8))
 
 
 def machine() -> dict[str, Any]:

@@ -38,6 +38,7 @@ from prefixkv.engines.hf.requests import (
     pack_first,
     unpack_first,
 )
+from prefixkv.engines.hf.rows import Row
 from prefixkv.engines.hf.text import AnswerText
 from prefixkv.engines.hf.thinking import KeepThinking, Markers
 from prefixkv.errors import ConfigError, RequestError
@@ -46,7 +47,6 @@ from prefixkv.spi import MAX_INDEX, DeviceEvent, secret_number, whole_number
 OnOutput = Callable[[Output], None]
 
 _BLOCKED_S: Final = 0.01  # rest while pages are missing that come back by themselves
-_IDLE_S: Final = 0.1  # longest rest, after which deadlines are checked
 _MOST_WAITING: Final = 16  # held samples that wait for their first token, divided among requests
 _AT_ONCE: Final = 4  # samples of one request that may wait in any case
 _LEAST_S: Final = 0.001  # deadline of a sample whose time was over while it was held
@@ -184,16 +184,16 @@ class DecodeEngine(NodeEngine):
         request = Request(
             f"{ask.rid}/{sample}", ask.tokens, ask.max_new_tokens, room=self._rooms,
             prefill=ask.prefill, namespace=ask.namespace, cacheable=ask.cacheable,
-            priority=ask.priority, deadline_s=deadline_s,
+            priority=ask.priority, deadline_s=deadline_s, hints=ask.hints,
         )  # fmt: skip
         if why := self._why_refused(request.key, ask.max_new_tokens):
             raise RequestError(why)
         choice = Choice(ask.sampling, ask.sampling.seeded(ask.rid), sample)
         req = self.node.add(request)
         self._rooms += 1
-        text = None
-        if self._tokenizer is not None:
-            text = AnswerText(self._tokenizer, ask.sampling.stop, request.key.tokens())
+        text = self._tokenizer and AnswerText(
+            self._tokenizer, ask.sampling.stop, request.key.tokens()
+        )
         self._answers[req.rid] = _Answer(asked, choice, text)
         asked.waiting.append(req)
         # Else the node asks for it, if this engine does not compute it.
@@ -333,18 +333,11 @@ class DecodeEngine(NodeEngine):
 
     def _forward(self) -> None:
         """Write each newest token's KV and the chunks', and sample the next tokens."""
-        running = self._running
         if self.states is not None:  # a step replaces each state in its slot
-            self.states.copy(self.node.save_states(running))
-        work = []
-        for req in running:
-            choice = structs.replace(self._answers[req.rid].choice, position=len(req.output))
-            slot = req.state_slot
-            work.append(Work(req, req.output[-1:], req.kv_len, choice, slot, slot))
-        if self._computing:
-            work += self._next_chunks(self.node.chunk_tokens)
-        self._counters["steps"] += bool(running)
-        has_chunks = len(work) > len(running)
+            self.states.copy(self.node.save_states(self._running))
+        chunks = self._next_chunks(self.node.chunk_tokens) if self._computing else []
+        work = [self._next_token(req) for req in self._running] + chunks
+        self._counters["steps"] += bool(self._running)
         work, event = self._compute(work)
         for one in work:
             req = one.req
@@ -354,17 +347,23 @@ class DecodeEngine(NodeEngine):
                 continue
             # A first token takes the way of those that prefill sends.
             aux = b""
-            self._computing[req] = one.end
+            self._computing[req] = one.row.end
             if one.drawn is not None:
                 token, logprob = one.drawn
                 aux = pack_first(token, self._answers[req.rid].prefill_hit_tokens, logprob)
-            if one.end == req.fill_len:
+            if one.row.end == req.fill_len:
                 del self._computing[req]
-            self.node.computed(req, one.end, aux, event)
+            self.node.computed(req, one.row.end, aux, event)
         # What is whole now runs, and its first token goes out with this pass.
-        if has_chunks:
+        if chunks:
             for req in self.node.pop_transferred():
                 self._begin(req)
+
+    def _next_token(self, req: DecodeRequest) -> Work:
+        choice = structs.replace(self._answers[req.rid].choice, position=len(req.output))
+        pages, window, slot = req.pages, self._window(req), req.state_slot
+        row = Row(req.output[-1:], req.kv_len, pages, window, source=slot, slot=slot)
+        return Work(req, row, choice)
 
     def _slot(self, req: Any) -> int:
         slot: int = req.state_slot
@@ -467,8 +466,9 @@ class DecodeEngine(NodeEngine):
             text += "" if answer.text is None else answer.text.end()
         output = Output(
             answer.choice.sample, len(req.output) - (token is not None), token, text, finish,
-            req.hit_tokens, answer.prefill_hit_tokens, req.shared_tokens, logprob, req.host_tokens,
-            req.decode_computed_tokens, rid=answer.asked.ask.rid, error=error,
+            req.hit_tokens, answer.prefill_hit_tokens, req.shared_tokens, logprob,
+            req.brought.get("loaded", 0), req.brought.get("computed", 0),
+            rid=answer.asked.ask.rid, error=error,
         )  # fmt: skip
         self._report(answer.asked, output)
 
@@ -483,24 +483,24 @@ class DecodeEngine(NodeEngine):
     # --- the rest ---------------------------------------------------------------------------------
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait at most `timeout_s` until `step` may have something to do. Returns True if so."""
         # Blocked on pages: look again soon, with or without an event of the node.
         if self._sampled:
             self.node.wait(min(timeout_s, _BLOCKED_S))
             return True
-        busy = self._running or self._computing or self._jobs or self._outputs
-        return bool(busy) or self.node.wait(timeout_s)
+        return super().wait(timeout_s)
 
     @property
     def idle_s(self) -> float:
-        """Longest time in seconds that a poller may wait."""
-        return _BLOCKED_S if self._sampled else _IDLE_S
+        return _BLOCKED_S if self._sampled else super().idle_s
+
+    @property
+    def _is_busy(self) -> bool:
+        parts = (self._running, self._sampled, self._computing, self._jobs, self._outputs)
+        return any(parts)
 
     def drain(self, timeout_s: float = 0.0) -> bool:
-        """Take no more requests. Call `step` and this until it returns True: all have ended."""
         self._add_held(draining=True)  # the node takes none later
-        busy = self._running or self._sampled or self._computing or self._outputs
-        return self.node.drain(0.0 if busy else timeout_s) and not self._jobs
+        return super().drain(timeout_s) and not self._jobs
 
     def stats(self) -> dict[str, int]:
         """Return the node's counters and these: "steps", "tokens", "retractions", "blocked_steps",

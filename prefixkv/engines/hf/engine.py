@@ -5,37 +5,29 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
 
 from prefixkv import KVPool, NotFiniteError
-from prefixkv.engines.hf.identity import Config
-from prefixkv.engines.hf.models import SLIDING, PagedModel
+from prefixkv.engines.hf.models import SLIDING, Config, PagedModel
 from prefixkv.engines.hf.recurrent import StateMemory
 from prefixkv.engines.hf.requests import Choice, TokenLogprob
 from prefixkv.engines.hf.rows import NO_SLOT, Row
 from prefixkv.engines.hf.sampling import choose, chosen_logprobs
-from prefixkv.spi import DeviceEvent, RadixKey
+from prefixkv.spi import DeviceEvent, GroupPages, RadixKey
+
+_IDLE_S: Final = 0.1  # longest rest, after which deadlines are checked
 
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """What one forward computes of a request: the KV of `tokens`, from token `start` on, and the
-    token behind them where there is a `choice`, which is then `drawn`. The state is read from
-    `source` and left in `slot`; `saves`: see `Row`."""
+    """What one forward computes of a request; where there is a `choice`, the token behind is
+    `drawn`."""
 
     req: Any
-    tokens: Any
-    start: int
-    choice: Choice | None
-    source: int = NO_SLOT
-    slot: int = NO_SLOT
-    saves: Mapping[int, int] = field(default_factory=dict)
+    row: Row
+    choice: Choice | None = None
     drawn: tuple[int, TokenLogprob | None] | None = None
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.tokens)
 
 
 class NodeEngine(ABC):
@@ -70,46 +62,50 @@ class NodeEngine(ABC):
 
     def _next_chunks(self, limit: int) -> list[Work]:
         """The oldest prompts come first, each as far as the limit of tokens allows."""
-        chunks: list[Work] = []
+        chunks = []
         for req, start in self._computing.items():
             if limit <= 0:
                 break
             if not req.state.ended:
-                chunks.append(self._chunk(req, start, min(limit, self._step_tokens)))
-                limit -= len(chunks[-1].tokens)
-        return chunks
+                end = min(start + min(limit, self._step_tokens), req.fill_len)
+                if self.model.window:  # a window is kept at a chunk's end
+                    end = next((at for at in req.stops if start < at <= end), end)
+                chunks.append((req, start, end, self._saves(req, start, end)))
+                limit -= end - start
+        # Pages are read after the last call on the node.
+        return [self._chunk(*chunk) for chunk in chunks]
 
-    def _chunk(self, req: Any, start: int, limit: int) -> Work:
-        end = min(start + limit, req.fill_len)
-        if self.model.window:  # a window is kept at a chunk's end
-            end = next((at for at in req.stops if start < at <= end), end)
+    def _saves(self, req: Any, start: int, end: int) -> dict[int, int]:
+        """Asked for before the forward: once a chunk is handed over its stops are over."""
+        if self.states is None:
+            return {}
+        stops = [at for at in req.stops if start <= at <= end]
+        saves = {at: slot for at in stops if (slot := self.node.save_state(req, at)) != NO_SLOT}
+        if start in saves:  # what prefill has sent
+            self.states.copy([(self._slot(req), saves.pop(start))])
+        return saves
+
+    def _chunk(self, req: Any, start: int, end: int, saves: Mapping[int, int]) -> Work:
         choice = self._first_choice(req) if end == req.fill_len else None
-        work = Work(req, req.key.tokens()[start:end], start, choice)
+        source = slot = NO_SLOT
         if self.states is not None:
-            work.slot = self._slot(req)
+            slot = self._slot(req)
             # A checkpoint is only read: it may be another prompt's too.
-            work.source = req.checkpoint_slot if start == req.prefix_len else work.slot
-            # Asked for before the forward: once a chunk is handed over its stops are over.
-            stops = [at for at in req.stops if start <= at <= end]
-            saves = {at: slot for at in stops if (slot := self.node.save_state(req, at)) != NO_SLOT}
-            if start in saves:  # what prefill has sent
-                self.states.copy([(work.source, saves.pop(start))])
-            work.saves = saves
-        return work
+            source = req.checkpoint_slot if start == req.prefix_len else slot
+        wanted = () if choice is None else (-1,)
+        tokens = req.key.tokens()[start:end]
+        row = Row(tokens, start, req.pages, self._window(req), wanted, source, slot, saves)
+        return Work(req, row, choice)
+
+    def _window(self, req: Any) -> GroupPages | None:
+        pages: GroupPages | None = req.window_pages(SLIDING) if self.model.window else None
+        return pages
 
     def _compute(self, work: list[Work]) -> tuple[list[Work], DeviceEvent | None]:
         """Run one forward. Returns the work whose numbers are finite, and an event behind it; the
         requests of the others have failed."""
         model = self.model
-        rows = [
-            Row(
-                one.tokens, one.start, one.req.pages,
-                one.req.window_pages(SLIDING) if model.window else None,
-                () if one.choice is None else (-1,), one.source, one.slot, one.saves,
-            )
-            for one in work
-        ]  # fmt: skip
-        logits, wrong = model.forward(self._flat, rows, self.states)
+        logits, wrong = model.forward(self._flat, [one.row for one in work], self.states)
         # Sends and copies need not wait for the work of sampling.
         event = model.event()
         drawn = [one for one in work if one.choice is not None]
@@ -138,6 +134,23 @@ class NodeEngine(ABC):
         if (token := int(prompt.tokens().max())) >= self.model.vocab_size:
             return f"token {token} is not in the vocabulary of {self.model.vocab_size}"
         return ""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait at most `timeout_s` until `step` may have something to do. Returns True if so."""
+        return self._is_busy or bool(self.node.wait(timeout_s))
+
+    @property
+    def idle_s(self) -> float:
+        """Longest time in seconds that a poller may wait."""
+        return _IDLE_S
+
+    @property
+    def _is_busy(self) -> bool:
+        return bool(self._computing)
+
+    def drain(self, timeout_s: float = 0.0) -> bool:
+        """Take no more requests. Call `step` and this until it returns True: all have ended."""
+        return bool(self.node.drain(0.0 if self._is_busy else timeout_s))
 
     def fileno(self) -> int:
         """Return a descriptor for a poller, to be polled while `step` is False."""

@@ -13,23 +13,25 @@ from copy import deepcopy
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from prefixkv import KVPool, ModelConfig, PoolGroup, PrefillConfig, StatePool
+from prefixkv import DecodeConfig, KVPool, ModelConfig, PoolGroup, PrefillConfig, StatePool
 from prefixkv.engines.hf.attention import NAME, FlatPool, Plan
 from prefixkv.engines.hf.folder import MODEL_FILES, check_folder, one_line
 from prefixkv.engines.hf.generation import end_tokens, token_ids
-from prefixkv.engines.hf.identity import Config, identity_of, with_model
+from prefixkv.engines.hf.identity import identity_of
 from prefixkv.engines.hf.layers import DTYPES, find_layers, find_windows, has_states
 from prefixkv.engines.hf.recurrent import StateMemory, page_mixers
 from prefixkv.engines.hf.rows import NO_SLOT, Row
 from prefixkv.errors import CapacityError, ConfigError
-from prefixkv.spi import MAX_INDEX, GroupPages, as_pages, check_device, pages_for
+from prefixkv.spi import MAX_INDEX, GroupPages, as_pages, check_device, default_topic, pages_for
+
+Config = TypeVar("Config", DecodeConfig, PrefillConfig)
 
 # A small Llama: 1.2 million parameters.
 SMALL: Final[Mapping[str, Any]] = {
@@ -96,22 +98,20 @@ class PagedModel:
                     f"the model is of {self.dtype}, one of {', '.join(DTYPES.values())}"
                 )
             self.vocab_size = int(config.vocab_size)
-            self.num_heads = int(config.num_attention_heads)
-            self.num_kv_heads = int(getattr(config, "num_key_value_heads", None) or self.num_heads)
+            num_heads = int(config.num_attention_heads)
+            self.num_kv_heads = int(getattr(config, "num_key_value_heads", None) or num_heads)
             # transformers has an error of its own where layers differ.
             with _as_config_error("heads of several sizes"):
                 head_dim = getattr(config, "head_dim", None)
-            self.head_dim = int(head_dim or config.hidden_size // self.num_heads)
-            # 2. What its layers keep, and for the trial its logits, by forwards without pages.
+            self.head_dim = int(head_dim or config.hidden_size // num_heads)
+            # 2. What its layers keep, by a forward without pages.
             _attend_plainly(self.model)
             self.layers = find_layers(self.model, self.context)
             page_mixers(self.layers)
-            texts = _trial_texts(self) if trial else []
-            plain = [_plain_logits(self, tokens) for tokens in texts]
-            # 3. The same on pages.
-            self.model.set_attn_implementation(NAME)
+            # 3. The trial begins without pages too, and needs the sizes above.
             if trial:
-                _run_trial(self, texts, torch.stack(plain))
+                _run_trial(self)
+            self.model.set_attn_implementation(NAME)
 
     @property
     def num_layers(self) -> int:
@@ -143,7 +143,10 @@ class PagedModel:
         """Return a node's config with the model's identity, and with `num_checkpoints` where it
         keeps some and does not say how many. Raises ConfigError."""
         check_extra(self.extra_state, config.checkpoints)
-        config = with_model(config, self.identity, self.name)
+        events = config.kv_events
+        if events is not None and not events.topic:  # by which routers subscribe
+            events = replace(events, topic=default_topic(config.name, self.name))
+        config = replace(config, model=self.identity, kv_events=events)
         keeps = config.cache if isinstance(config, PrefillConfig) else config.compute is not None
         if keeps and not config.checkpoints:
             config = replace(config, checkpoints=self.num_checkpoints(num_pages, page_size))
@@ -471,30 +474,25 @@ def check_served(model: Any, context: int | None) -> int:
     return context
 
 
-def _trial_texts(paged: PagedModel) -> list[np.ndarray[Any, Any]]:
-    """Return two texts, of which one is longer than a window."""
-    window = paged.window if paged.window <= _LONG_TRIAL else 0
-    return [np.arange(n) * 7919 % paged.vocab_size for n in (window + 11, 6)]
-
-
 @torch.inference_mode()
-def _plain_logits(paged: PagedModel, tokens: np.ndarray[Any, Any]) -> torch.Tensor:
-    ids = torch.as_tensor(tokens)[None].to(paged.device)
-    logits: torch.Tensor = paged.model(input_ids=ids, use_cache=False).logits[0, -1]
-    return logits.float()
-
-
-def _run_trial(paged: PagedModel, texts: list[np.ndarray[Any, Any]], plain: torch.Tensor) -> None:
-    """Raise ConfigError where the logits on pages differ from the plain model's. The two texts are
-    computed in chunks, packed, on pages out of order."""
-    # 1. Two forwards. The first chunks end within a page, so the second ones write to a used page.
-    size, long = 4, len(texts[0])
-    num = pages_for(long, size)
+def _run_trial(paged: PagedModel) -> None:
+    """Raise ConfigError where the logits on pages differ from the plain model's. Two texts, of
+    which one is longer than a window, are computed in chunks, packed, on pages out of order."""
+    # 1. By the plain model.
+    long = 11 + (paged.window if paged.window <= _LONG_TRIAL else 0)
+    texts = [np.arange(num) * 7919 % paged.vocab_size for num in (long, 6)]
+    plain = []
+    for text in texts:
+        ids = torch.as_tensor(text)[None].to(paged.device)
+        plain.append(paged.model(input_ids=ids, use_cache=False).logits[0, -1])
+    # 2. On pages. The first chunks end within a page, so the second ones write to a used page.
+    paged.model.set_attn_implementation(NAME)
+    size, num = 4, pages_for(long, 4)
     pool = paged.make_pool(num + 5, size, window_pages=num + 5 if paged.window else 0)
     flat = paged.flat_pool(pool)
     memory = paged.make_states(3) if paged.layers.parts else None
-    ids = np.array([5, 0, 3, *range(8, num + 5), 1, 7], np.int32)
-    pages = as_pages(ids[:num]), as_pages(ids[-2:])
+    order = [5, 0, 3, *range(8, num + 5), 1, 7]
+    pages = as_pages(order[:num]), as_pages(order[-2:])
 
     def rows(begins: Sequence[int], ends: Sequence[int], *slots: Sequence[int]) -> list[Row]:
         # In a window group the same pages: it is another memory.
@@ -507,14 +505,15 @@ def _run_trial(paged: PagedModel, texts: list[np.ndarray[Any, Any]], plain: torc
     first = long - 6, 5
     paged.forward(flat, rows((0, 0), first, (NO_SLOT, NO_SLOT), (2, 0)), memory)
     logits, _ = paged.forward(flat, rows(first, (long, 6), (2, 0), (2, 1)), memory)
-    # 2. Page 0 is in use, so each layer must have written to it: a layer that bypasses our
+    # 3. Page 0 is in use, so each layer must have written to it: a layer that bypasses our
     # attention could agree on logits and still leave no KV to send.
     for part in (flat, flat.sliding) if flat.sliding is not None else (flat,):
         for layer, kept in part.pages.items():
             if not bool(kept[part.k_row].any()):
                 raise ConfigError(f"layer {layer} wrote no KV")
-    most = float((logits.float() - plain).abs().max())
-    if not most <= _TOLERANCE[paged.dtype] * float(plain.abs().max()):
+    expected = torch.stack(plain).float()
+    most = float((logits.float() - expected).abs().max())
+    if not most <= _TOLERANCE[paged.dtype] * float(expected.abs().max()):
         raise ConfigError(f"on pages its logits differ by {most:.3g}")
 
 

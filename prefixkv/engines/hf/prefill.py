@@ -18,7 +18,6 @@ from prefixkv.errors import RequestError
 from prefixkv.settings import at_least
 
 _AT_ONCE: Final = 16  # limit of prompts that are begun in one pass
-_IDLE_S: Final = 0.1  # longest rest, after which deadlines are checked
 _STATE_SLOTS: Final = 32  # most prompts with a state that are computed or on their way at once
 
 
@@ -109,15 +108,16 @@ class PrefillEngine(NodeEngine):
         work, event = self._compute(work)
         self._counters["forwards"] += 1
         for one in work:
-            req, last, aux = one.req, one.end == one.req.fill_len, b""
+            req, row, aux = one.req, one.row, b""
+            last = row.end == req.fill_len
             if last:
                 del self._computing[req]
                 token, logprob = one.drawn or (0, None)
                 aux = pack_first(token, req.prefix_len, logprob)
             else:
-                self._computing[req] = one.end
-            self._counters["computed_tokens"] += len(one.tokens)
-            node.send_chunk(req, one.end, last, aux, event, one.slot if last else NO_SLOT)
+                self._computing[req] = row.end
+            self._counters["computed_tokens"] += len(row.tokens)
+            node.send_chunk(req, row.end, last, aux, event, row.slot if last else NO_SLOT)
         return True
 
     def _slot(self, req: Any) -> int:
@@ -129,19 +129,6 @@ class PrefillEngine(NodeEngine):
 
     def _fail(self, req: Any, error: Exception, _after: object) -> None:
         self.node.fail(req.rid, error)
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait at most `timeout_s` until `step` may have something to do. Returns True if so."""
-        return bool(self._computing) or self.node.wait(timeout_s)
-
-    @property
-    def idle_s(self) -> float:
-        """Longest time in seconds that a poller may wait."""
-        return _IDLE_S
-
-    def drain(self, timeout_s: float = 0.0) -> bool:
-        """Take no more jobs. Call `step` and this until it returns True: all have ended."""
-        return self.node.drain(0.0 if self._computing else timeout_s)
 
     def stats(self) -> dict[str, int]:
         """Return the node's counters, "forwards", "computed_tokens" and "computing" (prompts)."""

@@ -126,8 +126,8 @@ class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         return self.scheduler.count_loadable(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        pages, windows = self._groups.tables(blocks.get_block_ids())
-        hosted = self.scheduler.allocated(request, pages, num_external_tokens, windows)
+        tables = blocks.get_block_ids()
+        hosted = self.scheduler.allocated(request, tables, num_external_tokens)
         # Of what is loaded, `usage` says of tokens from host memory alone that they were cached.
         if num_external_tokens and (stats := request.prefill_stats) is not None:
             stats.num_cached_tokens = stats.num_local_cached_tokens + hosted

@@ -39,6 +39,10 @@ _INSTEAD: Final = (
 
 Block = int
 
+Tables = Sequence[Sequence[Block]]
+"""vLLM's block table of one request in each group, with the null block where a block has fallen out
+of the window, or no state was kept."""
+
 
 class WindowLayers(NamedTuple):
     """A window group: its number among the groups, its name in the handshake, and the tokens that
@@ -54,14 +58,6 @@ class WindowLayers(NamedTuple):
     @property
     def is_state(self) -> bool:
         return self.table_tokens > 0
-
-
-class Tables(NamedTuple):
-    """Block ids of one request: of the group that keeps every token, and of each window group, with
-    vLLM's null block where a block has fallen out of the window, or no state was kept."""
-
-    pages: list[Block]
-    windows: tuple[list[Block], ...] = ()
 
 
 class WindowBlocks(NamedTuple):
@@ -84,7 +80,7 @@ class BlockGroups(NamedTuple):
     >>> groups.blocks_of(300), groups.blocks_of(32), BlockGroups(32).blocks_of(300)
     (16, 2, 10)
     >>> state = WindowLayers(1, "s", STATE_WINDOW, table_tokens=32, most_blocks=3)
-    >>> BlockGroups(32, windows=(state,)).window_blocks([[0, 0, 7, 8]], 128, 0, 4)
+    >>> BlockGroups(32, windows=(state,)).window_blocks([[], [0, 0, 7, 8]], 128, 0, 4)
     (WindowBlocks(first=3, blocks=(8,)),)
     """
 
@@ -152,18 +148,15 @@ class BlockGroups(NamedTuple):
         """Return the number of the first block that vLLM keeps behind `num_tokens` tokens."""
         return max(0, num_tokens + 1 - group.window) // self.block_size
 
-    def tables(self, block_ids: Sequence[Sequence[Block]]) -> Tables:
-        windows = tuple(list(block_ids[group.number]) for group in self.windows)
-        return Tables(list(block_ids[self.full]), windows)
-
     def window_blocks(
-        self, windows: Sequence[Sequence[Block]], num_tokens: int, first: int, stop: int
+        self, tables: Tables, num_tokens: int, first: int, stop: int
     ) -> tuple[WindowBlocks, ...]:
         """Return, by window group, those of a request's blocks `first` to `stop` that vLLM keeps
         behind `num_tokens` tokens, which both servers send and get. A state is asked for when vLLM
         computes the last of them: its block has no other state then."""
         found = []
-        for group, table in zip(self.windows, windows, strict=True):
+        for group in self.windows:
+            table = tables[group.number]
             start = min(max(first, self.first_block(group, num_tokens)), stop)
             if group.is_state and start < stop:
                 entry = (num_tokens - 1) // group.table_tokens

@@ -10,11 +10,11 @@ more. So neither a client that leaves nor a preemption frees a block into which 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from prefixkv.engines.vllm.asks import LoadAsk, computes_all, digest_of
+from prefixkv.engines.vllm.groups import Tables
 from prefixkv.engines.vllm.ledger import Ledger
 from prefixkv.engines.vllm.orders import Open, Refuse, WorkerReport
 from prefixkv.errors import CallerError, RequestError, check_laws
@@ -85,23 +85,19 @@ class ScheduledLoads:
             self.wanted[rid] = ask, digest
 
     def open(
-        self,
-        request: Any,
-        wanted: tuple[LoadAsk, bytes],
-        num_sent: int,
-        pages: Sequence[int],
-        windows: Sequence[Sequence[int]],
+        self, request: Any, wanted: tuple[LoadAsk, bytes], num_sent: int, tables: Tables
     ) -> None:
-        """Order the load of a request that was wanted, and is admitted. `pages` are all its blocks,
-        `windows` its block tables in window groups; prefill sends the last `num_sent` tokens."""
+        """Order the load of a request that was wanted, and is admitted; prefill sends the last
+        `num_sent` tokens."""
         (ask, digest), rid, ledger = wanted, request.request_id, self.ledger
         groups = ledger.groups
         total = groups.num_sent(request.num_prompt_tokens)
         first, end = (total - num_sent) // groups.block_size, pages_for(total, groups.block_size)
         # The window behind the prompt, whatever prefix is here: vLLM has new blocks for all of it.
         opening = Open(
-            rid, ask.room, ask.prefill, total, total - num_sent, tuple(pages[first:end]), digest,
-            ledger.draw(), groups.window_blocks(windows, total, 0, end),
+            rid, ask.room, ask.prefill, total, total - num_sent,
+            tuple(tables[groups.full][first:end]), digest, ledger.draw(),
+            groups.window_blocks(tables, total, 0, end),
         )  # fmt: skip
         num_blocks = groups.blocks_of(request.num_prompt_tokens)
         self.pending[rid] = _PendingLoad(opening, num_blocks, ledger.num_ranks, ledger.now_s())

@@ -336,9 +336,9 @@ class ScheduledSends:
         stop = pages_for(end, block_size) if send.computed else end // block_size
         if stop == send.num_pages and not send.computed:
             return None  # a block that is computed in part waits for the rest of it
-        found, first = tables(), send.num_pages
-        pages = tuple(found.pages[first:stop])
-        windows = self.ledger.groups.window_blocks(found.windows, send.num_tokens, first, stop)
+        groups, found, first = self.ledger.groups, tables(), send.num_pages
+        pages = tuple(found[groups.full][first:stop])
+        windows = groups.window_blocks(found, send.num_tokens, first, stop)
         send.num_pages = stop
         # Held before the order goes out: a preemption right after this step would free them, and
         # those in window groups are freed as soon as the window has moved on.

@@ -54,7 +54,12 @@ def test_heads_of_several_sizes_are_refused_by_name() -> None:
     sizes = {name: size for name, size in TINY.items() if name != "device"}
     kinds = ["sliding_attention", "full_attention"]
     config = AutoConfig.for_model(
-        "gemma4_text", **sizes, layer_types=kinds, head_dim=16, global_head_dim=32
+        "gemma4_text",
+        **sizes,
+        layer_types=kinds,
+        head_dim=16,
+        global_head_dim=32,
+        vocab_size_per_layer_input=256,
     )
     with pytest.raises(ConfigError, match="gemma4_text is not served: heads of several sizes"):
         make_model(config)

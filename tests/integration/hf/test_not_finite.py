@@ -19,7 +19,7 @@ from prefixkv.engines.hf.models import _not_finite
 from prefixkv.engines.hf.rows import Row
 from prefixkv.errors import NotFiniteError
 from prefixkv.spi import as_pages
-from tests.integration.hf.test_layers import SERVED
+from tests.integration.hf.test_layers import STATES, WINDOWS
 from tests.support.hf_world import BY_SIZE, Answer, Reference, World
 from tests.support.hf_world import family as family_of
 
@@ -106,8 +106,9 @@ def check_memory(world: World) -> None:
                 assert one.v(layer).isfinite().all()
 
 
-@pytest.mark.parametrize("value", [NAN, INF, -INF])
-@pytest.mark.parametrize("where", [*WHERE, "host memory"])
+@pytest.mark.parametrize(
+    ("where", "value"), [("prefill", NAN), ("prefill", -INF), ("decode", INF), ("host memory", NAN)]
+)
 def test_a_prompt_of_a_bad_moment_leaves_nothing(
     model: PagedModel, reference: Reference, where: str, value: float
 ) -> None:
@@ -232,7 +233,7 @@ def test_samples_and_others_that_share_the_prompt_fail_or_get_it_from_elsewhere(
 
 
 @pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("family", SERVED)
+@pytest.mark.parametrize("family", [STATES, WINDOWS])
 def test_an_early_chunk_of_a_bad_moment_leaves_no_state_and_no_window(
     family: str, where: str
 ) -> None:

@@ -12,15 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixkv.cli.demo.command import compare
+from prefixkv.cli.demo.links import HERE, LinkRate, link_of
 from prefixkv.cli.demo.play import Played, Vocabulary, play
 from prefixkv.cli.demo.report import (
-    HERE,
     DemoPass,
     DemoReport,
-    LinkRate,
     Split,
     draw,
-    link_of,
     picture,
     table,
 )

@@ -339,9 +339,12 @@ def _the_state_before_is_sent(patch: Patch) -> None:
     sent = BlockGroups.window_blocks
 
     def before(self: Any, tables: Any, *given: Any) -> Any:
+        found = zip(sent(self, tables, *given), self.windows, strict=True)
         return tuple(
-            one._replace(blocks=(table[-2],)) if one.blocks and any(table[-2:-1]) else one
-            for one, table in zip(sent(self, tables, *given), tables, strict=True)
+            one._replace(blocks=(table[-2],))
+            if one.blocks and any((table := tables[group.number])[-2:-1])
+            else one
+            for one, group in found
         )
 
     patch(BlockGroups, "window_blocks", before)

@@ -163,6 +163,39 @@ def test_hints_change_nothing_of_whose_turn_it_is(policy, way, num_pages):
         assert namespaces_as_they_go(policy, WAYS[way], seed, num_pages) == plain
 
 
+def hits_of_two_tenants(say, num_pages):
+    """Hits of each tenant, of sessions that come back by chance, those of tenant 1 with hints.
+    `say` is told in how many turns a session comes back, or None."""
+    rng = Random(1)
+    turns = []
+    for _ in range(1000):
+        tenant = rng.randrange(2)
+        turns.append((tenant, int(rng.paretovariate(0.4 + tenant)) % 200))
+    cache, hits, free = RadixCache(page_size=1), [0, 0], list(range(40 * num_pages))
+    for at, (tenant, session) in enumerate(turns):
+        tokens, now_s = [session] * num_pages, float(at)
+        with cache.lock(cache.match_prefix(tokens, tenant), now_s=now_s) as lock:
+            hits[tenant] += lock.prefix_len
+            missing = num_pages - lock.prefix_len
+            free += cache.evict(max(0, missing - len(free)), now_s).tolist()
+            ids = [free.pop() for _ in range(missing)]
+            result = cache.insert(tokens, ids, tenant, now_s=now_s, lock=lock, extend_lock=True)
+        if tenant:
+            later = turns[at + 1 :]
+            cache.hint(result, say(later.index(turns[at]) + 1 if turns[at] in later else None))
+    cache.check_invariants()
+    return hits
+
+
+@pytest.mark.parametrize("num_pages", [1, 3])
+def test_a_tenant_that_lies_takes_no_hit_of_another(num_pages):
+    plain = hits_of_two_tenants(lambda back: None, num_pages)
+    lied = hits_of_two_tenants(lambda back: 1e4 if back is None else False, num_pages)
+    true = hits_of_two_tenants(lambda back: back or False, num_pages)
+    assert min(lied[0], true[0]) >= 0.98 * plain[0]
+    assert lied[1] < plain[1] < true[1]
+
+
 def test_a_session_that_was_spared_takes_the_place_of_what_went_for_it():
     cache = RadixCache(page_size=1)
     for at in range(6):  # sessions 0, 2, 4 of tenant "a", 1, 3, 5 of tenant "b"

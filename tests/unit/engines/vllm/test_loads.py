@@ -40,7 +40,7 @@ class Case:
         blocks = self.pool.new_blocks(NUM_BLOCKS)
         assert blocks is not None
         pages = [block.block_id for block in blocks]
-        self.loads.open(request, wanted, num_sent, pages, ())
+        self.loads.open(request, wanted, num_sent, (pages,))
         self.loads.check_invariants()
         return request
 

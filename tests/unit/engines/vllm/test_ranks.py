@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +25,7 @@ from tests.unit.engines.vllm.standin import (
     kv_cache_config,
     options,
     side_of,
+    step_of,
 )
 
 NUM_RANKS, NUM_BLOCKS, NUM_HEADS = 2, 16, 4
@@ -91,11 +91,7 @@ class Server:
         self.failed: set[str] = set()
 
     def step(self, step: Any = None) -> None:
-        empty = SimpleNamespace(req_ids=[], num_computed_tokens=[])
-        nothing = SimpleNamespace(
-            scheduled_new_reqs=[], scheduled_cached_reqs=empty, num_scheduled_tokens={}
-        )
-        orders = self.scheduler.orders(step or nothing)
+        orders = self.scheduler.orders(step or step_of())
         for worker in self.workers:
             worker.before_forward(orders)
             worker.after_forward(orders)
@@ -121,15 +117,6 @@ class Server:
             worker.close()
 
 
-def computed(rid: str, end: int, pages: list[int]) -> Any:
-    return SimpleNamespace(
-        scheduled_new_reqs=[SimpleNamespace(req_id=rid, num_computed_tokens=0)],
-        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
-        num_scheduled_tokens={rid: end},
-        kv_connector_block_state=SimpleNamespace(get_block_ids=lambda rid: (pages,)),
-    )
-
-
 def admit(prefill: Server, decode: Server, sending: Request, source: list[int]) -> None:
     """Prefill has heard decode's promise from every rank, and gives the request its blocks."""
 
@@ -139,7 +126,7 @@ def admit(prefill: Server, decode: Server, sending: Request, source: list[int]) 
         return prefill.scheduler.count_loadable(sending, 0) == (0, False)
 
     until(allowed)
-    prefill.scheduler.allocated(sending, source, 0)
+    prefill.scheduler.allocated(sending, (source,), 0)
 
 
 def test_every_rank_gets_its_share() -> None:
@@ -157,10 +144,10 @@ def test_every_rank_gets_its_share() -> None:
         prefill.scheduler.on_new_request(sending)
         decode.scheduler.on_new_request(loading)
         assert decode.scheduler.count_loadable(loading, 0) == (18, True)
-        decode.scheduler.allocated(loading, target, 18)
+        decode.scheduler.allocated(loading, (target,), 18)
         assert prefill.scheduler.count_loadable(sending, 0) == (None, False)
         admit(prefill, decode, sending, source)
-        prefill.step(computed("1", 18, source))
+        prefill.step(step_of({"1": (0, 18)}, source))
         prefill.scheduler.finished(sending, source)
         assert prefill.scheduler.gauges()["held_blocks"] == 5
 
@@ -204,10 +191,10 @@ def test_plain_blocks_go_between_other_sizes(
         sending, loading = Request("1", PROMPT, send), Request("1", PROMPT, load)
         prefill.scheduler.on_new_request(sending)
         decode.scheduler.on_new_request(loading)
-        decode.scheduler.allocated(loading, target, 18 - 8)  # decode has 8 tokens
+        decode.scheduler.allocated(loading, (target,), 18 - 8)  # decode has 8 tokens
         admit(prefill, decode, sending, source)
-        prefill.step(computed("1", 11, source))
-        prefill.step(computed("1", 18, source))
+        prefill.step(step_of({"1": (0, 11)}, source))
+        prefill.step(step_of({"1": (0, 18)}, source))
         prefill.scheduler.finished(sending, source)
 
         def both() -> bool:
@@ -255,7 +242,7 @@ def test_blocks_are_held_until_the_last_rank_has_its_proof() -> None:
     request = Request("1", PROMPT, {"do_remote_prefill": True, "room": 1, "prefill": "tcp://a:1"})
     side.on_new_request(request)
     blocks = pool.new_blocks(5) or []
-    side.allocated(request, [block.block_id for block in blocks], 18)
+    side.allocated(request, ([block.block_id for block in blocks],), 18)
     side.take_reports(WorkerReport(failed={"1": "lost"}, settled=["1"]), ["1"])
     pool.free_blocks(blocks)  # vLLM's own reference
     assert side.gauges()["held_blocks"] == 5
@@ -277,7 +264,7 @@ def test_host_memory_has_a_share_of_each_rank() -> None:
         side.on_new_request(first)
         blocks = pool.new_blocks(5) or []
         assert side.count_loadable(first, 0) == (0, False)
-        side.allocated(first, [one.block_id for one in blocks], 0)
+        side.allocated(first, ([one.block_id for one in blocks],), 0)
         first.computed = 18
         for block, one in zip(blocks, first.block_hashes, strict=False):
             pool.cache(block, one)
@@ -295,7 +282,7 @@ def test_host_memory_has_a_share_of_each_rank() -> None:
         side.on_new_request(second)
         assert side.count_loadable(second, 0) == (16, True)
         target = [one.block_id for one in pool.new_blocks(4) or []]
-        assert side.allocated(second, target, 16) == 16
+        assert side.allocated(second, (target,), 16) == 16
         until(lambda: decode.received == ["2"], step=decode.step)
         assert decode.failed == set()
         for rank, memory in enumerate(decode.memory):

@@ -11,7 +11,7 @@ from prefixkv.engines.vllm.groups import STATE_WINDOW, BlockGroups, WindowBlocks
 from prefixkv.engines.vllm.options import ServerSetup
 from prefixkv.engines.vllm.orders import WorkerReport
 from prefixkv.engines.vllm.scheduler import SchedulerSide
-from tests.unit.engines.vllm.standin import BLOCK, BOTH, DECODE, PREFILL, Request, side_of
+from tests.unit.engines.vllm.standin import BLOCK, BOTH, DECODE, PREFILL, Request, side_of, step_of
 
 PROMPT = list(range(30))
 
@@ -32,7 +32,7 @@ def test_hashes_may_be_of_parts_of_blocks() -> None:
     for request in (first, second):
         request.block_hashes = [hash(tuple(PROMPT[:end])) for end in range(2, 31, 2)]
         made.on_new_request(request)
-    made.allocated(first, range(8), 30)
+    made.allocated(first, (range(8),), 30)
     assert len(made.flights) == 7
     assert made.count_loadable(second, 0) == (None, False)
     second.block_hashes[3] = 0  # the second block differs
@@ -50,7 +50,7 @@ def test_the_last_blocks_may_have_no_hash(missing: int, hash_size: int) -> None:
         ends = range(hash_size, len(tokens) + 1, hash_size)
         request.block_hashes = [hash(tuple(tokens[:end])) for end in ends][:-missing]
         made.on_new_request(request)
-    made.allocated(first, range(6), len(tokens))
+    made.allocated(first, (range(6),), len(tokens))
     whole = len(first.block_hashes) * hash_size // BLOCK
     assert len(made.flights) == whole
     for block in range(6):
@@ -66,9 +66,9 @@ def test_the_block_that_is_partly_filled_flies_for_its_request_alone() -> None:
     first, second = load("1", 1), load("2", 2)
     for request in (first, second):
         made.on_new_request(request)
-    made.allocated(first, range(8), 30)
+    made.allocated(first, (range(8),), 30)
     assert made.count_loadable(second, 28) == (2, True)
-    made.allocated(second, range(8, 16), 2)
+    made.allocated(second, (range(8, 16),), 2)
     made.take_reports(WorkerReport(settled=["1"]), ["1"])
     assert len(made.flights) == 0
     made.check_invariants()
@@ -80,7 +80,7 @@ def test_what_waits_for_a_load_goes_on_as_soon_as_its_client_leaves() -> None:
     first, second = load("1", 1), load("2", 2)
     for request in (first, second):
         made.on_new_request(request)
-    made.allocated(first, range(8), 30)
+    made.allocated(first, (range(8),), 30)
     assert made.count_loadable(second, 0) == (None, False)
     made.finished(first, range(8))
     assert made.count_loadable(second, 0) == (30, True)
@@ -93,21 +93,14 @@ def test_a_choice_of_a_prompt_that_was_admitted_waits_for_no_load_any_more() -> 
     first, choice, other = load("1", 1), load("2", 1), load("3", 3)
     for request in (first, choice, other):
         made.on_new_request(request)
-    made.allocated(first, range(8), 30)
+    made.allocated(first, (range(8),), 30)
     assert made.count_loadable(choice, 0) == (None, False)
     made.take_reports(WorkerReport(settled=["1"]), ["1"])
     assert made.count_loadable(choice, 28) == (0, False)
-    made.allocated(choice, range(8), 0)
-    made.allocated(other, range(8, 16), 30)
+    made.allocated(choice, (range(8),), 0)
+    made.allocated(other, (range(8, 16),), 30)
     assert made.count_loadable(choice, 0) == (0, False)
     made.check_invariants()
-
-
-def _nothing() -> object:
-    empty = SimpleNamespace(req_ids=[], num_computed_tokens=[])
-    return SimpleNamespace(
-        scheduled_new_reqs=[], scheduled_cached_reqs=empty, num_scheduled_tokens={}
-    )
 
 
 # --- layers that keep a window --------------------------------------------------------------------
@@ -128,8 +121,8 @@ def test_the_window_is_loaded_whatever_the_prefix_is() -> None:
     assert made.ignores_windows(request)
     assert made.count_loadable(request, 16) == (13, True)
     table = [*[0] * 5, 40, 41, 42]
-    made.allocated(request, range(8), 13, [table])
-    (opened,) = made.orders(_nothing()).opens
+    made.allocated(request, (table, range(8)), 13)
+    (opened,) = made.orders(step_of()).opens
     assert (opened.num_tokens, opened.prefix_len, opened.pages) == (29, 16, (4, 5, 6, 7))
     assert opened.windows == (WindowBlocks(5, (40, 41, 42)),)
     assert not made.ignores_windows(request)  # it asks for nothing any more
@@ -153,7 +146,7 @@ def test_a_prompt_of_one_token_needs_no_room() -> None:
     made, request = windowed(), load("1", 1, [5])
     made.on_new_request(request)
     assert made.count_loadable(request, 0) == (0, False)
-    assert [one.room for one in made.orders(_nothing()).refusals] == [1]
+    assert [one.room for one in made.orders(step_of()).refusals] == [1]
     sends, _ = side_of(PREFILL, WINDOWED)
     for params in ({"do_remote_decode": True, "room": 1, "decode": "other"},
                    {"do_remote_decode": True}):  # fmt: skip
@@ -161,7 +154,7 @@ def test_a_prompt_of_one_token_needs_no_room() -> None:
         rid = str(len(params))
         sends.on_new_request(Request(rid, [5], params))
         assert "a prompt of one token" in sends._answers[rid]["error"]
-    assert [one.room for one in sends.orders(_nothing()).declines] == [1]
+    assert [one.room for one in sends.orders(step_of()).declines] == [1]
 
 
 @pytest.mark.parametrize("is_here", [True, False])
@@ -173,7 +166,7 @@ def test_a_request_whose_load_has_failed_lets_others_go_first(is_here: bool) -> 
     for number, request in enumerate((first, second)):
         made.on_new_request(request)
         pool.new_blocks(8)
-        made.allocated(request, range(8 * number, 8 * number + 8), 29, [range(8)])
+        made.allocated(request, (range(8), range(8 * number, 8 * number + 8)), 29)
     made.on_new_request(third)
     news = WorkerReport(failed={"1": "gone"}, settled=["1"])
     made.take_reports(news, ["1"])
@@ -185,7 +178,7 @@ def test_a_request_whose_load_has_failed_lets_others_go_first(is_here: bool) -> 
     made.finished(second, [])
     if not is_here:
         made.take_reports(WorkerReport(failed={"2": "left"}, settled=["2"]), ["2"])
-    made.orders(_nothing())
+    made.orders(step_of())
     assert made.count_loadable(first, 0) == (0, False)
     assert made.count_loadable(third, 0) == (0, False)
 
@@ -207,15 +200,7 @@ def promised(made: SchedulerSide, rid: str, room: int) -> Request:
 
 def compute(made: SchedulerSide, request: Request, num_tokens: int) -> None:
     """A step that computes so many more tokens of a request."""
-    step = SimpleNamespace(
-        scheduled_new_reqs=[
-            SimpleNamespace(req_id=request.request_id, num_computed_tokens=request.computed)
-        ],
-        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
-        num_scheduled_tokens={request.request_id: num_tokens},
-        kv_connector_block_state=SimpleNamespace(get_block_ids=lambda rid: (list(range(8)),)),
-    )
-    made.orders(step)
+    made.orders(step_of({request.request_id: (request.computed, num_tokens)}, range(8)))
     request.computed += num_tokens
 
 
@@ -227,7 +212,7 @@ def test_a_preempted_send_goes_before_all_others(ends: bool) -> None:
     plain, wanted = Request("plain", PROMPT), load("wanted", 3)
     made.on_new_request(wanted)
     assert made.count_loadable(send, 0) == (0, False)
-    made.allocated(send, range(8), 0)
+    made.allocated(send, (range(8),), 0)
     compute(made, send, 14)
     goes = {"later": (0, False), "plain": (0, False), "wanted": (30, True)}
     others = later, plain, wanted
@@ -238,7 +223,7 @@ def test_a_preempted_send_goes_before_all_others(ends: bool) -> None:
     if ends:
         made.finished(send, [])
     else:
-        made.allocated(send, range(8), 0)
+        made.allocated(send, (range(8),), 0)
         send.computed = 12
     assert {one.request_id: made.count_loadable(one, 0) for one in others} == goes
 
@@ -248,7 +233,7 @@ def test_promised_sends_pass_a_request_that_lacks_the_blocks_of_loads() -> None:
     made = both_roles()
     loading = load("loading", 1)
     made.on_new_request(loading)
-    made.allocated(loading, range(8), 30)
+    made.allocated(loading, (range(8),), 30)
     large, small = Request("large", range(25 * BLOCK)), Request("small", PROMPT)
     # No promised send waits: vLLM's own order.
     assert made.count_loadable(large, 0) == (0, False)
@@ -258,10 +243,10 @@ def test_promised_sends_pass_a_request_that_lacks_the_blocks_of_loads() -> None:
     assert made.count_loadable(small, 0) == (None, False)
     assert made.count_loadable(send, 0) == (0, False)
     # In the next step, and when the load is over.
-    made.orders(_nothing())
+    made.orders(step_of())
     assert made.count_loadable(small, 0) == (0, False)
     assert made.count_loadable(large, 0) == (None, False)
-    made.orders(_nothing())
+    made.orders(step_of())
     made.take_reports(WorkerReport(settled=["loading"]), ["loading"])
     assert made.count_loadable(large, 0) == (0, False)
     made.check_invariants()
@@ -292,8 +277,8 @@ def test_the_state_is_loaded_behind_all_but_the_last_token(
     made.on_new_request(request)
     assert (request.num_prompt_tokens, len(request.prompt_token_ids or ())) == (num_tokens,) * 2
     assert made.count_loadable(request, 16) == (num_tokens - 17, True)
-    made.allocated(request, range(8), num_tokens - 17, [table])
-    (opened,) = made.orders(_nothing()).opens
+    made.allocated(request, (table, range(8)), num_tokens - 17)
+    (opened,) = made.orders(step_of()).opens
     last = (num_tokens - 2) // BLOCK
     assert (opened.num_tokens, opened.windows) == (num_tokens - 1, (WindowBlocks(last, (40,)),))
 
@@ -310,7 +295,7 @@ def test_prefill_leaves_out_the_last_token(params: dict[str, object]) -> None:
     assert shared == tokens  # another request's too
     assert (request.num_prompt_tokens, request.max_tokens) == (len(tokens) - 1, 1)
     assert len(request.block_hashes) == 5
-    for add in made.orders(_nothing()).adds:
+    for add in made.orders(step_of()).adds:
         assert (add.num_tokens, add.digest) == (len(tokens) - 1, digest_of(load("2", 1, tokens)))
 
 

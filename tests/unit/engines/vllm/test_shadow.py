@@ -169,7 +169,7 @@ def test_a_request_that_ends_leaves_its_cached_blocks_until_a_flush() -> None:
         for block in blocks[:2] + blocks[3:]:
             pool.cache(block, first + block.block_id)
         pages = [block.block_id for block in blocks]
-        side.allocated(request, pages, 0)
+        side.allocated(request, (pages,), 0)
         side.finished(request, pages)
         if rid == "1":
             assert sorted(shadow.victims(9, side.holds.is_cached)) == pages[:2]
