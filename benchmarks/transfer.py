@@ -11,6 +11,9 @@ pages come from an empty pool; `aged` ones after 10,000 random requests through 
 evictions included; of `random` ones no two are neighbours.
 
 `full_hit`: nothing is sent (`full_hit.py`).
+
+`checksums`: `goodput` of aged pages with `TransportConfig.checksums` by that without, one pair of
+processes after the other, beside the rate of each algorithm alone.
 """
 
 from __future__ import annotations
@@ -74,6 +77,7 @@ class Transfer:
     patience_s: float = 25.0  # for repetitions that are left alone
     device: str = "cpu"  # of both sides' pools
     backend: Backend = "nixl"
+    checksums: bool = False
 
     @property
     def is_shared(self) -> bool:
@@ -81,7 +85,9 @@ class Transfer:
         return self.backend == "shm"
 
     def transport(self) -> TransportConfig:
-        return TransportConfig(post_bytes=self.post_bytes, backend=self.backend)
+        return TransportConfig(
+            post_bytes=self.post_bytes, backend=self.backend, checksums=self.checksums
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -305,6 +311,7 @@ def decode_side(pipe: Connection, watch: Watch, case: Transfer) -> Row:
 class Part(StrEnum):
     goodput = "goodput"
     full_hit = "full_hit"
+    checksums = "checksums"
 
 
 def measure(quick: bool, backend: Backend = "nixl") -> Iterator[Row]:
@@ -316,6 +323,43 @@ def measure(quick: bool, backend: Backend = "nixl") -> Iterator[Row]:
         if (layout, pages) != ("page_major", "random") or backend == "shm":
             row |= {"aim": aim, "met": row["of_one_raw_write"] >= aim}
         yield {"part": "goodput", **row}
+
+
+def hash_rates(case: Transfer) -> Row:
+    """GiB/s of each algorithm alone, over all pages of a request in a pool of this process."""
+    from prefixkv.memory.mesh import Shard
+    from prefixkv.memory.page_sums import ALGORITHMS, PageSums, SumPlan
+
+    pool = case.pool(1)  # kept: what is summed is its memory
+    pages = np.random.default_rng(1).permutation(case.num_pages)[: case.tokens // case.page_size]
+    rates: Row = {}
+    for name in ALGORITHMS:
+        sums = PageSums(pool.layout, None, SumPlan(name, Shard.whole(pool.layout), case.page_size))
+        took_s = []
+        for _ in range(case.repeats):
+            began_s = time.monotonic()
+            sums.of(-1, pages.astype(np.int32))
+            took_s.append(time.monotonic() - began_s)
+        rates[name] = round(case.num_bytes / statistics.median(took_s) / 2**30, 2)
+    return rates
+
+
+def compare_checksums(quick: bool, backend: Backend) -> Iterator[Row]:
+    """Goodput with checksums by goodput without, each as a part of one raw write beside it."""
+    for layout in LAYOUTS:
+        case = small(layout, "aged") if quick else Transfer(layout, "aged")
+        off, on = (
+            run_pair(decode_side, prefill_side, replace(case, backend=backend, checksums=checksums))
+            for checksums in (False, True)
+        )
+        yield {
+            "part": "checksums",
+            "layout": layout,
+            "goodput_with_by_without": round(on["of_one_raw_write"] / off["of_one_raw_write"], 3),
+            "gib_per_s": {"off": off["gib_per_s"]["stack"], "on": on["gib_per_s"]["stack"]},
+            "gib_per_s_of_the_bare_hash": hash_rates(case),
+            "foreign_cores_median": [one["foreign_cores_median"] for one in (off, on)],
+        }
 
 
 def transfer(
@@ -336,6 +380,7 @@ def transfer(
         Part.full_hit: lambda: iter(
             [full_hit.measured(full_hit.SMALL if quick else full_hit.Hits())]
         ),
+        Part.checksums: lambda: compare_checksums(quick, backend.value),
     }
     rows = []
     for one in part or Part:

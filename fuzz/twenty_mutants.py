@@ -175,6 +175,22 @@ MUTANTS = (
         "unit/cache/eviction/test_hints.py::test_a_tenant_that_lies_takes_no_hit_of_another",
     ),
     Mutant(
+        "12", "a chunk has landed before its pages are looked at", "PageLooks.on_landed",
+        "LookAt(self._enter(room, tags), room.sums[tag.rank], spans, tag.what)",
+        "PagesLookedAt(self._enter(room, tags))",
+        "unit/runtime/test_checksums.py::test_a_bit_that_flips_in_memory_is_found",
+    ),
+    Mutant(
+        "12", "a page has two checksums, and another none", "PageLooks._spans",
+        "if summed.any():", "if False:",
+        ("unit/control/decode/test_looks.py::test_each_page_has_one_checksum_of_each_writer"),
+    ),
+    Mutant(
+        "12", "what was scattered is not looked at", "StagingCopies.scatter",
+        "if effect.checksum:", "if False:",
+        "unit/runtime/test_checksums.py::test_so_is_a_scatter_that_goes_wrong",
+    ),
+    Mutant(
         "proof", "a room is drained while a write is under way", "SenderMachine.drained",
         " and not self.in_flight", "",
         ("unit/protocol/test_sender_machine.py::test_no_acknowledgement_before_the_last_write_has_"

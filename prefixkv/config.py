@@ -248,7 +248,8 @@ class TransportConfig:
     """Largest lease of decode's staging memory; on prefill, the size of a slot. A multiple of 4096,
     at most `staging_bytes`; with half of it, copies and writes overlap."""
     copy_threads: Count = 1
-    """Threads that gather and scatter staged slices."""
+    """Threads that gather and scatter staged slices, and on decode as many that compare checksums.
+    """
     interface: Annotated[str, doc('Network that KV travels on, "eth0"; none: this machine.')] = ""
     """The network that KV travels on, as UCX calls it: "eth0", or several, "eth0,mlx5_0:1". It must
     be an isolated network. Empty: loopback and shared memory, for peers on this machine.
@@ -263,6 +264,11 @@ class TransportConfig:
     shared memory each; 0: no limit. Set it on prefill where KV would crowd out other traffic. Parts
     of 2 ms go at once, at least 64 KiB. A request must arrive within `transfer_timeout_s` at this
     rate, too."""
+
+    checksums: Annotated[bool, doc("Compare a checksum of each page that is sent.")] = False
+    """Compare a checksum of each page that is sent, where both sides have it on: a request with a
+    page of other bytes than prefill has fails with `ChecksumError`, and nothing of it is cached.
+    For memory of the CPU. With the extra `checksums` (xxhash) on both sides it costs least."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -241,6 +241,11 @@ class PromptMismatchError(TransferError):
     """Two sides were given different prompts or namespaces for one room. Nothing was written."""
 
 
+class ChecksumError(TransferError):
+    """A page does not hold the bytes that were written to it; the text names room, page and chunk.
+    Nothing of the room is cached."""
+
+
 class WeightsVersionError(TransferError):
     """The weights of one side are of another version than the request's KV.
 

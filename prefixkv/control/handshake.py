@@ -29,6 +29,7 @@ from prefixkv.memory.mesh import (
     sent_share,
     writers_to,
 )
+from prefixkv.memory.page_sums import SumPlan
 from prefixkv.memory.state_layout import StateLink, check_state_pairs, state_blocks
 from prefixkv.paging import check_unit_range
 from prefixkv.protocol.ids import PeerId
@@ -93,8 +94,10 @@ def addresses_told(hello: Hello, address: str, reply: HelloReply) -> dict[int, s
 
 
 def check_rank(address: str, reply: HelloReply, rank: int, leader: HelloReply) -> None:
-    """Raise HandshakeError if rank or topology at `address` are not what its leader said."""
-    for name, expected in (("rank", rank), ("topology", leader.topology)):
+    """Raise HandshakeError if rank, topology or checksums at `address` are not what its leader
+    said."""
+    of_leader = {"rank": rank, "topology": leader.topology, "checksum": leader.checksum}
+    for name, expected in of_leader.items():
         if getattr(reply, name) != expected:
             raise HandshakeError(name, expected, getattr(reply, name), f"of {address} differs")
 
@@ -111,6 +114,27 @@ def relay_plan(hello: Hello, leader: HelloReply, replies: dict[int, HelloReply])
     if len(relayed) < len(writers) or hello.staging is None:
         raise HandshakeError("staging", writers, tuple(relayed), "is not on for all that write")
     return RELAYS[0].plan(hello, leader)
+
+
+def sum_plan(hello: Hello, reply: HelloReply) -> SumPlan | None:
+    """Return what is summed of the pages that this rank writes to us; None: nothing. Raises
+    HandshakeError for an algorithm that we did not offer."""
+    name, writer = reply.checksum, reply.rank
+    if not name:
+        return None
+    if name not in hello.checksums:
+        raise HandshakeError("checksums", hello.checksums, name)
+    writers, readers = reply.topology.mesh(reply.digest), hello.topology.mesh(hello.digest)
+    share = sent_share(writers, writer, readers, hello.rank)
+    if share is None:
+        return None
+    blocks = state_blocks(hello.digest.state, writers, writer, readers, hello.rank)
+    return SumPlan(
+        name,
+        share.inside(readers.shard(hello.rank)),
+        min(hello.topology.page_size, reply.topology.page_size),
+        tuple((block.dst_entry, block.dst_offset, block.num_bytes) for block in blocks),
+    )
 
 
 # --- prefill's ------------------------------------------------------------------------------------
@@ -136,7 +160,8 @@ class OurSide(NamedTuple):
     `slot_bytes` is the size of a local slot that slices of heads are gathered into where the reader
     has staging too; 0: none. `life` is this process, `backend` the transport it writes by,
     `option_names` as of `ModelConfig`. `max_tokens` is what its pool holds, 0 if that is not to be
-    said. `libraries` are those that load NIXL's metadata. `place` is as in `Hello`.
+    said. `libraries` are those that load NIXL's metadata. `place` and `checksums` are as of
+    `Hello`.
     """
 
     digest: ModelDigest
@@ -149,6 +174,7 @@ class OurSide(NamedTuple):
     max_tokens: int = 0
     libraries: Libraries = Libraries()
     place: str = ""
+    checksums: tuple[str, ...] = ()
 
     @property
     def mesh(self) -> Mesh:
@@ -198,7 +224,9 @@ def accept(ours: OurSide, peer: PeerId, hello: Hello) -> Accepted:
         peer=peer,
         way=way,
         metadata=metadata,
-        memory=PeerMemory(layout, (share.inside(mine), share.inside(its)), None, state),
+        memory=PeerMemory(
+            layout, (share.inside(mine), share.inside(its)), None, state, checksum_for(ours, hello)
+        ),
         unit_tokens=unit_tokens,
     )
     # 6. Staging: only where one side holds fewer heads than what is sent, both sides have memory
@@ -222,6 +250,11 @@ def accept(ours: OurSide, peer: PeerId, hello: Hello) -> Accepted:
             ours.libraries.check(hello.libraries)
             instead = msgspec.structs.replace(added, way="nixl", metadata=hello.agent_metadata)
     return Accepted(added, cut, readers, instead)
+
+
+def checksum_for(ours: OurSide, hello: Hello) -> str:
+    """Return the best algorithm of checksums that both sides offer, "" if there is none."""
+    return next((name for name in ours.checksums if name in hello.checksums), "")
 
 
 def _way(ours: OurSide, hello: Hello) -> tuple[Way, bytes]:

@@ -18,7 +18,7 @@ import msgspec
 from prefixkv.config import ControlConfig
 from prefixkv.control.effects import FrameFailed, FrameReceived, Raised, SendFrame
 from prefixkv.control.lives import LostPeers, PeerChanges
-from prefixkv.errors import InternalError, WeightsVersionError
+from prefixkv.errors import ChecksumError, InternalError, WeightsVersionError
 from prefixkv.protocol.events import RoomEnded
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.messages import AnyBody, encode
@@ -98,6 +98,8 @@ class ControlInbox(Generic[Input, E]):
         self.say(SendFrame(to, encode(self.me, next(self._seq), body)))
 
     def _end(self, ended: RoomEnded, now_s: float) -> None:
+        if isinstance(ended.error, ChecksumError):
+            self.counters["checksum_mismatches"] += 1
         if isinstance(ended.error, WeightsVersionError) and self.option_names:
             error = ended.error.named(self.option_names)
             ended = msgspec.structs.replace(ended, error=error)

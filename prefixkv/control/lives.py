@@ -86,7 +86,8 @@ class PeerChange(msgspec.Struct, frozen=True):
     """One change of a peer.
 
     `kind` is "met", "refused", "silent", "heard", "over" (replaced or fenced), "left" (it was
-    closed), "lost" (nothing answers), "forgotten", "quarantined" or "shut out" (by its keys).
+    closed), "lost" (nothing answers), "forgotten", "quarantined", "shut out" (by its keys) or
+    "unchecked" (one side alone has checksums on).
     `peer` is an address, or a key, where it is not known which process has it.
     """
 

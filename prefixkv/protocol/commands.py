@@ -8,8 +8,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from prefixkv.errors import AbortedError, TransferError
 from prefixkv.protocol.ids import PeerId, RoomKey
-from prefixkv.protocol.messages import Count, Promise, Version
+from prefixkv.protocol.messages import Count, FailureCode, Promise, Version, error_of
 from prefixkv.request import DeviceEvent
 
 
@@ -49,6 +50,11 @@ class AbortRoom(_Command, frozen=True, tag="abort"):
 
     key: RoomKey
     reason: str
+    code: FailureCode = FailureCode.OTHER
+
+    @property
+    def error(self) -> TransferError:
+        return error_of(self.code, self.reason, AbortedError)
 
 
 class Fence(_Command, frozen=True, tag="fence"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import struct
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from prefixkv.errors import ProtocolError
 
@@ -57,9 +57,22 @@ class KVPoll(enum.IntEnum):
         return self >= KVPoll.SUCCESS
 
 
-_MAGIC = b"pkv3"
-_FORMAT = struct.Struct("<4sQQIHIHHiIQ")
+_MAGIC = b"pkv4"
+_FORMAT = struct.Struct("<4sQQIHIHHiIQhIH")
 TAG_BYTES = _FORMAT.size
+"""Bytes of a tag without checksums."""
+_NUM_SUMS = struct.Struct("<H")  # at its end
+SUM_BYTES: Final = 4
+MAX_SUMS: Final = 1024
+"""Checksums that a tag has at most."""
+
+
+def tag_bytes(raw: bytes, at: int = 0) -> int:
+    """Return the length of the tag that begins there; that of the shortest where it is cut off."""
+    end = at + TAG_BYTES
+    whole = len(raw) >= end
+    num_sums = _NUM_SUMS.unpack_from(raw, end - _NUM_SUMS.size)[0] if whole else 0
+    return TAG_BYTES + SUM_BYTES * int(num_sums)
 
 
 class ChunkTag(NamedTuple):
@@ -73,6 +86,9 @@ class ChunkTag(NamedTuple):
 
     `lease_id`: -1 where it lands in pages. `num_pages`: how many pages (staged: blocks; of extra
     state: slots) are posted for the whole chunk. `ticket`: of the promise that it is written for.
+    `sums`: where they are agreed on, the checksums of pages from the promise's `first` on in its
+    `group` (-1: the first layers' unit pages), SUM_BYTES each. The parts of a write share its pages
+    among them, whichever bytes they move.
     """
 
     incarnation: int
@@ -85,6 +101,15 @@ class ChunkTag(NamedTuple):
     lease_id: int = -1
     num_pages: int = 0
     ticket: int = 0
+    group: int = -1
+    first: int = 0
+    sums: bytes = b""
+
+    @property
+    def what(self) -> str:
+        """Room, chunk and writer, for errors."""
+        room = f"room {self.room} generation {self.generation}"
+        return f"{room}, chunk {self.chunk} of prefill rank {self.rank}"
 
     def pack(self) -> bytes:
         """Return the bytes that a notification carries.
@@ -92,14 +117,14 @@ class ChunkTag(NamedTuple):
         >>> len(ChunkTag(incarnation=1, room=7, generation=0, rank=0, chunk=2).pack()) == TAG_BYTES
         True
         """
-        return _FORMAT.pack(_MAGIC, *self)
+        return _FORMAT.pack(_MAGIC, *self[:-1], len(self.sums) // SUM_BYTES) + self.sums
 
     @classmethod
     def unpack(cls, raw: bytes) -> ChunkTag:
         """Return the tag in `raw`. Raises ProtocolError for bytes that are no tag of ours."""
-        if len(raw) != TAG_BYTES or raw[:4] != _MAGIC:
+        if raw[:4] != _MAGIC or len(raw) != tag_bytes(raw):
             raise ProtocolError(f"{len(raw)} bytes are no chunk tag")
-        tag = cls(*_FORMAT.unpack(raw)[1:])
+        tag = cls._make((*_FORMAT.unpack_from(raw)[1:-1], raw[TAG_BYTES:]))
         # A part beyond the last would set a bit that no complete chunk has, so the chunk could
         # never complete.
         if tag.part >= tag.num_parts:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 import numpy as np
@@ -30,9 +30,11 @@ import numpy.typing as npt
 from prefixkv.config import MAX_VERSION_CHARS
 from prefixkv.digest import MAX_DIGEST_BYTES
 from prefixkv.errors import (
+    ChecksumError,
     HandshakeError,
     PromptMismatchError,
     ProtocolError,
+    TransferError,
     VersionError,
     WeightsVersionError,
 )
@@ -42,7 +44,7 @@ from prefixkv.memory.staging_area import StagingArea
 from prefixkv.memory.state_layout import StateLayout, StateTensor
 from prefixkv.protocol.ids import PeerId, RoomKey
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 MAX_FRAME_BYTES = 4 << 20
 MAX_METADATA_BYTES = 1 << 20
 MAX_PAGES = MAX_FRAME_BYTES // 4 - 1024
@@ -65,6 +67,8 @@ Endpoints = Annotated[tuple[Short, ...], msgspec.Meta(max_length=MAX_RANKS)]
 Digest = Annotated[bytes, msgspec.Meta(max_length=MAX_DIGEST_BYTES)]
 Holder = Annotated[str, msgspec.Meta(max_length=64)]
 Version = Annotated[str, msgspec.Meta(max_length=MAX_VERSION_CHARS)]
+Algorithm = Annotated[str, msgspec.Meta(max_length=16)]
+Algorithms = Annotated[tuple[Algorithm, ...], msgspec.Meta(max_length=16)]
 GroupIds = Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_GROUPS + 1)]
 
 
@@ -260,6 +264,8 @@ class Hello(Body, frozen=True, tag="hello"):
     """Versions of the libraries that `agent_metadata` is for."""
     place: Short = ""
     """Boot of the machine, network namespace and user, within which `shm` may be used."""
+    checksums: Algorithms = ()
+    """Algorithms of checksums that it can compute, the best first; empty: it compares none."""
 
 
 class HelloReply(Body, frozen=True, tag="hello-reply"):
@@ -281,6 +287,9 @@ class HelloReply(Body, frozen=True, tag="hello-reply"):
     max_tokens: Count = 0
     """How many tokens its pool holds; 0: not given. Decode promises no pages for a request that may
     have more."""
+    checksum: Algorithm = ""
+    """The algorithm of the checksums in its notifications, one of the `Hello`; empty: there are
+    none."""
 
 
 class HelloWanted(Body, frozen=True, tag="hello-wanted"):
@@ -377,6 +386,19 @@ class PromiseAck(RoomBody, frozen=True, tag="promise-ack"):
     ticket: U64 = 0
 
 
+class FailureCode(enum.IntEnum):
+    """Kinds of failure that the other side tells apart; the text has the rest."""
+
+    OTHER = 0
+    PROMPT_MISMATCH = 1
+    CHECKSUM = 2
+
+    @classmethod
+    def _missing_(cls, value: object) -> FailureCode:
+        # A peer of a later release may send codes that are unknown here: its frame still counts.
+        return cls.OTHER
+
+
 class Abort(RoomBody, frozen=True, tag="abort"):
     """Decode to prefill: refuse every earlier frame of this room, stop writing for it, say when it
     is drained."""
@@ -391,6 +413,8 @@ class Abort(RoomBody, frozen=True, tag="abort"):
     use of the number. Empty: not known."""
     life: U64 = 0
     """As in `Promise`."""
+    code: FailureCode = FailureCode.OTHER
+    """As in `Outcome`."""
 
 
 class Drained(RoomBody, frozen=True, tag="drained"):
@@ -404,24 +428,26 @@ class Drained(RoomBody, frozen=True, tag="drained"):
     pages."""
 
 
-class FailureCode(enum.IntEnum):
-    """Kinds of failure that the other side tells apart; the text has the rest."""
+_KINDS: Final = {
+    FailureCode.PROMPT_MISMATCH: PromptMismatchError,
+    FailureCode.CHECKSUM: ChecksumError,
+}
 
-    OTHER = 0
-    PROMPT_MISMATCH = 1
 
-    @classmethod
-    def _missing_(cls, value: object) -> FailureCode:
-        # A peer of a later release may send codes that are unknown here: its frame still counts.
-        return cls.OTHER
+def code_of(error: object) -> FailureCode:
+    codes = (code for code, kind in _KINDS.items() if isinstance(error, kind))
+    return next(codes, FailureCode.OTHER)
+
+
+def error_of(code: FailureCode, text: str, other: type[TransferError]) -> TransferError:
+    """Return the error that a code and its text stand for; `other`: of OTHER."""
+    return _KINDS.get(code, other)(text)
 
 
 def failure(error: Exception) -> tuple[str, FailureCode, tuple[str, str] | None]:
     """Return `error`, `code` and `versions` of an outcome that reports this error."""
-    is_mismatch = isinstance(error, PromptMismatchError)
-    code = FailureCode.PROMPT_MISMATCH if is_mismatch else FailureCode.OTHER
     versions = error.versions if isinstance(error, WeightsVersionError) else None
-    return str(error)[:1000], code, versions
+    return str(error)[:1000], code_of(error), versions
 
 
 class Outcome(RoomBody, frozen=True, tag="outcome"):
@@ -445,7 +471,8 @@ class Outcome(RoomBody, frozen=True, tag="outcome"):
     """No write of it can land any more; if False, a `Drained` follows."""
     ticket: U64 = 0
     code: FailureCode = FailureCode.OTHER
-    """The kind of failure: 1 the prompts differ, 0 any other. An unknown code counts as 0."""
+    """The kind of failure: 1 the prompts differ, 2 a page has another checksum, 0 any other. An
+    unknown code counts as 0."""
     num_units: Count = 0
     """Unit pages that this rank wrote to the receiver of the message; extra state counts as one, a
     page of a window group too. Its notifications must add up to this number."""

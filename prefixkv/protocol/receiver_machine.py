@@ -17,7 +17,6 @@ import msgspec
 
 from prefixkv.config import ControlConfig
 from prefixkv.errors import (
-    PromptMismatchError,
     TransferError,
     TransferTimeoutError,
     WeightsVersionError,
@@ -29,11 +28,12 @@ from prefixkv.protocol.messages import (
     Abort,
     AnyBody,
     Drained,
-    FailureCode,
     Outcome,
     OutcomeAck,
     Promise,
     PromiseAck,
+    code_of,
+    error_of,
 )
 from prefixkv.protocol.timers import Backoff, Wait
 
@@ -122,9 +122,7 @@ class _Landings:
 def _error(failed: Outcome) -> TransferError:
     if failed.versions is not None:
         return WeightsVersionError(*failed.versions, "prefill")
-    is_mismatch = failed.code is FailureCode.PROMPT_MISMATCH
-    kind = PromptMismatchError if is_mismatch else TransferError
-    return kind(f"prefill rank {failed.rank}: {failed.error}")
+    return error_of(failed.code, f"prefill rank {failed.rank}: {failed.error}", TransferError)
 
 
 class ReceiverMachine:
@@ -371,7 +369,8 @@ class ReceiverMachine:
     def _aborts(self, gone: int | None = None) -> list[ReceiverAction]:
         error = self.error
         versions = error.versions if isinstance(error, WeightsVersionError) else None
-        abort = Abort(*self.key.numbers, str(error)[:1000], self.promise.ticket, versions)
+        reason, ticket, code = str(error)[:1000], self.promise.ticket, code_of(error)
+        abort = Abort(*self.key.numbers, reason, ticket, versions, code=code)
         ranks = sorted(self._undrained | self._untold)
         return [SendToRank(rank, abort) for rank in ranks if rank != gone]
 

@@ -41,6 +41,7 @@ from prefixkv.protocol.messages import (
     Outcome,
     Promise,
     PromiseAck,
+    error_of,
     failure,
 )
 from prefixkv.protocol.timers import Backoff, Wait
@@ -124,7 +125,7 @@ class AbortSaid(msgspec.Struct, frozen=True):
 
 def abort_error(abort: Abort) -> TransferError:
     if abort.versions is None:
-        return AbortedError(f"decode: {abort.reason[:1000]}")
+        return error_of(abort.code, f"decode: {abort.reason[:1000]}", AbortedError)
     return WeightsVersionError(*abort.versions, "decode")
 
 

@@ -33,6 +33,7 @@ from prefixkv.protocol.events import (
     encode_error,
 )
 from prefixkv.protocol.ids import KVPoll, RoomKey
+from prefixkv.protocol.messages import code_of
 from prefixkv.ranks.row_log import RankLog, check_next, decoded
 from prefixkv.settings import check_whole
 
@@ -178,7 +179,7 @@ class RankLeader(Generic[C]):
         room.failed = True
         # Before the scheduler hears: it may open a new room at once, and the log keeps the order in
         # which ranks see both.
-        self.command(AbortRoom(key, reason))  # type: ignore[arg-type]
+        self.command(AbortRoom(key, reason, code_of(error)))  # type: ignore[arg-type]
         self._hear(RoomEnded(key, KVPoll.FAILED, error), now_s)
 
     def _end_if_over(self, key: RoomKey, room: _Room, now_s: float) -> None:

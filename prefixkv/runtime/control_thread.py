@@ -34,6 +34,7 @@ from prefixkv.control.effects import (
     Examine,
     Expect,
     FrameReceived,
+    LookAt,
     PrefillEffect,
     Raised,
     RemovePeer,
@@ -111,6 +112,9 @@ class ControlThread(Generic[Command]):
             self._copies = side._make_copies(self.inbox.put)
             if self._copies is not None:
                 undo.callback(self._copies.close)
+            self._looks = side._make_looks(self.inbox.put)
+            if self._looks is not None:
+                undo.callback(self._looks.close)
             self.channel: Channel = side._make_channel(self.inbox.fd)
             undo.callback(self.channel.close)
             self._thread = threading.Thread(
@@ -164,8 +168,9 @@ class ControlThread(Generic[Command]):
         # before the fence.
         try:
             self._prover.close(ended=self._close_error is None)
-            if self._copies is not None:
-                self._copies.close()
+            for threads in (self._copies, self._looks):
+                if threads is not None:
+                    threads.close()
             if self._close_error is None:
                 effects = self.control.on(AgentDestroyed(), time.monotonic())
                 self._carry_out(effects)
@@ -255,6 +260,8 @@ class ControlThread(Generic[Command]):
                 self.transports.cancel(effect.job_id)
             case Settle():
                 self.transports.settle(effect.token, effect.for_s)
+            case LookAt():
+                self._looks.submit(effect)
             case Renew():
                 self.transports.renew()
             case Examine():

@@ -29,7 +29,8 @@ from prefixkv.runtime.rank_spec import (
 from prefixkv.runtime.transfers import secret_number
 
 _COUNTERS = (
-    *COUNTERS, "aborted", "admitted", "compute_declined", "computed_requests", "computed_tokens",
+    *COUNTERS, "aborted", "admitted", "checksum_mismatches", "checksums", "compute_declined",
+    "computed_requests", "computed_tokens",
     "failovers", "finished", "flight_fallbacks", "flights_adopted", "host_copies_failed",
     "host_hit_tokens", "host_loaded_pages", "host_loads", "host_missed_pages", "host_written_pages",
     "quarantined_pages", "record_lost", "recorded", "refused", "retracted",
@@ -170,6 +171,8 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, DecodeEvent], DecodeSchedule
         - `host_pages`, `host_pages_cached`, `host_copies`: Host pages that can be used,
           those that are cached, and copies under way, now.
         - `transfers_failed`: Transfers that failed.
+        - `checksums`, `checksum_mismatches`: Checksums of pages that came, and rooms that
+          ended for one.
         - `aside_pages`, `aside_share`, `aside_prefill`: Requests that wait aside, now.
         - `stepped_aside_pages`, `stepped_aside_share`, `stepped_aside_prefill`: How often a
           request began to wait aside.

@@ -78,7 +78,7 @@ class DecodeTransfers(Transfers[DecodeCommand, DecodeEvent]):
             spec.digest(model), spec.topology, spec.layout, offers.get("nixl", b""), spec.rank,
             self._worker, self._area, spec.state_layout, life=life, shm=offers.get("shm", b""),
             libraries=loaded_libraries() if "nixl" in offers else Libraries(),
-            place=spec.place if offers.get("shm") else "",
+            place=spec.place if offers.get("shm") else "", checksums=self._checksums,
         )  # fmt: skip
         born_s = None if spec.rank else self._begun_s
         return DecodeControl(self.peer_id, hello, self._control, model.option_names, born_s)

@@ -183,6 +183,7 @@ _CUT = "Cached prompt tokens that were computed again; if it grows, raise `check
 _ASIDE = "Requests that wait and hold up no others, by what is missing."
 _STEPPED_ASIDE = "How often a request began to wait aside."
 _WAITS = "How long requests waited, by what for; first_token is all of it."
+_MISMATCHES = "Requests with a page of other bytes than prefill had: TransportConfig.checksums."
 _OWNER = f"The request that holds the oldest lock, once that is {NAME_AFTER_S:g} s old."
 
 # Three tables: metrics of both kinds of nodes, of decode's alone, of prefill's alone. A name may
@@ -212,6 +213,7 @@ BOTH = (
 DECODE = (
     _counter("shared_tokens", _ON_THEIR_WAY, _tokens(Journal.SHARED), "namespace"),
     _counter("shared_flights", "Requests that joined another's flight."),
+    _counter("checksum_mismatches", _MISMATCHES),
     _counter("received_bytes", "KV that prefill has written here.", _received_bytes),
     _counter("skipped_bytes", "KV of prompts that was not asked for.", _decode_skipped_bytes),
     _gauge(

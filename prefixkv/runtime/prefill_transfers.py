@@ -111,6 +111,7 @@ class PrefillTransfers(Transfers[PrefillCommand, PrefillEvent]):
             max_tokens=min(most_tokens, MAX_COUNT),
             libraries=loaded_libraries(),
             place=spec.place,
+            checksums=self._checksums,
         )
         slots: RelaySlots | None = None
         if self._area is not None:

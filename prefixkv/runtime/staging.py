@@ -12,6 +12,7 @@ from prefixkv.control.prefill.control import PrefillControl
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.kv_pool import StagingBuffer
 from prefixkv.memory.mesh import Shard
+from prefixkv.memory.page_sums import PageSums, SumPlan
 from prefixkv.memory.stage_copy import StagingCopy, scatter_together, staging_copy
 from prefixkv.protocol.ids import PeerId
 from prefixkv.runtime.copies import CopyOrder, CopyThreads
@@ -64,6 +65,7 @@ class StagingCopies:
         self._workers = workers
         # By part and unit, built at most a few times.
         self._copies: dict[tuple[Shard, int], StagingCopy] = {}
+        self._sums: dict[SumPlan, PageSums] = {}  # likewise
         # Read by workers, changed by the control thread.
         self.to_peers: dict[PeerId, StagingCopy] = {}
 
@@ -105,8 +107,22 @@ class StagingCopies:
                 for section in effect.sections
             ]
             scatter_together(parts, effect.units)
+            if effect.checksum:
+                self._look_at(effect)
 
         self._workers.submit(effect.lease_id, run)
+
+    def _look_at(self, effect: Scatter) -> None:
+        """Raise ChecksumError unless each unit holds what each writer had, behind the scatter: so
+        also gather and scatter have been right."""
+        for rank, part in effect.parts.items():
+            # By part, each of which has the next share of the units.
+            tags = sorted(tag for tag in effect.tags if tag.rank == rank)
+            plan = SumPlan(effect.checksum, part, effect.unit_tokens)
+            if plan not in self._sums:
+                self._sums[plan] = PageSums(self._layout, None, plan)
+            raw, what = b"".join(tag.sums for tag in tags), tags[0].what
+            self._sums[plan].check(-1, effect.units, raw, what)
 
     def close(self) -> None:
         self._workers.close()

@@ -19,10 +19,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from prefixkv.config import DecodeConfig, PrefillConfig, Way, check_version, is_loopback
-from prefixkv.control.effects import RELAYS, CopyDone
+from prefixkv.control.effects import RELAYS, CopyDone, PagesLookedAt
 from prefixkv.control.lives import LostPeers
 from prefixkv.errors import ClosedError, ConfigError, InternalError, RequestError, shown, travels
 from prefixkv.memory.kv_pool import KVPool, StagingBuffer
+from prefixkv.memory.page_sums import ALGORITHMS
 from prefixkv.memory.staging_area import StagingArea
 from prefixkv.protocol.commands import Fence, MoveWeights
 from prefixkv.protocol.events import RoomEvent
@@ -36,6 +37,7 @@ from prefixkv.runtime.control_thread import (
     ControlThread,
     Prover,
 )
+from prefixkv.runtime.looks import LookThreads
 from prefixkv.runtime.rank_spec import RankSpec
 from prefixkv.settings import check_timeout
 from prefixkv.threads import OneThread
@@ -94,6 +96,10 @@ class Transfers(OneThread, Generic[C, E]):
         self._layout = layout = spec.layout
         self._page_size, self._num_pages = layout.page_size, layout.num_pages
         self._num_slots, self._windows = spec.num_slots, layout.windows
+        if self._transport.checksums and layout.device != "cpu":
+            raise ConfigError(
+                f"checksums: are of memory of the CPU, the pool is on {layout.device}"
+            )
         self._buffer: StagingBuffer | None = None
         if self._transport.staging_bytes:
             if not RELAYS:
@@ -137,6 +143,18 @@ class Transfers(OneThread, Generic[C, E]):
             return None
         what = self._layout, self._buffer, self._transport, self._name
         return RELAYS[0].copies(*what, sink)
+
+    def _make_looks(self, sink: Callable[[PagesLookedAt], None]) -> LookThreads | None:
+        """None where no checksum is compared."""
+        if not (self._transport.checksums and self._is_written_to):
+            return None
+        memory = RankMemory(self._layout, state=self._spec.state_layout)
+        return LookThreads(memory, self._transport, self._name, sink)
+
+    @property
+    def _checksums(self) -> tuple[str, ...]:
+        """The algorithms to offer."""
+        return tuple(ALGORITHMS) if self._transport.checksums else ()
 
     def _check_interface(self, what: str, address: str) -> None:
         """Raise ConfigError where KV could not come from, or go to, another machine: no interface

@@ -34,6 +34,7 @@ class StagingPlan(NamedTuple):
     cut: LeaseCut
     parts: dict[int, Shard]
     unit_tokens: int
+    checksum: str = ""
 
     @classmethod
     def of(cls, hello: Hello, reply: HelloReply) -> StagingPlan:
@@ -46,7 +47,7 @@ class StagingPlan(NamedTuple):
         shares = sent_shares(writers, readers, hello.rank).items()
         parts = {rank: share.inside(readers.shard(hello.rank)) for rank, share in shares}
         cut = LeaseCut.into(writers, readers, hello.rank, hello.layout, unit_tokens, hello.staging)
-        return cls(cut, parts, unit_tokens)
+        return cls(cut, parts, unit_tokens, reply.checksum)
 
 
 # --- actions --------------------------------------------------------------------------------------
@@ -64,13 +65,16 @@ class Grant:
 @dataclass(frozen=True, slots=True, eq=False)
 class Scatter:
     """Copy each section of a lease, the part `parts[section.rank]` of the model, into these unit
-    pages of our pool. `on_scattered` answers."""
+    pages of our pool. `on_scattered` answers. With a `checksum`, the algorithm of those in `tags`,
+    they are compared with the pages behind that."""
 
     lease_id: int
     units: Pages
     unit_tokens: int
     sections: tuple[Section, ...]
     parts: dict[int, Shard]
+    checksum: str = ""
+    tags: tuple[ChunkTag, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,7 @@ class _RoomPiece:
     asked: set[int] = field(default_factory=set)
     # By rank: of how many parts its write is, and those that have landed.
     parts: dict[int, tuple[int, set[int]]] = field(default_factory=dict, repr=False)
+    tags: list[ChunkTag] = field(default_factory=list, repr=False)
 
     @property
     def end(self) -> int:
@@ -215,6 +220,7 @@ class StagingReceiver:
         else:
             landed.add(tag.part)
             parts[tag.rank] = num_parts, landed
+            piece.tags.append(tag)
             if len(landed) == num_parts:
                 self._arrived(lease, tag.rank)
 
@@ -252,9 +258,10 @@ class StagingReceiver:
         piece.parts.pop(rank, None)
         granted = self.leases.arrived(lease, rank)
         if lease.state is LeaseState.LANDED:
-            units, (_, parts, unit_tokens) = room.units[piece.first_unit : piece.end], room.plan
-            sections = self.sections_of(lease)
-            self._say(Scatter(lease.lease_id, units, unit_tokens, sections, parts))
+            units = room.units[piece.first_unit : piece.end]
+            _, parts, unit_tokens, checksum = room.plan
+            what = lease.lease_id, units, unit_tokens, self.sections_of(lease), parts, checksum
+            self._say(Scatter(*what, tuple(piece.tags)))
         self._send_grants(granted)
         # Last: the room may end by it, and the actions above would then be of a closed room.
         self._say(ToRoom(lease.key, UnitsRelayed(rank, piece.num_units)))

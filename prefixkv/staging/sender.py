@@ -273,8 +273,11 @@ class StagingSender:
         src = blocks + np.int32(piece.slot * (self.slot_bytes // BLOCK_BYTES))
         dst = blocks + np.int32(piece.dst_offset // BLOCK_BYTES)
         numbers = self._me.incarnation, *stream.key.numbers, self._rank, piece.number
-        tag = ChunkTag(*numbers, lease_id=piece.lease_id, ticket=stream.ticket)
-        self._say(WriteJob(write_id, stream.peer, src, dst, tag, route="staging"))
+        tag = ChunkTag(
+            *numbers, lease_id=piece.lease_id, ticket=stream.ticket, first=piece.first_unit
+        )
+        units = piece.src_units
+        self._say(WriteJob(write_id, stream.peer, src, dst, tag, route="staging", units=units))
 
     def on_write_ended(
         self, write_id: int, error: Exception | None, drained: bool, now_s: float

@@ -59,12 +59,14 @@ class RankMemory(NamedTuple):
 class PeerMemory(NamedTuple):
     """A peer's memory as `add_peer` gets it. `parts` says which layers and heads of our pool go to
     which of the peer's, each in its pool's own numbers; None: all. `state` is the peer's state
-    memory, and what of ours goes there. A job for what is missing on one side fails."""
+    memory, and what of ours goes there. A job for what is missing on one side fails. `checksum` is
+    the algorithm of the checksums in its notifications, "" for none."""
 
     layout: KVLayout
     parts: tuple[Shard, Shard] | None = None
     staging: StagingArea | None = None
     state: StateLink | None = None
+    checksum: str = ""
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
@@ -85,8 +87,9 @@ class WriteJob:
 
     `job_id` is unique among the jobs that have not ended drained. The job is cut into parts of
     bounded size. Every part notifies the peer with `tag`, with `part`, `num_parts` and `num_pages`
-    filled in from what is posted. Nothing is posted before `ready`, and the jobs of one room
-    (`tag.room`, `tag.generation`) are posted in the order in which they came.
+    filled in from what is posted, and checksums where the peer takes them: of `src_pages`, on the
+    route "staging" of `units`, unit pages of our pool. Nothing is posted before `ready`, and the
+    jobs of one room (`tag.room`, `tag.generation`) are posted in the order in which they came.
     """
 
     # Units: `src_pages` and `dst_pages` count what the route says, never bytes or addresses.
@@ -98,6 +101,7 @@ class WriteJob:
     tag: ChunkTag
     ready: DeviceEvent | None = None
     route: Route = "pages"
+    units: Pages | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, assert_never
 from prefixkv.config import ControlConfig
 from prefixkv.control import handshake
 from prefixkv.control.decode.links import Link, Links
+from prefixkv.control.decode.looks import PageLooks
 from prefixkv.control.decode.rooms import ReceiverRooms, Room, lost_peers
 from prefixkv.control.effects import (
     RELAYS,
@@ -26,6 +27,7 @@ from prefixkv.control.effects import (
     FrameReceived,
     LeadersChanged,
     Left,
+    PagesLookedAt,
     Reached,
     Tick,
     Unreached,
@@ -62,7 +64,7 @@ from prefixkv.protocol.events import (
     PrefillReady,
     RoomEnded,
 )
-from prefixkv.protocol.ids import ChunkTag, PeerId, RoomKey
+from prefixkv.protocol.ids import SUM_BYTES, ChunkTag, PeerId, RoomKey
 from prefixkv.protocol.machine import Fail, RoomTick
 from prefixkv.protocol.messages import (
     Drained,
@@ -107,6 +109,7 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
         self._page_size = hello.topology.page_size
         self._links = Links(hello, self, born_s)
         self._rooms = ReceiverRooms(self, self._links, self.relay)
+        self._looks = PageLooks(self._rooms, self._page_size, self.say)
         self._lives = IncarnationHistory(self.news)
         # By address that the scheduler asked about: was PrefillReady the last answer?
         self._asked_workers: dict[str, bool] = {}
@@ -198,7 +201,7 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
         """Unknown or ended: no-op."""
         room = self._rooms.get(command.key)
         if room is not None and not room.poll.ended:
-            self._rooms.on(room, Fail(AbortedError(command.reason)), now_s)
+            self._rooms.on(room, Fail(command.error), now_s)
 
     def _move_weights(self, command: MoveWeights, now_s: float) -> None:
         """End the rooms of another version, whose KV is not taken any more."""
@@ -251,13 +254,20 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
             self.counters["tags_dropped"] += 1
             return
         # lease_id < 0: straight into our pages. Else into a lease, from where it is to be
-        # scattered.
-        if tag.lease_id < 0:
+        # scattered; its checksums are compared behind that.
+        if room.sums:
+            self.counters["checksums"] += len(tag.sums) // SUM_BYTES
+        if tag.lease_id < 0 and tag.rank in room.sums:
+            self._looks.on_landed(room, tag, now_s)
+        elif tag.lease_id < 0:
             part = tag.rank, tag.chunk, tag.part, tag.num_parts
             landed = receiver.ChunkLanded(*part, num_units=tag.num_pages)
             self._rooms.on(room, landed, now_s)
         elif self.relay is not None:
             self.relay.on_arrival(tag)
+
+    def _looked_at(self, looked: PagesLookedAt, now_s: float) -> None:
+        self._looks.on_looked_at(looked, now_s)
 
     def _scattered(self, done: CopyDone, now_s: float) -> None:
         if self.relay is not None:
@@ -439,6 +449,8 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
         # 6. Reported once per process. Then the rooms that waited for it are promised.
         if is_other:
             self.news.say("met", frame.sender, f"at {link.address}")
+            if self._links.offers_checksums and not body.checksum:
+                self.news.say("unchecked", frame.sender, "no page is: it has `checksums` off")
         self._promote(link, now_s)
 
     def _lose_peer(self, link: Link, newer: PeerId, now_s: float) -> None:
@@ -519,6 +531,8 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
             for rank, link in links.items():
                 assert link.peer is not None
                 room.peers[rank] = link.peer
+                if link.sums is not None:
+                    room.sums[rank] = link.sums
             # Staging knows the room before the promise is out: a lease may be asked for right away.
             if leader.plan is not None and not room.poll.ended:
                 assert self.relay is not None
@@ -589,6 +603,7 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
         Settled: _settled,
         PeerUnreachable: _unreachable,
         CopyDone: _scattered,
+        PagesLookedAt: _looked_at,
         ConnectFailed: _connect_failed,
         Reached: _heard_of,
         Unreached: _heard_of,

@@ -25,6 +25,7 @@ from prefixkv.control.effects import (
 from prefixkv.control.inbox import ControlInbox
 from prefixkv.control.lives import DeathWatch, PeerClock
 from prefixkv.errors import FormerLifeError, PeerLostError
+from prefixkv.memory.page_sums import SumPlan
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.messages import (
     AnyBody,
@@ -51,6 +52,7 @@ class Link:
     of this leader is promised to; `leaders` are the addresses of the links that have this one among
     theirs. `nonce` is that of the last HelloWanted. `is_local`: the address is on this machine.
     `plan` says how the ranks of this leader stage what they write to us, once `planned`.
+    `sums` says what is summed of what this rank writes to us, None where nothing is.
     `waiting`: the rooms of this leader that are to be promised, in the order of admission.
     """
 
@@ -66,6 +68,7 @@ class Link:
     rank_addresses: dict[int, str] = field(default_factory=dict)
     plan: Any = None  # a StagingPlan
     planned: bool = False
+    sums: SumPlan | None = None
     leaders: set[str] = field(default_factory=set)
     nonce: int = 0
     is_local: bool = False
@@ -94,6 +97,7 @@ class Links(dict[str, Link]):
         self._send = inbox.send
         self.deaths = DeathWatch(inbox.timing, inbox.lost_peers, self._current, inbox.say)
         self._hello = hello
+        self.offers_checksums = bool(hello.checksums)
         self._timing = inbox.timing
         self._timers = inbox.timers
         self._answered: dict[str, tuple[PeerId, float]] = {}  # by address, until when
@@ -253,6 +257,7 @@ class Links(dict[str, Link]):
         ConfigError, with the link unchanged, if the two cannot work together."""
         # Both checks before anything is changed.
         handshake.check_reply(self._hello, reply)
+        link.sums = handshake.sum_plan(self._hello, reply)
         is_leader = reply.rank == 0
         link.rank_addresses = (
             handshake.addresses_told(self._hello, link.address, reply) if is_leader else {}

@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from prefixkv.config import ControlConfig
 from prefixkv.control.decode.links import Link, Links
@@ -30,10 +32,11 @@ from prefixkv.control.effects import Left, Settle
 from prefixkv.control.inbox import ControlInbox
 from prefixkv.control.lives import LostPeers, PeerChanges
 from prefixkv.errors import TransferError
+from prefixkv.memory.page_sums import SumPlan
 from prefixkv.protocol import messages
 from prefixkv.protocol import receiver_machine as receiver
 from prefixkv.protocol.events import RoomOverdue
-from prefixkv.protocol.ids import PeerId, RoomKey
+from prefixkv.protocol.ids import ChunkTag, PeerId, RoomKey
 from prefixkv.protocol.machine import Fail
 from prefixkv.protocol.messages import Drained, Promise
 from prefixkv.protocol.receiver_machine import ReceiverMachine, SendToRank
@@ -62,6 +65,11 @@ class Room(ReceiverMachine):
         self.link = link
         self.links: dict[int, Link] = {}
         self.peers: dict[int, PeerId] = {}
+        self.sums: dict[int, SumPlan] = {}  # by rank, of those whose pages have checksums
+        # Of these: notifications, by rank, chunk and part; and which pages have had a checksum, by
+        # rank and group.
+        self.parts: dict[tuple[int, int], dict[int, ChunkTag]] = {}
+        self.summed: dict[tuple[int, int], npt.NDArray[np.bool_]] = {}
         self.settling: set[Token] = set()  # what drains ranks of it once the transport has read
 
     def ranks_of(self, peer: PeerId, address: str | None = None) -> list[int]:

@@ -269,7 +269,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
 
     def _abort(self, command: AbortRoom, now_s: float) -> None:
         """Unknown, or an offer that is opened: no-op."""
-        error = AbortedError(command.reason)
+        error = command.error
         if not command.key.decode:
             self._close_offer(command.key, error, now_s)
         elif (room := self._rooms.get(command.key)) is not None:
@@ -701,7 +701,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
             num_windows = sum(group.window > 0 for group in self._ours.digest.groups)
             route = window_route(post.group) if post.group < num_windows else "state"
         numbers = self.me.incarnation, *post.key.numbers, self._rank, post.chunk
-        tag = ChunkTag(*numbers, ticket=post.ticket)
+        tag = ChunkTag(*numbers, ticket=post.ticket, group=post.group, first=post.first_unit)
         self._out.append(WriteJob(post.job_id, post.peer, *pages, tag, post.ready, route))
 
     def _cancel(self, cancel: CancelWrite, now_s: float) -> None:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from prefixkv.config import short_key
 from prefixkv.control.effects import FrameReceived, RemovePeer
-from prefixkv.control.handshake import Accepted, OurSide
+from prefixkv.control.handshake import Accepted, OurSide, checksum_for
 from prefixkv.control.inbox import ControlInbox
 from prefixkv.control.lives import DeathWatch, IncarnationHistory, PeerClock, nonce
 from prefixkv.errors import (
@@ -336,6 +336,9 @@ class Peers(dict[str, Peer]):
         )
         self._timers.wake(frame.name, now_s + self._timing.heartbeat_s)
         self.news.say("met", frame.sender)
+        if bool(hello.checksums) is not bool(self._ours.checksums):
+            side = "decode" if self._ours.checksums else "prefill"
+            self.news.say("unchecked", frame.sender, f"no page is: {side} has `checksums` off")
 
     # --- what is said -----------------------------------------------------------------------------
 
@@ -346,7 +349,10 @@ class Peers(dict[str, Peer]):
         ours, known = self._ours, hello.known if hello is not None else 0
         said = refused[:1000], ours.rank, relayed, known
         most = ours.max_tokens
-        body = HelloReply(ours.digest, ours.topology, self._endpoints, *said, ours.life, most)
+        checksum = "" if hello is None else checksum_for(ours, hello)
+        body = HelloReply(
+            ours.digest, ours.topology, self._endpoints, *said, ours.life, most, checksum
+        )
         self._send(route, body)
 
     def hello_wanted(self, route: bytes, sender: PeerId | None = None) -> None:

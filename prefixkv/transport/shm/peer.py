@@ -16,7 +16,7 @@ import time
 from bisect import bisect_right
 from collections import deque
 from contextlib import suppress
-from itertools import islice
+from itertools import accumulate, islice, takewhile
 from typing import Final, NamedTuple
 
 from prefixkv.errors import HandshakeError, PeerLostError, TransferError
@@ -29,7 +29,7 @@ from prefixkv.transport.shm.copy import CopyPlan, Mapped, moved
 from prefixkv.transport.shm.wire import (
     MAGIC,
     MAX_OTHER_RANGES,
-    TAGS_A_PACKET,
+    MAX_PACKET_BYTES,
     close_all,
     connect,
     read_offer,
@@ -186,7 +186,8 @@ class ShmLink:
         try:
             while self._unsent:
                 # Removed only after the send, so that none is lost where the socket is full.
-                some = min(len(self._unsent), TAGS_A_PACKET)
+                ends = accumulate(map(len, self._unsent))
+                some = sum(1 for _ in takewhile(MAX_PACKET_BYTES.__ge__, ends))
                 self.socket.send(b"".join(islice(self._unsent, some)))
                 for _ in range(some):
                     self._unsent.popleft()

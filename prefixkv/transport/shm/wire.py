@@ -39,7 +39,7 @@ import msgspec
 from prefixkv.errors import HandshakeError
 from prefixkv.memory.kv_layout import ADDRESS_END
 from prefixkv.memory.kv_pool import SharedBlock
-from prefixkv.protocol.ids import TAG_BYTES, PeerId
+from prefixkv.protocol.ids import PeerId, tag_bytes
 
 MAGIC: Final = b"pkvshm1|"
 TOKEN_BYTES: Final = 32
@@ -48,7 +48,6 @@ MAX_OTHER_RANGES: Final = 8193  # a staging area's, and the regions of a state
 MAX_RANGES: Final = 8192 + MAX_OTHER_RANGES
 MAX_PACKET_BYTES: Final = 16 << 10
 _MAX_ANSWER_BYTES: Final = 1 << 20
-TAGS_A_PACKET: Final = 256
 _DOOR: Final = "\0prefixkv-shm-"
 _CREDENTIALS: Final = struct.Struct("3i")
 
@@ -230,9 +229,14 @@ def close_all(fds: Iterable[int]) -> None:
 
 def tags_of(packet: bytes) -> list[bytes]:
     """Return the tags in a packet. Raise HandshakeError if it is no packet of tags."""
-    if not packet or len(packet) % TAG_BYTES:
-        raise HandshakeError("bytes of tags", TAG_BYTES, len(packet), "is no whole number of them")
-    return [packet[at : at + TAG_BYTES] for at in range(0, len(packet), TAG_BYTES)]
+    tags, at = [], 0
+    while at < len(packet):
+        end = at + tag_bytes(packet, at)
+        tags.append(packet[at:end])
+        at = end
+    if not packet or at != len(packet):
+        raise HandshakeError("bytes of tags", at, len(packet), "is no whole number of them")
+    return tags
 
 
 _log = logging.getLogger("prefixkv.transport")

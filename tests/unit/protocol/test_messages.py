@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from prefixkv.control.handshake import check_pair
 from prefixkv.errors import ConfigError, HandshakeError, ProtocolError
 from prefixkv.protocol import messages
-from prefixkv.protocol.ids import TAG_BYTES, ChunkTag
+from prefixkv.protocol.ids import SUM_BYTES, TAG_BYTES, ChunkTag, tag_bytes
 from prefixkv.protocol.messages import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
@@ -211,14 +211,15 @@ TAGS = st.builds(
     generation=st.integers(0, 2**32 - 1), rank=st.integers(0, 2**16 - 1),
     chunk=st.integers(0, 2**32 - 1), part=st.integers(0, 99), num_parts=st.integers(100, 2**16 - 1),
     lease_id=st.integers(-1, 2**31 - 1), num_pages=st.integers(0, 2**32 - 1),
-    ticket=st.integers(0, 2**64 - 1),
+    ticket=st.integers(0, 2**64 - 1), group=st.integers(-1, 99), first=st.integers(0, 2**32 - 1),
+    sums=st.binary(max_size=99).map(lambda raw: raw * SUM_BYTES),
 )  # fmt: skip
 
 
 @given(TAGS)
 def test_a_tag_comes_back_as_it_was(tag: ChunkTag) -> None:
     raw = tag.pack()
-    assert len(raw) == TAG_BYTES
+    assert len(raw) == tag_bytes(raw) == TAG_BYTES + len(tag.sums)
     assert ChunkTag.unpack(raw) == tag
 
 
@@ -229,6 +230,7 @@ def test_a_tag_comes_back_as_it_was(tag: ChunkTag) -> None:
         b"x" * TAG_BYTES,
         ChunkTag(1, 7, 0, 0, 2).pack()[:-1],
         ChunkTag(1, 7, 0, 0, 2).pack() + b"\x00",
+        ChunkTag(1, 7, 0, 0, 2, sums=bytes(8)).pack()[:-SUM_BYTES],
         ChunkTag(1, 7, 0, 0, 2, part=1, num_parts=1).pack(),
         ChunkTag(1, 7, 0, 0, 2, part=0, num_parts=0).pack(),
     ],

@@ -17,7 +17,7 @@ import pytest
 from prefixkv.errors import ConfigError, HandshakeError
 from prefixkv.memory.kv_layout import ADDRESS_END
 from prefixkv.memory.kv_pool import SharedBlock, block_of
-from prefixkv.protocol.ids import TAG_BYTES, ChunkTag, PeerId
+from prefixkv.protocol.ids import MAX_SUMS, SUM_BYTES, TAG_BYTES, ChunkTag, PeerId
 from prefixkv.runtime import rank_spec
 from prefixkv.transport.base import RankMemory, WriteDone
 from prefixkv.transport.shm import wire as shm_wire
@@ -136,9 +136,12 @@ def test_a_writer_whose_words_are_no_tags_is_dropped_and_others_go_on(
 
 
 def test_a_packet_of_tags_is_one_that_the_door_reads_whole() -> None:
-    assert shm_wire.TAGS_A_PACKET * TAG_BYTES <= shm_wire.MAX_PACKET_BYTES
-    with pytest.raises(HandshakeError, match="bytes of tags"):
-        tags_of(b"")
+    assert TAG_BYTES + MAX_SUMS * SUM_BYTES <= shm_wire.MAX_PACKET_BYTES
+    tags = [TAG, ChunkTag(1, 7, 0, 0, 3, sums=bytes(MAX_SUMS * SUM_BYTES)).pack(), TAG]
+    assert tags_of(b"".join(tags)) == tags
+    for packet in (b"", TAG[:-1], TAG + tags[1][:-1]):
+        with pytest.raises(HandshakeError, match="bytes of tags"):
+            tags_of(packet)
 
 
 def links_of(target: Node) -> set[str]:

@@ -1,0 +1,42 @@
+"""Checksums of promised pages compared with their bytes, in threads of their own: on decode, where
+`TransportConfig.checksums` is on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prefixkv.config import TransportConfig
+from prefixkv.control.effects import LookAt, PagesLookedAt
+from prefixkv.memory.page_sums import PageSums, SumPlan
+from prefixkv.runtime.copies import CopyOrder, CopyThreads
+from prefixkv.transport.base import RankMemory
+
+
+class LookThreads(CopyThreads):
+    """Given looks and closed by the control thread. Each ends with one PagesLookedAt to the sink,
+    with the first error."""
+
+    def __init__(
+        self, memory: RankMemory, config: TransportConfig, name: str,
+        sink: Callable[[PagesLookedAt], None],
+    ) -> None:  # fmt: skip
+        super().__init__(config.copy_threads, "cpu", f"look-{name}")
+        self._memory = memory
+        self._sink = sink
+        self._sums: dict[SumPlan, PageSums] = {}  # tables of the whole pool
+
+    def submit(self, look: LookAt) -> None:
+        """Raises ClosedError after `close`, and as `PageSums`."""
+        if (sums := self._sums.get(look.plan)) is None:
+            what = self._memory.layout, self._memory.state, look.plan
+            sums = self._sums[look.plan] = PageSums(*what)
+
+        def compare(start: int, stop: int) -> None:
+            for span in look.spans[start:stop]:
+                sums.check(*span, look.what)
+
+        def ended(order: CopyOrder) -> None:
+            self._sink(PagesLookedAt(look.look_id, order.error))
+
+        # A part of the chunk is a piece, so threads share a large one.
+        self.put(CopyOrder(compare, ended, len(look.spans)))

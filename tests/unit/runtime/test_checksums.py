@@ -1,0 +1,337 @@
+"""Checksums over real transports: a page whose bytes are not those that prefill wrote fails its
+request by name, and nothing of it is cached, whatever the meshes, layouts, routes and groups."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from prefixkv import DecodeNode
+from prefixkv.config import Backend, DecodeConfig, PrefillConfig, TransportConfig
+from prefixkv.control.decode.looks import PageLooks
+from prefixkv.errors import ChecksumError, ConfigError
+from prefixkv.memory import page_sums
+from prefixkv.memory.kv_pool import KVPool
+from prefixkv.memory.mesh import Mesh
+from prefixkv.memory.page_sums import ALGORITHMS
+from prefixkv.protocol.ids import ChunkTag
+from prefixkv.runtime import staging as staging_copies
+from prefixkv.runtime import transfers
+from prefixkv.transport.base import WriteJob
+from prefixkv.transport.transports import Transports
+from tests.support.mesh_workers import MeshPair
+from tests.support.node_pair import tokens_of
+from tests.support.patience import until
+from tests.support.state_workers import StatePair
+from tests.support.window_engine import WindowPair
+from tests.unit.runtime.conftest import QUICK
+
+LEASE = 16 << 10
+
+
+def checked(backend: Backend = "nixl", staging: int = 0, **more: Any) -> dict[str, Any]:
+    transport = TransportConfig(
+        backend=backend, staging_bytes=staging, lease_bytes=LEASE, checksums=True, **more
+    )
+    return {
+        "prefill_config": PrefillConfig(transport=transport, control=QUICK),
+        "decode_config": DecodeConfig(transport=transport, control=QUICK),
+    }
+
+
+# --- what goes wrong on the way -------------------------------------------------------------------
+
+Fault = Callable[[WriteJob, np.ndarray, np.ndarray], None]
+"""Changes the source and the target pages of a write, in place."""
+
+
+def swapped(job: WriteJob, src: np.ndarray, dst: np.ndarray) -> None:
+    dst[:2] = dst[1::-1]
+
+
+def repeated(job: WriteJob, src: np.ndarray, dst: np.ndarray) -> None:
+    src[1] = src[0]
+
+
+def dropped(job: WriteJob, src: np.ndarray, dst: np.ndarray) -> None:
+    """The last page goes where the first one is, which is then as it ought to be."""
+    src[-1], dst[-1] = src[0], dst[0]
+
+
+def another(job: WriteJob, src: np.ndarray, dst: np.ndarray) -> None:
+    """Of another request, say."""
+    src[0] = src[0] - 1 if src[0] else 1
+
+
+class FaultyWires:
+    """Writes go wrong, of `rooms` the first that is long enough."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fault: Fault | None = None
+        self.routes = ("pages", "staging")
+        self.rooms: set[int] = set()
+        self.hit: set[int] = set()
+        self.num_jobs = 0
+        write = Transports.write
+
+        def faulty(transports: Transports, job: WriteJob) -> None:
+            self.num_jobs += 1
+            write(transports, self.changed(job))
+
+        monkeypatch.setattr(Transports, "write", faulty)
+
+    def changed(self, job: WriteJob) -> WriteJob:
+        room = job.tag.room
+        enough = len(job.src_pages) > (self.fault is not another)
+        if self.fault is None or room not in self.rooms - self.hit or not enough:
+            return job
+        if job.route not in self.routes:
+            return job
+        src, dst = job.src_pages.copy(), job.dst_pages.copy()
+        self.fault(job, src, dst)
+        assert (src.tolist(), dst.tolist()) != (job.src_pages.tolist(), job.dst_pages.tolist())
+        # What is summed is what the engine has handed over, as of a transport that goes wrong.
+        units = job.src_pages if job.units is None else job.units
+        self.hit.add(room)
+        return replace(job, src_pages=src, dst_pages=dst, units=units)
+
+
+@pytest.fixture
+def wires(monkeypatch: pytest.MonkeyPatch) -> FaultyWires:
+    return FaultyWires(monkeypatch)
+
+
+def sums_of(pair: Any) -> dict[str, int]:
+    """Over all ranks of decode."""
+    sides = [pair.decode, *getattr(pair.decode, "others", [])]
+    stats = [side.transfers.stats() for side in sides]
+    names = "checksums", "checksum_mismatches"
+    return {name: sum(one.get(name, 0) for one in stats) for name in names}
+
+
+def serve(pair: MeshPair, rids: Iterable[str], room: int, length: int) -> None:
+    """Requests side by side, to their ends on both sides."""
+    rids = list(rids)
+    for number, rid in enumerate(rids):
+        pair.submit(rid, tokens_of(int(rid.split(".")[0]), length + number), room + number)
+    pair.until(lambda: set(rids) <= pair.arrived.keys() | pair.failed.keys())
+    for rid in rids:
+        if rid in pair.arrived:
+            pair.finish(rid)
+    pair.until(lambda: set(rids) <= {*pair.sent, *pair.prefill_failed})
+    pair.until(pair.at_rest)
+
+
+def find_each(pair: MeshPair, wires: FaultyWires, rooms: range = range(1, 7)) -> None:
+    """Every second request goes wrong: it fails by name, and only it; nothing of it is cached; and
+    asked for again it comes whole."""
+    wires.rooms = {*rooms[::2]}
+    rids = [f"{number}.first" for number in rooms]
+    serve(pair, rids, rooms.start, 61)
+    assert wires.hit == wires.rooms
+    bad = {rids[room - rooms.start] for room in wires.hit}
+    assert pair.failed.keys() == bad
+    for error in pair.failed.values():
+        assert isinstance(error, ChecksumError)
+        assert re.search("room .* chunk .*page ", str(error))
+    found = sums_of(pair)
+    assert found["checksum_mismatches"] >= len(bad)
+    assert found["checksums"] > 0
+    wires.fault = None
+    serve(pair, [rid.replace("first", "again") for rid in rids], rooms.stop, 61)
+    assert pair.failed.keys() == bad
+    assert pair.mismatches == 0
+    whole = [pair.prefix_lens[rid.replace("first", "again")] for rid in rids]
+    page_size = pair.decode_pools[0].layout.page_size
+    assert [length > 0 for length in whole] == [rid not in bad for rid in rids], whole
+    assert max(whole) >= 60 // page_size * page_size - page_size
+    pair.decode.audit()
+    pair.prefill.audit()
+
+
+def mesh(tp: int, pp: int = 1) -> Mesh:
+    return Mesh(4, 4, tp, pp)
+
+
+FAULTS = [swapped, repeated, dropped, another]
+SMALL = {"post_bytes": 1 << 12}  # many parts for each write
+PAIRS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
+    "direct": ((1, 1), checked()),
+    "direct, shm": ((1, 1), checked("shm")),
+    "direct, in many parts": ((1, 1), checked(**SMALL)),
+    "direct, shm in many parts": ((1, 1), checked("shm", **SMALL)),
+    "sliced": ((2, 1), checked()),
+    "sliced, shm": ((1, 2), checked("shm")),
+    "staged": ((2, 1), checked(staging=8 * LEASE)),
+    "staged, in many parts": ((1, 2), checked(staging=8 * LEASE, **SMALL)),
+}
+ORDERS = ("page_major", "layer_major")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("kind", PAIRS)
+def test_each_page_that_is_not_what_was_written_is_found(
+    kind: str, fault: Fault, wires: FaultyWires
+) -> None:
+    (prefill, decode), options = PAIRS[kind]
+    wires.fault = fault
+    with MeshPair(mesh(prefill), mesh(decode), orders=ORDERS, num_pages=256, **options) as pair:
+        find_each(pair, wires)
+        assert (pair.prefill.stats()["staging_pieces_written"] > 0) is kind.startswith("staged")
+
+
+@pytest.mark.parametrize("page_sizes", [(4, 16), (16, 4)], ids=str)
+@pytest.mark.parametrize("backend", ["nixl", "shm"])
+def test_pages_of_other_sizes_are_compared_in_units_of_the_smaller_one(
+    page_sizes: tuple[int, int], backend: Backend, wires: FaultyWires
+) -> None:
+    wires.fault = repeated
+    options: Any = checked(backend) | {"page_sizes": page_sizes, "chunk": 32, "num_pages": 128}
+    with MeshPair(mesh(2), mesh(2), **options) as pair:
+        find_each(pair, wires)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "more"),
+    [((2, 1), {"attention": "mla"}), ((2, 2), {"opaque": "amx"})],
+    ids=["mla", "opaque"],
+)
+def test_pages_of_each_kind(
+    sizes: tuple[int, int], more: dict[str, Any], wires: FaultyWires
+) -> None:
+    wires.fault = repeated
+    meshes = [Mesh(4, 1 if "attention" in more else 4, size) for size in sizes]
+    with MeshPair(*meshes, num_pages=256, **checked("shm"), **more) as pair:
+        find_each(pair, wires)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_both_sides_take_the_best_algorithm_that_both_have(
+    algorithm: str, wires: FaultyWires, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfers, "ALGORITHMS", {algorithm: None})
+    wires.fault = swapped
+    with MeshPair(mesh(1), mesh(1), num_pages=256, **checked("shm")) as pair:
+        find_each(pair, wires)
+
+
+@pytest.mark.parametrize("kind", ["direct", "direct, shm in many parts", "sliced"])
+def test_a_bit_that_flips_in_memory_is_found(
+    kind: str, wires: FaultyWires, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the write, before the notification is heard."""
+    (prefill, decode), options = PAIRS[kind]
+    with MeshPair(mesh(prefill), mesh(decode), num_pages=256, **options) as pair:
+        on_landed = PageLooks.on_landed
+
+        def flipped(looks: PageLooks, room: Any, tag: ChunkTag, now_s: float) -> None:
+            if room.key.room in wires.rooms - wires.hit:
+                wires.hit.add(room.key.room)
+                page = int(room.promise.page_ids()[tag.first])
+                pair.decode_pools[0].k(1).view(torch.uint8)[page, 3, 1, 7] ^= 1
+            on_landed(looks, room, tag, now_s)
+
+        monkeypatch.setattr(PageLooks, "on_landed", flipped)
+        find_each(pair, wires)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=str)
+def test_so_is_a_scatter_that_goes_wrong(
+    sizes: tuple[int, int], wires: FaultyWires, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last scatter of a room, too: success has been held back for it."""
+    scatter = staging_copies.scatter_together
+    calls: list[int] = []
+
+    def wrong(parts: Any, units: Any) -> None:
+        calls.append(len(units))
+        scatter(parts, units if len(calls) % 4 else units[::-1].copy())
+
+    monkeypatch.setattr(staging_copies, "scatter_together", wrong)
+    with MeshPair(
+        mesh(sizes[0]), mesh(sizes[1]), num_pages=256, **checked(staging=8 * LEASE)
+    ) as pair:
+        serve(pair, [f"{number}.first" for number in range(8)], 1, 61)
+        num_wrong = sum(1 for nth, count in enumerate(calls, 1) if nth % 4 == 0 and count > 1)
+        assert len(pair.failed) > 0 < num_wrong
+        assert all(isinstance(error, ChecksumError) for error in pair.failed.values())
+        assert pair.mismatches == 0
+
+
+# --- groups ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["nixl", "shm"])
+@pytest.mark.parametrize("tp_sizes", [(1, 1), (2, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize("route", ["window 0", "pages"])
+def test_pages_of_windows_and_of_aligned_groups(
+    route: str, tp_sizes: tuple[int, int], backend: Backend, wires: FaultyWires
+) -> None:
+    wires.fault, wires.routes, wires.rooms = another, (route,), {1, 3}
+    options = checked(backend)
+    options["prefill_config"] = replace(options["prefill_config"], checkpoints=4)
+    options["decode_config"] = replace(options["decode_config"], reserve_tokens=0)
+    heads = (2, 4, 2)
+    with WindowPair(tp_sizes=tp_sizes, heads=heads, shared=backend == "shm", **options) as pair:
+        for number in range(1, 5):
+            rid = f"r{number}"
+            pair.submit(rid, list(range(number * 100, number * 100 + 30)))
+            until(lambda rid=rid: rid in pair.done or rid in pair.failed, step=pair.step)
+            if rid in pair.done:
+                pair.check(rid)
+        assert pair.failed.keys() == {"r1", "r3"}
+        assert all(isinstance(error, ChecksumError) for error in pair.failed.values())
+        for again in ("r1", "r3"):
+            pair.serve(f"{again} again", pair.prompts[again])
+            assert pair.hits[f"{again} again"] == 0
+        pair.at_rest()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "leases"), [((1, 1), 0), ((2, 1), 0), ((1, 2), 0), ((2, 1), 8)], ids=str
+)
+def test_extra_state(sizes: tuple[int, int], leases: int, wires: FaultyWires) -> None:
+    wires.fault, wires.routes, wires.rooms = another, ("state",), {1, 3}
+    with StatePair(mesh(sizes[0]), mesh(sizes[1]), **checked(staging=leases * LEASE)) as pair:
+        serve(pair, [f"{number}.first" for number in range(4)], 1, 30)
+        assert pair.failed.keys() == {"0.first", "2.first"}
+        assert all(isinstance(error, ChecksumError) for error in pair.failed.values())
+        pair.check()
+
+
+# --- whether it is on -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_where_one_side_has_it_off_nothing_is_summed_and_both_logs_say_so_once(
+    side: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = checked("shm")
+    config = options[f"{side}_config"]
+    options[f"{side}_config"] = replace(
+        config, transport=replace(config.transport, checksums=False)
+    )
+    monkeypatch.setattr(page_sums.PageSums, "of", None)
+    caplog.set_level(logging.INFO, "prefixkv.peers")
+    with MeshPair(mesh(1), mesh(1), **options) as pair:
+        serve(pair, ["0.first", "1.first"], 1, 61)
+        assert not pair.failed
+        assert sums_of(pair) == {"checksums": 0, "checksum_mismatches": 0}
+    said = [line for line in caplog.messages if "unchecked" in line]
+    assert len(said) == (2 if side == "prefill" else 1)
+    assert all(f"{side} has `checksums` off" in line or "it has" in line for line in said)
+
+
+def test_memory_of_a_device_is_refused_by_name() -> None:
+    pool = KVPool.create(4, 4, 1, 1, 8)
+    pool.layout = msgspec.structs.replace(pool.layout, device="cuda:0")
+    with pytest.raises(ConfigError, match=r"checksums: are of memory of the CPU, .* cuda:0"):
+        DecodeNode(pool, checked()["decode_config"])
