@@ -43,6 +43,7 @@ from benchmarks import own_compute
 from benchmarks.report import JsonFile, Row, check_json, tell, write
 from prefixkv.config import HostConfig
 from prefixkv.engines.hf.attention import FlatPool, Plan
+from prefixkv.engines.hf.rows import Row as NewTokens
 from prefixkv.errors import ConfigError
 from prefixkv.memory.host_pool import HostPool
 from prefixkv.memory.kv_pool import KVPool
@@ -257,12 +258,13 @@ def _attend(device: str, name: str, quick: bool) -> Row:
     each = [-(-end // PAGE_SIZE) for end in ends]
     ids = np.random.default_rng(1).permutation(sum(each)).astype(np.int32)
     rows = np.split(ids, np.cumsum(each)[:-1])
+    new = [NewTokens([0], end - 1, pages) for end, pages in zip(ends, rows, strict=True)]
     pool = KVPool.create(sum(each), PAGE_SIZE, layers, HEADS, HEAD_DIM, dtype=dtype, device=device)
     for layer in range(layers):
         pool.k(layer).normal_()
         pool.v(layer).normal_()
     flat, batch = FlatPool(pool), len(ends)
-    starts, kind = [end - 1 for end in ends], getattr(torch, dtype)
+    kind = getattr(torch, dtype)
     # As transformers hands them on: [1, heads, tokens, dim].
     query = torch.randn(1, QUERY_HEADS, batch, HEAD_DIM, device=device, dtype=kind)
     key, value = (
@@ -270,8 +272,8 @@ def _attend(device: str, name: str, quick: bool) -> Row:
     )
 
     def engine() -> list[torch.Tensor]:
-        plan = Plan(flat, rows, starts, ends, device)
-        return [plan.attend(layer, query, key, value, None) for layer in range(layers)]
+        groups = Plan(flat, new, None, device).groups
+        return [groups[layer].attend(layer, query, key, value, None) for layer in range(layers)]
 
     def padded() -> list[torch.Tensor]:
         table = np.zeros((batch, max(each)), np.int64)

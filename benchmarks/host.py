@@ -27,6 +27,7 @@ import typer
 from benchmarks import host_copies
 from benchmarks.own_compute import Served, agents, one_core_each, ratios, served
 from benchmarks.report import JsonFile, Row, check_json, tell, write
+from benchmarks.turns.workload import longest_request
 from prefixkv.cli.demo.play import small_vocabulary
 from prefixkv.cli.demo.workers import PREFILL, ChatAnswer, ModelWorkers
 from prefixkv.cli.demo.workload import Workload
@@ -90,7 +91,7 @@ async def _play(
 
 async def measured(model: Served, case: str, pairs: int, below: int) -> dict[str, Any]:
     """Measure one case: the ratios of each pair, and their medians."""
-    most = agents(1, SESSIONS).max_request_tokens + 64
+    most = longest_request(agents(1, SESSIONS)) + 64
     working_set = SESSIONS * -(-most // PAGE_SIZE)
     pool = int(POOL * working_set)
     prefill = {

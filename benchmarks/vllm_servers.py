@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.ports import free_port
-from prefixkv.runtime.one_thread import Closing
+from prefixkv.threads import Closing
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 START_S = 600.0

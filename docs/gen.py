@@ -26,7 +26,7 @@ from prefixkv import DecodeNode, PrefillNode, config, spi, transfer
 from prefixkv.cache.eviction.policy import Use
 from prefixkv.cli.main import app
 from prefixkv.conformance import interface
-from prefixkv.decode import journal as decode_journal
+from prefixkv.decode import request as decode_request
 from prefixkv.engines.sglang import transfer_options as sglang
 from prefixkv.engines.vllm import options
 from prefixkv.engines.vllm import stats as vllm
@@ -172,7 +172,7 @@ def keys_table(**sides: Any) -> str:
 
 
 def stats() -> str:
-    logs = {"decode": decode_journal.timeline, "prefill": prefill_request.timeline}
+    logs = {"decode": decode_request.timeline, "prefill": prefill_request.timeline}
     return (
         "## Stats\n\n`node.stats()` returns a dict of ints, for the engine's own log. Keys of "
         "lost frames and of staging come when it first happens, the others from the start.\n\n"

@@ -117,8 +117,9 @@ MUTANTS = (
          "the_pages_the_engine_computed"),
     ),
     Mutant(
-        "6", "a flight of another prompt is joined", "Flights._common_pages",
-        "if not data.startswith(memoryview(flight_data)[: (start + 1) * page_bytes]):", "if False:",
+        "6", "a flight of another prompt is joined", "Starts.at",
+        "if key.data.startswith(memoryview(other.data)[: (page + 1) * self._page_bytes]):",
+        "if True:",
         ("unit/decode/test_inflight.py::test_the_whole_prefix_has_to_be_equal_not_the_page_where_"
          "it_begins_alone"),
     ),

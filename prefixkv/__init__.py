@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from prefixkv.errors import PrefixKVError as PrefixKVError
     from prefixkv.memory.kv_pool import KVPool as KVPool
     from prefixkv.memory.kv_pool import PoolGroup as PoolGroup
+    from prefixkv.memory.kv_pool import shared_bytes as shared_bytes
     from prefixkv.memory.mesh import Mesh as Mesh
-    from prefixkv.memory.shared import shared_bytes as shared_bytes
     from prefixkv.memory.state_layout import StateTensor as StateTensor
     from prefixkv.memory.state_pool import StatePool as StatePool
     from prefixkv.prefill.request import PrefillRequest as PrefillRequest
@@ -50,7 +50,7 @@ _HOMES = homes_of(
             ComputeConfig ControlConfig CurveConfig DecodeConfig HostConfig KVEventsConfig
             ModelConfig PrefillConfig TransportConfig""",
         "decode.request": "DecodeRequest PrefillAsk",
-        "memory.kv_pool": "KVPool PoolGroup",
+        "memory.kv_pool": "KVPool PoolGroup shared_bytes",
         "memory.mesh": "Mesh",
         "cache.radix_key": "Namespace",
         "errors": "NotFiniteError OutOfPagesError PrefixKVError",
@@ -59,7 +59,6 @@ _HOMES = homes_of(
         "memory.state_pool": "StatePool",
         "memory.state_layout": "StateTensor",
         "digest": "prompt_digest",
-        "memory.shared": "shared_bytes",
     }
 )
 __all__ = sorted(_HOMES)

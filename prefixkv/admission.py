@@ -11,7 +11,7 @@ from numbers import Real
 from typing import Any, TypeAlias
 
 from prefixkv.errors import CallerError, shown
-from prefixkv.registry import Registry
+from prefixkv.settings import Registry
 
 Rank: TypeAlias = float | tuple[float, ...]
 """The least is tried first, and equal ones by arrival. A number is a tuple of one."""

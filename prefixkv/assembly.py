@@ -10,17 +10,17 @@ from prefixkv import policies as policies
 from prefixkv.decode import compute_source, host_tier
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.kv_events import publisher
-from prefixkv.runtime import following_rank, host_copies, record, staging
+from prefixkv.runtime import host_copies, ranks, record, staging
 from prefixkv.runtime.death import ProverThread
 from prefixkv.runtime.decode_node import DecodeNode as DecodeNode
 from prefixkv.runtime.decode_transfers import DecodeTransfers as DecodeTransfers
-from prefixkv.runtime.following_rank import DecodeRank as DecodeRank
-from prefixkv.runtime.following_rank import PrefillRank as PrefillRank
-from prefixkv.runtime.groups import DecodeGroup as DecodeGroup
-from prefixkv.runtime.groups import PrefillGroup as PrefillGroup
 from prefixkv.runtime.node import Node
 from prefixkv.runtime.prefill_node import PrefillNode as PrefillNode
 from prefixkv.runtime.prefill_transfers import PrefillTransfers as PrefillTransfers
+from prefixkv.runtime.ranks import DecodeGroup as DecodeGroup
+from prefixkv.runtime.ranks import DecodeRank as DecodeRank
+from prefixkv.runtime.ranks import PrefillGroup as PrefillGroup
+from prefixkv.runtime.ranks import PrefillRank as PrefillRank
 from prefixkv.runtime.transfers import Transfers
 from prefixkv.transport.shm.loop import ShmTransport
 from prefixkv.transport.transports import MAKERS
@@ -30,7 +30,7 @@ Node.installers["record"] = record.install
 DecodeNode.make_host = host_copies.HostMemory
 DecodeScheduler.source_makers.append(host_tier.make_host)
 DecodeScheduler.source_makers.append(compute_source.make_compute)
-Node.lead = following_rank.check_log, following_rank.lead
+Node.lead = ranks.check_log, ranks.lead
 Transfers.prover = ProverThread
 MAKERS["shm"] = ShmTransport
 staging.install()

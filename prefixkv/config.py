@@ -5,22 +5,25 @@ Times are seconds, `*_tokens` tokens, `*_bytes` bytes, a `Share` is a part of th
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple, Protocol
+from urllib.parse import urlsplit
 
 from msgspec import Meta
 
-from prefixkv.addresses import check_address
 from prefixkv.admission import AdmissionPolicy, explain_admission
 from prefixkv.cache.eviction.policy import Policy, default_policy, explain_policy
-from prefixkv.errors import ConfigError, shown
+from prefixkv.errors import ConfigError, RequestError, nearest, shown, travels
 from prefixkv.pages.groups import GroupSpec
 from prefixkv.settings import (
     MAX_BYTES,
     MAX_COUNT,
+    PREFIX,
     Bytes,
     BytesOrZero,
     Count,
@@ -34,6 +37,7 @@ from prefixkv.settings import (
     check_kind,
     check_order,
     doc,
+    settings_of,
 )
 
 Backend = Literal["auto", "nixl", "shm"]
@@ -681,3 +685,109 @@ class PrefillConfig:
         check_callable("usable_prefix", self.usable_prefix)
         # Decode waits no longer for the first chunk.
         check_order(self, "follow_s", "control.longest_wait_s")
+
+
+# --- addresses ------------------------------------------------------------------------------------
+
+
+_MAX_PORT = 65_535
+
+
+@lru_cache(1024)
+def is_loopback(address: str) -> bool:
+    """Return whether a socket bound to this address can be reached from this machine only.
+
+    >>> is_loopback("tcp://127.0.0.1:5000"), is_loopback("tcp://*:5000"), is_loopback("ipc:///run/kv")
+    (True, False, True)
+    """
+    try:
+        parts = urlsplit(address)
+    except ValueError:
+        return False
+    if parts.scheme in ("ipc", "inproc"):
+        return True
+    # Without the port, and without the brackets of IPv6. A name other than localhost may resolve to
+    # anything, so it counts as reachable, as does "*".
+    host = (parts.netloc.rpartition(":")[0] or parts.netloc).strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_address(address: str) -> None:
+    """Raise ValueError for a socket address that zmq would misread, or reject unclearly."""
+    scheme, _, rest = address.partition("://")
+    if not rest or scheme not in ("tcp", "ipc", "inproc"):
+        raise ValueError(
+            "an address begins with tcp://, as in tcp://127.0.0.1:5000, or with ipc://"
+        )
+    host, _, port = rest.rpartition(":")
+    # Only TCP has ports; "*" lets the system choose one.
+    if scheme != "tcp" or (host and port == "*"):
+        return
+    # zmq reduces a larger number modulo 65536, and would use some other port.
+    if not (host and port.isascii() and port.isdecimal() and int(port) <= _MAX_PORT):
+        raise ValueError(f"the port is {port!r}, a number up to {_MAX_PORT} is needed, or *")
+
+
+def check_prefill(rid: str, prefill: object) -> None:
+    """Raise RequestError for what cannot be the address of a request's prefill worker.
+
+    Only that there is one: a test, or an engine with a transport of its own, uses any string.
+    """
+    if not isinstance(prefill, str):
+        raise RequestError(f"prefill is {shown(prefill)}, a string is needed")
+    if not prefill:
+        raise RequestError(f"request {rid!r} names no prefill worker")
+    if not travels(prefill):
+        raise RequestError(f"prefill is {prefill!r}, which UTF-8 has no bytes for")
+
+
+# --- variables of the environment -----------------------------------------------------------------
+
+
+# Unknown ones are refused, since they would be ignored.
+# A plug-in of an engine cannot ask the commands for theirs, so the names stand here;
+# tests/unit/serving/test_roles.py holds them against the commands' classes.
+_OF_SERVING: Final = (
+    "ANSWER_TIMEOUT_S", "ANSWER_TOKENS", "API_KEY", "CARRY_ON", "CHUNK_TOKENS", "CONTEXT",
+    "DECODE", "DECODE_CONFIG", "DECODE_PAGES", "DECODE_WINDOW_PAGES", "DEVICE", "DRAIN_TIMEOUT_S",
+    "DTYPE", "HOST", "HOST_MEMORY", "LAYOUT",
+    "LIMITS_BODY_TIMEOUT_S", "LIMITS_HEAD_TIMEOUT_S", "LIMITS_IDLE_TIMEOUT_S",
+    "LIMITS_MAX_BODY_BYTES", "LIMITS_MAX_REQUESTS_PER_CLIENT",
+    "LIMITS_WRITE_TIMEOUT_S", "MODEL", "NUM_PAGES", "PAGE_SIZE", "PARENT", "PORT", "PREFILL",
+    "PREFILL_CONFIG", "PREFILL_PAGES", "PREFILL_WINDOW_PAGES", "RAY", "RAY_CPUS", "RAY_GPUS",
+    "RAY_PLACEMENT", "REQUEST_LOG", "SEED", "SERVED_NAME", "SERVERS_KEY", "START_TIMEOUT_S",
+    "STATUS_HOST", "STATUS_PORT", "THINKING", "THREADS", "TOKENIZER_FOLDER", "WINDOW_PAGES",
+    "WORKERS", "WORKERS_KEY",
+)  # fmt: skip
+_OTHERS: Final = (
+    "DEBUG",  # nodes check that they are called from their own thread
+    # The plug-in for SGLang (engines/sglang/plugin.py).
+    "POLICY", "ADMISSION", "PATIENCE_S", "JOIN", "CPU_NIXL", "TRANSFER",
+    # Tests and benchmarks.
+    "ENGINE_PYTHON", "TEST_DEVICE", "TEST_BACKEND", "TEST_OF_ENV", "JUNK_EXAMPLES", "KILLS",
+    "RECORD", "BENCHMARKS_MARKS",
+)  # fmt: skip
+
+
+@cache
+def known_variables() -> frozenset[str]:
+    """Return the names of all variables, a command's settings among them."""
+    settings = {one.variable for kind in (DecodeConfig, PrefillConfig) for one in settings_of(kind)}
+    return frozenset({*settings, *(PREFIX + name for name in (*_OF_SERVING, *_OTHERS))})
+
+
+def check_environ(environ: Mapping[str, str]) -> None:
+    """Raise ConfigError, with the nearest name, for an unknown PREFIXKV_... variable."""
+    known = known_variables()
+    names = {one.removeprefix(PREFIX): one for one in known}
+    for variable in sorted(environ):
+        if variable.startswith(PREFIX) and variable not in known:
+            # Compared without the prefix, which would make any two names alike.
+            near = nearest(variable.removeprefix(PREFIX), names)
+            hint = near.replace("nearest is ", f"nearest is {PREFIX}")
+            raise ConfigError(f"there is no variable {variable}{hint}")

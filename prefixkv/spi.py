@@ -44,10 +44,7 @@ if TYPE_CHECKING:
     from prefixkv.cache.eviction.policy import policy_names as policy_names
     from prefixkv.cache.eviction.policy import register_policy as register_policy
     from prefixkv.cache.eviction.queues import EvictionQueue as EvictionQueue
-    from prefixkv.cache.eviction.queues import LeafOrders as LeafOrders
     from prefixkv.cache.node import TreeNode as TreeNode
-    from prefixkv.cache.page_runs import packed_range as packed_range
-    from prefixkv.cache.page_runs import page_runs as page_runs
     from prefixkv.cache.radix_cache import RadixCache as RadixCache
     from prefixkv.cache.radix_key import TOKEN_BYTES as TOKEN_BYTES
     from prefixkv.cache.radix_key import TOKEN_LIMIT as TOKEN_LIMIT
@@ -58,6 +55,7 @@ if TYPE_CHECKING:
     from prefixkv.cache.results import MatchResult as MatchResult
     from prefixkv.cache.results import PrefixLock as PrefixLock
     from prefixkv.cache.results import packed_ids as packed_ids
+    from prefixkv.config import check_environ as check_environ
     from prefixkv.config import check_version as check_version
     from prefixkv.decode.host_tier import HostTier as HostTier
     from prefixkv.decode.sources import Lack as Lack
@@ -89,18 +87,17 @@ if TYPE_CHECKING:
     from prefixkv.runtime.death import is_dead as is_dead
     from prefixkv.runtime.host_copies import HostMemory as HostMemory
     from prefixkv.runtime.metrics import NodeCollector as NodeCollector
-    from prefixkv.runtime.one_thread import Closing as Closing
     from prefixkv.runtime.transfers import secret_number as secret_number
+    from prefixkv.threads import Closing as Closing
+    from prefixkv.threads import Inbox as Inbox
     from prefixkv.transport.base import Transport as Transport
-    from prefixkv.variables import check_environ as check_environ
-    from prefixkv.wakeups import Inbox as Inbox
 
 _HOMES = homes_of(
     {
         # An eviction policy: the interface, its registry, and what a policy may be made of.
         "cache.eviction.policy": """
             Policy Use explain_policy make_policy policy_names register_policy""",
-        "cache.eviction.queues": "EvictionQueue LeafOrders",
+        "cache.eviction.queues": "EvictionQueue",
         "cache.eviction.ghosts": "Ghost GhostPolicy staircase",
         "policies": "DEFAULT_POLICY",
         # An admission policy.
@@ -127,7 +124,6 @@ _HOMES = homes_of(
         "cache.radix_key": "RadixKey TOKEN_BYTES TOKEN_LIMIT common_pages shortened",
         "cache.node": "TreeNode",
         "cache.results": "InsertResult MatchResult PrefixLock packed_ids",
-        "cache.page_runs": "packed_range page_runs",
         # Pages, layouts and meshes.
         "paging": "MAX_INDEX PageIds Pages as_pages page_table pages_for slot_mapping",
         "pages.groups": "GroupPages",
@@ -139,11 +135,9 @@ _HOMES = homes_of(
         "protocol.messages": "PROTOCOL_VERSION ProcessLife",
         "runtime.death": "HeldLife is_dead",
         "runtime.metrics": "NodeCollector",
-        "runtime.one_thread": "Closing",
-        "wakeups": "Inbox",
+        "threads": "Closing Inbox",
         "request": "DeviceEvent whole_number",
-        "variables": "check_environ",
-        "config": "check_version",
+        "config": "check_environ check_version",
     }
 )
 # NodeCollector needs an extra, so that `import *` leaves it out.

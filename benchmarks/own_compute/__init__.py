@@ -33,6 +33,7 @@ import numpy as np
 import typer
 
 from benchmarks.report import JsonFile, Row, check_json, write
+from benchmarks.turns.workload import longest_request
 from prefixkv.cli.demo.command import SIZES
 from prefixkv.cli.demo.play import Played, play, small_vocabulary
 from prefixkv.cli.demo.workers import ModelWorkers
@@ -126,7 +127,7 @@ def own_compute(
 
 async def measured(model: Served, case: str, pairs: int, below: int) -> dict[str, Any]:
     """Measure one case: the ratios of each pair, and their medians."""
-    most = agents(1).max_request_tokens + 64
+    most = longest_request(agents(1)) + 64
     working_set = CHATS["conversations"] * -(-most // PAGE_SIZE)
     prefill_pages = max(int(CASES[case] * working_set), -(-most // PAGE_SIZE) + 8)
     prefill = {**model.settings, "num_pages": prefill_pages}

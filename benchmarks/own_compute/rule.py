@@ -31,7 +31,7 @@ import numpy as np
 from benchmarks.own_compute.queues import Queues, RequestTokens, Served, Speeds, prefill_workers
 from benchmarks.report import tell, write
 from benchmarks.workloads import mix
-from prefixkv.cli.replay import Trace, read_trace, replay_policy
+from prefixkv.cli.replay import RequestHits, Trace, read_trace, replay_policy
 from prefixkv.cli.replay.trace import footprint
 from prefixkv.config import ComputeConfig
 from prefixkv.decode.sources import Sources
@@ -89,22 +89,18 @@ _TRACES: dict[str, Trace] = {}
 def hits(name: str, capacity: int) -> Hits:
     """Replay a trace on a pool of decode with a host tier behind it, and on one that keeps all."""
     trace = _TRACES[name]
-    size = trace.block_tokens
     found: list[RequestTokens] = []
     kept: list[int] = []
+    size = HOST_TIMES * capacity
 
-    def note(at: int, known: int, behind: Sequence[int]) -> None:
-        one = trace.requests[at]
-        counted = at >= WARM * len(trace.requests)
-        host = [behind[0] * size]
-        found.append(RequestTokens(one.time_s, one.num_tokens, known * size, host, counted))
+    def note(one: RequestHits) -> None:
+        host = [one.host_hit_tokens[size]]
+        found.append(RequestTokens(one.time_s, one.tokens, one.hit_tokens, host, one.counted))
 
-    hosts = [HOST_TIMES * capacity]
-    replay_policy(trace, "adaptive", capacity, running=0, hosts=hosts, each=note)
+    replay_policy(trace, "adaptive", capacity, WARM, running=0, hosts=[size], each=note)
     replay_policy(
-        trace, "lru", footprint(trace), running=0,
-        each=lambda at, known, behind: kept.append(known * size),
-    )  # fmt: skip
+        trace, "lru", footprint(trace), running=0, each=lambda one: kept.append(one.hit_tokens)
+    )
     return Hits(found, [one.device_tokens for one in found], kept)
 
 

@@ -34,12 +34,12 @@ from dataclasses import dataclass
 from operator import sub
 from typing import NamedTuple
 
+from benchmarks.policies.orders import LeafOrders
 from prefixkv.settings import CountOrZero, SecondsOrZero
 from prefixkv.spi import (
     EvictionQueue,
     Ghost,
     GhostPolicy,
-    LeafOrders,
     TreeNode,
     Use,
     register_policy,
@@ -117,9 +117,6 @@ class Gated(GhostPolicy):
     def fold(self, upper: Seen, lower: Seen) -> Seen:
         last = upper if upper[0] > lower[0] else lower
         return Seen(last[0], upper[1] + lower[1], last[2], last[3], last[4])
-
-    def describe(self, history: Seen) -> str:
-        return f", level {level(history)}, {history.visits} visits"
 
     # --- evictions --------------------------------------------------------------------------------
 

@@ -22,10 +22,11 @@ from typing import Annotated, NamedTuple
 
 from msgspec import Meta
 
+from benchmarks.policies.orders import LeafOrders, LeafPlace
 from benchmarks.policies.return_tables import ReturnTables, bin_of
 from prefixkv.cache.eviction.ghosts import Ghost, GhostPolicy
 from prefixkv.cache.eviction.policy import Use, register_policy
-from prefixkv.cache.eviction.queues import EvictionQueue, LeafOrders, LeafPlace, LeafRank
+from prefixkv.cache.eviction.queues import EvictionQueue, LeafRank
 from prefixkv.cache.node import TreeNode
 from prefixkv.settings import Count, CountOrZero, Number, check_order
 
@@ -132,9 +133,6 @@ class Gittins(GhostPolicy):
 
     def fold(self, upper: LastUse, lower: LastUse) -> LastUse:
         return upper if upper[0] > lower[0] else lower
-
-    def describe(self, history: LastUse) -> str:
-        return f", turn {history.turn}, class {history.kind}"
 
     # --- evictions --------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from benchmarks.turns.workload import longest_request
 from prefixkv.cli.demo.workload import Workload, chat
 from prefixkv.cli.policies import policy_of
 from prefixkv.config import TransportConfig
@@ -40,7 +41,6 @@ class StandInOptions:
     seed: int = 1
     conversations: int = 24  # they share a system prompt
     turns: int = 6
-    requests: int | None = None  # cut the workload to so many
     concurrency: int = 24
     page_size: int = 16
     layers: int = 16
@@ -89,13 +89,13 @@ class StandInOptions:
     def workload(self) -> Workload:
         return chat(
             self.seed, self.conversations, self.turns, system_tokens=self.system_tokens,
-            user_tokens=self.user_tokens, output_tokens=self.output_tokens, requests=self.requests,
+            user_tokens=self.user_tokens, output_tokens=self.output_tokens,
         )  # fmt: skip
 
     def check_pools(self, workload: Workload, available_bytes: int) -> None:
         """That each pool holds the longest request, and the machine both pools. Raises ConfigError
         otherwise."""
-        longest = workload.max_request_tokens
+        longest = longest_request(workload)
         total = _WORKER_BYTES
         for pages, tokens, tp_size in (
             (self.prefill_pages, longest, self.prefill_tp),

@@ -154,23 +154,6 @@ def dump(tree: RadixTree, max_nodes: int) -> Iterator[str]:
                 yield f"and {tree.num_nodes - shown} more nodes"
                 return
             shown += 1
-            yield "  " * min(above, 40) + _describe(tree, node)
+            wanted = f", wanted by {sum(map(len, node.wants.values()))}" if node.wants else ""
+            yield f"{'  ' * min(above, 40)}{node}, used {node.mark}{wanted}"
             stack += [(above + 1, child) for child in reversed(node.children.values())]
-
-
-def _describe(tree: RadixTree, node: TreeNode) -> str:
-    """Return a node's line: where it lies, its locks, its age in uses, what the policy adds."""
-    size = int(tree.page_size * tree.policy.token_scale)
-    text = (
-        f"tokens {node.start * size}..{node.end * size} ({node.num_pages} pages), lock_ref "
-        f"{node.lock_ref}"
-    )
-    history = node.mark  # of the last page; the children show what was used below
-    if history is not None:
-        policy = tree.policy
-        text += f", age {tree.tick - policy.last_tick(history)} uses{policy.describe(history)}"
-    if node.steps:
-        text += f", {len(node.steps)} steps"
-    if node.wants:
-        text += f", wanted by {sum(map(len, node.wants.values()))}"
-    return text

@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable
 from math import inf
 from numbers import Real
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -36,7 +36,6 @@ from prefixkv.cache.node import PAGE_ID_BYTES, TreeNode, Want
 from prefixkv.cache.radix_key import RadixKey, TokensLike
 from prefixkv.cache.results import (
     NO_PAGES,
-    CacheStats,
     InsertResult,
     MatchResult,
     PrefixLock,
@@ -54,17 +53,6 @@ from prefixkv.errors import (
 )
 from prefixkv.paging import Pages, Where
 from prefixkv.settings import Continues, check_continues, check_flag, check_time, whole_count
-
-
-class _Insertion(NamedTuple):
-    """How an insertion counts; `lock` is the caller's, and with `extend_lock` it comes to hold all
-    of the key."""
-
-    priority: int
-    now_s: float
-    visit: bool | None
-    lock: PrefixLock | None
-    extend_lock: bool
 
 
 class RadixCache(RadixTree):
@@ -374,8 +362,9 @@ class RadixCache(RadixTree):
         # Less than a page: nothing to share, and no use.
         if not num_pages:
             return InsertResult(self, key.data, key.namespace, place[0], 0, self.version, 0)
-        insertion = _Insertion(priority, now_s, visit, lock, extend_lock)
-        return self._insert(key, place, pages.tobytes(), None, insertion)
+        return self._insert(
+            key, place, pages.tobytes(), None, priority, now_s, visit, lock, extend_lock
+        )
 
     def insert_owned(
         self, key: RadixKey, pages: bytes, where: Where, priority: int, now_s: float,
@@ -386,8 +375,8 @@ class RadixCache(RadixTree):
         `pages`: packed ids, one for each whole page of the key behind what the lock holds, at least
         one. `where`: the same as an index array. None is in the tree.
         """
-        insertion = _Insertion(priority, now_s, None, lock, lock is not None)
-        return self._insert(key, self._walk_behind(key, lock), pages, where, insertion)
+        place = self._walk_behind(key, lock)
+        return self._insert(key, place, pages, where, priority, now_s, None, lock, lock is not None)
 
     def _walk_behind(self, key: RadixKey, lock: PrefixLock | None) -> tuple[TreeNode | None, int]:
         """What the caller holds need not be walked again: its node ends where the lock ends. That
@@ -403,12 +392,15 @@ class RadixCache(RadixTree):
         place: tuple[TreeNode | None, int],
         pages: bytes,
         where: Where | None,
-        insertion: _Insertion,
+        priority: int,
+        now_s: float,
+        visit: bool | None,
+        lock: PrefixLock | None,
+        extend_lock: bool,
     ) -> InsertResult:
         """Insert at a place of `_walk_behind` the pages behind the lock, packed, and as an index if
         that is at hand. All was checked."""
         data, page_bytes = key.data, self._page_bytes
-        priority, now_s, visit, lock, extend_lock = insertion
         node, matched = place
         if node is None:
             node = self._root(key.namespace)
@@ -500,7 +492,7 @@ class RadixCache(RadixTree):
         # Count what was taken, not what was asked for.
         ids = self._taken_out(taken)
         self.evictable_pages -= len(ids)
-        self._evicted_pages += len(ids)
+        self.evicted_pages += len(ids)
         self.version += 1
         return ids
 
@@ -635,20 +627,9 @@ class RadixCache(RadixTree):
         """Note a change of `Checkpoints` for listeners, in the order of the cache's own changes."""
         self._note(change)
 
-    def stats(self) -> CacheStats:
-        """Return a snapshot of sizes and counts. O(1)."""
-        return CacheStats(
-            num_pages=self.num_pages,
-            evictable_pages=self.evictable_pages,
-            protected_pages=self.protected_pages,
-            orphan_pages=self.orphan_pages,
-            num_nodes=self.num_nodes,
-            num_locks=len(self._locks),
-            num_wants=self.num_wants,
-            uses=self.tick,
-            inserted_pages=self._inserted_pages,
-            evicted_pages=self._evicted_pages,
-        )
+    @property
+    def num_locks(self) -> int:
+        return len(self._locks)
 
     @property
     def num_wants(self) -> int:
@@ -674,7 +655,8 @@ class RadixCache(RadixTree):
     def check_invariants(self) -> None:
         """Raise InternalError, with every broken law and the state. O(tree)."""
         if broken := audit.broken_laws(self, self._locks, self._epoch):
-            check_laws(dict.fromkeys(broken, False), self.stats(), "\n" + self.dump())
+            state = f"{self.num_locks} locks, {self.num_pages} pages\n{self.dump()}"
+            check_laws(dict.fromkeys(broken, False), state)
 
     # --- shared ----------------------------------------------------------------------------------
 

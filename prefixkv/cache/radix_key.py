@@ -9,15 +9,27 @@ from __future__ import annotations
 import operator
 import struct
 from array import array
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
-from typing import Annotated, Any, Final, NamedTuple, TypeAlias
+from typing import Annotated, Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from prefixkv.errors import RequestError, TokenError, shown, shown_namespace, shown_secret, travels
+from prefixkv.errors import (
+    RequestError,
+    TokenError,
+    check_laws,
+    shown,
+    shown_namespace,
+    shown_secret,
+    travels,
+)
+
+T = TypeVar("T")
+Start: TypeAlias = tuple[Hashable, int, bytes]
+"""A namespace, the number of a page, and the packed tokens of that page."""
 
 TOKEN_BYTES = 4
 TOKEN_LIMIT = 2**31
@@ -193,6 +205,61 @@ def common_pages(
         else:
             end = middle
     return equal
+
+
+class Starts(Generic[T]):
+    """What begins at a page of a path, found by the tokens of that page.
+
+    O(what begins with the same page), and a memcmp each: the pages before may differ.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self._page_bytes = page_size * TOKEN_BYTES
+        self._found: dict[Start, dict[T, RadixKey]] = {}
+        self._starts: dict[T, Start] = {}
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __contains__(self, one: object) -> bool:
+        return one in self._starts
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._starts)
+
+    def _start(self, key: RadixKey, page: int) -> Start:
+        at = page * self._page_bytes
+        return key.namespace, page, key.data[at : at + self._page_bytes]
+
+    def add(self, one: T, key: RadixKey, page: int) -> None:
+        """Enter what begins at this whole page of `key`, and is not here."""
+        start = self._starts[one] = self._start(key, page)
+        self._found.setdefault(start, {})[one] = key
+
+    def discard(self, one: T) -> None:
+        """Take out what begins somewhere. Unknown: no-op."""
+        if (start := self._starts.pop(one, None)) is not None:
+            found = self._found[start]
+            del found[one]
+            if not found:
+                del self._found[start]
+
+    def at(self, key: RadixKey, page: int) -> Iterator[T]:
+        """Iterate over what begins at this page of `key`, and has the same pages up to its end."""
+        for one, other in self._found.get(self._start(key, page), {}).items():
+            if key.data.startswith(memoryview(other.data)[: (page + 1) * self._page_bytes]):
+                yield one
+
+    def check_invariants(self, starts: Mapping[T, tuple[RadixKey, int]]) -> None:
+        """Check that all begin where `starts` says, a key and a page. Raises InternalError."""
+        found = {one: start for start, ones in self._found.items() for one in ones}
+        laws = {
+            "what is found begins there": found == self._starts
+            and all(
+                one in starts and self._start(*starts[one]) == start for one, start in found.items()
+            ),
+        }
+        check_laws(laws, found, starts)
 
 
 def _pack_array(values: npt.NDArray[Any]) -> bytes:

@@ -26,22 +26,6 @@ class ResultOwner(Protocol):
     def unlock(self, lock: PrefixLock) -> Pages: ...
 
 
-@dataclass(frozen=True, slots=True)
-class CacheStats:
-    """A snapshot of sizes, and counts since the cache was built; pages unless named otherwise."""
-
-    num_pages: int
-    evictable_pages: int
-    protected_pages: int
-    orphan_pages: int
-    num_nodes: int
-    num_locks: int
-    num_wants: int
-    uses: int
-    inserted_pages: int
-    evicted_pages: int
-
-
 @dataclass(slots=True, eq=False, repr=False)
 class MatchResult:
     """The longest cached prefix of some tokens, as of the time of the call. It holds nothing.

@@ -28,6 +28,7 @@ class RadixTree:
         protected_pages: pages in the tree that a lock covers.
         orphan_pages: pages of paths that were locked when the tree was reset, and still are.
         num_nodes: nodes in the tree, roots not counted.
+        evicted_pages: pages that were evicted so far.
         tick: number of uses so far.
         version: counts changes of content: pages added or taken out. Splits and merges do not
             count, so a result of the same version is still right.
@@ -62,7 +63,7 @@ class RadixTree:
         self._logs: list[ChangeLog] = []
         self._now_s = 0.0  # the latest time that was given
         self.evictable_pages = self.protected_pages = self.orphan_pages = self.num_nodes = 0
-        self._inserted_pages = self._evicted_pages = 0
+        self.evicted_pages = 0
 
     # --- sizes ---------------------------------------------------------------------------------
 
@@ -296,7 +297,6 @@ class RadixTree:
                 self._queue.add(node)
         for hints in self._hints:
             hints.came(_root_of(node), depth, key, page_bytes)
-        self._inserted_pages += num_pages
         self.version += 1
         if self._in_tree is not None:
             self._in_tree[np.frombuffer(pages, np.int32) if where is None else where] = True

@@ -12,8 +12,9 @@ from typing import Annotated, Final
 import typer
 
 from prefixkv import PrefixKVError, __version__
+from prefixkv.cli.demo.links import LINKS, link_of
 from prefixkv.cli.keys import keys
-from prefixkv.cli.outputs import check_plot
+from prefixkv.cli.outputs import check_outputs
 from prefixkv.cli.replay.command import replay
 from prefixkv.cli.serve import add_commands, check_packages
 from prefixkv.errors import CallerError, CapacityError, check_range
@@ -80,13 +81,12 @@ def demo(
     are shown as they come. A link is modelled by limiting prefill's transport to its rate.
     """
     check_range("--seed", seed, 0, 2**63 - 1)
-    check_plot(plot)
-    check_packages()
-    from prefixkv.cli.demo.command import LINKS, run
-    from prefixkv.cli.demo.report import link_of
-
+    check_outputs(json, plot)
     rates = link or LINKS
     links = [] if "none" in rates else [link_of(rate) for rate in rates]
+    check_packages()
+    from prefixkv.cli.demo.command import run
+
     return run(seed, links, json, plot)
 
 

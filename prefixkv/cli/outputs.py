@@ -1,11 +1,14 @@
-"""Output files of a command: checked at its start, so that minutes of work are not lost."""
+"""What commands print and write. Files are checked at the start, so that minutes of work are not
+lost."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from prefixkv import PrefixKVError
 from prefixkv.errors import ConfigError
@@ -15,16 +18,20 @@ class OutputError(PrefixKVError):
     """A file could not be written, for instance since the disk is full."""
 
 
-def check_writable(flag: str, path: Path | None) -> None:
-    """Check that a file can be written, without a change. Raises ConfigError if it cannot,
+def check_outputs(json_file: Path | None, plot: Path | None) -> None:
+    """Check, without a change, that a command can write its files. Raises ConfigError if it cannot,
     OutputError for a device that accepts nothing."""
-    if path is None:
-        return
-    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise ConfigError(f"{flag} is {path}, which cannot be written")
-    if path.is_char_device():
-        with writing(flag, path), path.open("ab", buffering=0) as device:
-            device.write(b"")
+    for flag, path in (("--json", json_file), ("--plot", plot)):
+        if path is None:
+            continue
+        there = path if path.exists() else path.absolute().parent
+        if path.is_dir() or not os.access(there, os.W_OK):
+            raise ConfigError(f"{flag} is {path}, which cannot be written")
+        if path.is_char_device():
+            with writing(flag, path), path.open("ab", buffering=0) as device:
+                device.write(b"")
+    if plot is not None:
+        _pyplot()
 
 
 @contextmanager
@@ -36,15 +43,43 @@ def writing(flag: str, path: Path) -> Iterator[None]:
         raise OutputError(f"{flag} is {path}: {error.strerror or error}") from error
 
 
-def write_text(flag: str, path: Path, text: str) -> None:
-    with writing(flag, path):
-        path.write_text(text, encoding="utf-8")
+def write_json(path: Path, value: Any) -> None:
+    with writing("--json", path):
+        path.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def check_plot(path: Path | None) -> None:
-    """Raise ConfigError if a plot is requested and matplotlib is missing."""
-    if path is not None:
-        try:
-            import matplotlib  # noqa: F401, ICN001
-        except ImportError as error:
-            raise ConfigError("--plot needs matplotlib: pip install 'prefixkv[plot]'") from error
+@contextmanager
+def drawing(path: Path, **grid: Any) -> Iterator[Any]:
+    """Yield the panels of a figure, and write it. Raises ConfigError without matplotlib."""
+    plt = _pyplot()
+    figure, panels = plt.subplots(**grid)
+    yield panels
+    figure.tight_layout()
+    with writing("--plot", path):
+        figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib as mpl
+    except ImportError as error:
+        raise ConfigError("--plot needs matplotlib: pip install 'prefixkv[plot]'") from error
+    # A backend without a display; it must be chosen before pyplot is imported.
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def aligned(rows: Sequence[Sequence[str]], aligns: str) -> list[str]:
+    """Return a line for each row, in columns: "<" to the left, ">" to the right; the last sign is
+    that of all further columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    signs = aligns.ljust(len(widths), aligns[-1])
+    return [
+        "  ".join(
+            f"{cell:{sign}{width}}" for cell, sign, width in zip(row, signs, widths, strict=True)
+        ).rstrip()
+        for row in rows
+    ]

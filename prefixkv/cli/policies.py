@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from importlib import import_module
 from inspect import isabstract, signature
 from itertools import combinations
@@ -31,12 +30,13 @@ def policy_of(text: str) -> Policy:
     600
     """
     name, *pairs = text.split(":")
-    if pairs and "=" not in pairs[0] and name not in policy_names():
+    is_own = name not in policy_names() and bool(pairs) and "=" not in pairs[0]
+    if is_own:
         name = f"{name}:{pairs.pop(0)}"
         kind = _class_of(name)
+    elif not name:
+        raise ConfigError(f"policy {explain_policy(name)}")
     else:
-        if not name:
-            raise ConfigError(f"policy {explain_policy(name)}")
         kind = type(make_policy(name))
     settings: dict[str, Any] = {}
     for pair in pairs:
@@ -57,7 +57,7 @@ def policy_of(text: str) -> Policy:
         raise ConfigError(f"policy {text!r}: {name} cannot be made: {_said(error)}") from None
     if not isinstance(getattr(policy, "name", None), str) or not policy.name:
         raise ConfigError(f"policy {text!r}: {name} has no name")
-    if name not in policy_names() and (broken := _broken_law(kind(**settings))):
+    if is_own and (broken := _broken_law(kind(**settings))):
         raise ConfigError(f"policy {text!r}: {name} {broken}")
     return policy
 
@@ -65,7 +65,7 @@ def policy_of(text: str) -> Policy:
 def _broken_law(policy: Policy) -> str:
     """Return the law that a new policy breaks in a sample of four uses, "" if none. What a method
     raises is left to the replay, which shows where."""
-    try:
+    with suppress(Exception):
         policy.serve(1, 64)
         # Alike but for the tick and the time: only the ticks tell these leaves apart.
         marks = []
@@ -73,11 +73,11 @@ def _broken_law(policy: Policy) -> str:
             use = Use(tick=tick, now_s=float(tick), num_pages=4, priority=0, tree_pages=16)
             marks.append(policy.insertion_marks(use)[-1][1])  # that of the leaf's last page
         ranks = [policy.rank(mark) for mark in marks]
-        one, two, three, last = marks
         # A queue of the policy's own need not go by rank.
         by_rank = type(policy).make_queue is Policy.make_queue
         if by_rank and any(a == b for a, b in combinations(ranks, 2)):
             return f"gives two leaves the same rank, {ranks[0]!r:.60}: no two may be equal"
+        one, two, three, last = marks
         left = policy.fold(policy.fold(one, two), three)
         right = policy.fold(one, policy.fold(two, three))
         if not _alike(left, right):
@@ -88,8 +88,6 @@ def _broken_law(policy: Policy) -> str:
         for mark, tick in ((one, 1), (last, 4), (policy.fold(last, two), 4), (left, 3)):
             if (told := policy.last_tick(mark)) != tick:
                 return f"has a last_tick that says {told!r:.60} of a history whose last is {tick}"
-    except Exception:
-        return ""
     return ""
 
 
@@ -114,13 +112,16 @@ def _said(error: BaseException) -> str:
 def _class_of(name: str) -> type[Policy]:
     """Import `MODULE:CLASS`. Raises ConfigError if it cannot serve as a policy."""
     module, _, kind = name.partition(":")
+    folder = os.getcwd()
+    sys.path.insert(0, folder)  # which a console script does not do by itself
     try:
-        with _current_folder():
-            found = getattr(import_module(module), kind, None)
+        found = getattr(import_module(module), kind, None)
     # Anything may be wrong in a module of one's own, and some end the process.
     except (Exception, SystemExit) as error:
         why = f"module {module!r} cannot be imported: {_said(error)}"
         raise ConfigError(f"policy {name!r}: {why}") from None
+    finally:
+        sys.path.remove(folder)
     if found is None:
         raise ConfigError(f"policy {name!r}: module {module!r} has no class {kind!r}")
     if not isinstance(found, type) or not issubclass(found, Policy):
@@ -129,14 +130,3 @@ def _class_of(name: str) -> type[Policy]:
         lacks = ", ".join(sorted(found.__abstractmethods__))
         raise ConfigError(f"policy {name!r}: {kind!r} does not define {lacks}")
     return found
-
-
-@contextmanager
-def _current_folder() -> Iterator[None]:
-    """Import from the current folder as well, which a console script does not do by itself."""
-    folder = os.getcwd()
-    sys.path.insert(0, folder)
-    try:
-        yield
-    finally:
-        sys.path.remove(folder)

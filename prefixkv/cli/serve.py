@@ -6,9 +6,10 @@ from __future__ import annotations
 import os
 import textwrap
 from collections.abc import Callable
+from functools import partial
 from inspect import Parameter, Signature, cleandoc
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -22,13 +23,13 @@ from prefixkv.settings import Setting, load, read_toml, settings_of
 def add_commands(app: typer.Typer) -> None:
     workers = typer.Typer(help="One prefill or decode worker, with a model of Hugging Face's.")
     for role, kind in KINDS.items():
-        workers.command(role)(_command(_worker(role), settings_of(kind), _doc(role)))
+        workers.command(role)(_command(partial(_worker, role), kind, _WORKER.format(role)))
     app.add_typer(workers, name="worker")
-    # MODEL is the one setting that is an argument, so it is taken out of the options.
-    model = Annotated[str | None, typer.Argument(help=_help_of("model", ServeConfig))]
-    for name, run, kind in (("serve", _serve, ServeConfig), ("front", _front, FrontConfig)):
-        settings = [one for one in settings_of(kind) if one.name != "model"]
-        app.command(name)(_command(run, settings, run.__doc__ or "", model=model))
+    # MODEL is the one setting that is an argument.
+    about = next(one.field.help for one in settings_of(ServeConfig) if one.name == "model")
+    model = Annotated[str | None, typer.Argument(help=about)]
+    app.command("serve")(_command(_serve, ServeConfig, _serve.__doc__, model=model))
+    app.command("front")(_command(_front, FrontConfig, _front.__doc__, model=model))
     servers = {
         role: Annotated[
             list[str] | None,
@@ -36,28 +37,25 @@ def add_commands(app: typer.Typer) -> None:
         ]
         for role, kind in (("prefill", "ADDRESS"), ("decode", "NAME"))
     }
-    settings = settings_of(ProxyConfig)
-    app.command("proxy")(_command(_proxy, settings, _proxy.__doc__ or "", **servers))
+    app.command("proxy")(_command(_proxy, ProxyConfig, _proxy.__doc__, **servers))
 
 
-def _doc(role: str) -> str:
-    return (
-        f"One {role} worker as a process. Every setting is an option, a line of the file and a "
-        "variable PREFIXKV_... of the environment. The worker drains on SIGTERM; a second one ends "
-        "it."
-    )
+_WORKER: Final = (
+    "One {} worker as a process. Every setting is an option, a line of the file and a variable "
+    "PREFIXKV_... of the environment. The worker drains on SIGTERM; a second one ends it."
+)
 
 
-def _worker(role: str) -> Callable[..., int]:
-    def run(config: Path | None, **options: Any) -> int:
-        check_packages()
-        loaded: Any = load(KINDS[role], config, os.environ, options)
-        # Imported after the settings are checked: it loads the worker's modules.
-        from prefixkv.serving.process import run_worker
+def _worker(role: str, config: Path | None, **options: Any) -> int:
+    check_packages()
+    loaded: Any = load(KINDS[role], config, os.environ, options)
+    # Imported after the settings are checked: it loads the worker's modules.
+    from prefixkv.serving.process import run_worker
 
-        return run_worker(loaded)
+    return run_worker(loaded)
 
-    return run
+
+_say: Final = partial(print, flush=True)
 
 
 def _serve(config: Path | None, **options: Any) -> int:
@@ -91,10 +89,6 @@ def _front(config: Path | None, **options: Any) -> int:
     return run_front(lambda: FrontLaunch(loaded, _say))
 
 
-def _say(line: str) -> None:
-    print(line, flush=True)
-
-
 def _proxy(
     config: Path | None, prefill: list[str] | None, decode: list[str] | None, **options: Any
 ) -> int:
@@ -108,24 +102,17 @@ def _proxy(
     tables = read_toml(config) if config else {}
     given = {"prefill": prefill, "decode": decode}
     # Servers on the command line replace those of the file, role by role.
-    servers = {
-        role: [
-            ServerAt.of(text, f"--{role}: " if named else f"{config}: {role}: ")
-            for text in named or _texts(tables.get(role, []), f"{config}: {role}")
-        ]
-        for role, named in given.items()
-    }
+    servers = {}
+    for role, texts in given.items():
+        where = f"--{role}" if texts else f"{config}: {role}"
+        texts = texts or tables.get(role, [])
+        if not isinstance(texts, list) or not all(isinstance(one, str) for one in texts):
+            raise ConfigError(f"{where}: {texts!r} is not a list of strings")
+        servers[role] = [ServerAt.of(text, f"{where}: ") for text in texts]
     loaded = load(ProxyConfig, config, os.environ, options, but=tuple(given))
     from prefixkv.proxy.server import run_proxy
 
     return run_proxy(loaded, servers["prefill"], servers["decode"])
-
-
-def _texts(value: Any, where: str) -> list[str]:
-    """Raises ConfigError for anything but a list of strings."""
-    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise ConfigError(f"{where}: {value!r} is not a list of strings")
-    return value
 
 
 def check_packages(*, with_model: bool = True) -> None:
@@ -137,73 +124,70 @@ def check_packages(*, with_model: bool = True) -> None:
 
 
 def _command(
-    run: Callable[..., int], settings: list[Setting], doc: str, **arguments: Any
+    run: Callable[..., int], kind: type, doc: str | None, **arguments: Any
 ) -> Callable[..., int]:
-    def command(**given: Any) -> int:
-        del given["help_all"]
+    """Make a command of `arguments`, and of each setting of `kind` that is no table: tables are set
+    in the file."""
+    settings = [one for one in settings_of(kind) if one.name not in arguments]
+    options = [_Option(one) for one in settings if not one.field.is_mapping]
+
+    def command(help_all: bool, **given: Any) -> int:
         return run(**given)
 
-    shown = [one for one in settings if not one.field.is_mapping]  # a table is set in the file
-
-    def help_all(ctx: typer.Context, wanted: bool) -> None:
+    def show_all(ctx: typer.Context, wanted: bool) -> None:
         if wanted:
-            typer.echo("\n".join([ctx.get_usage(), "", *map(_line, shown)]))
+            typer.echo("\n".join([ctx.get_usage(), "", *(one.line for one in options)]))
             raise typer.Exit
 
     file = typer.Option("--config", metavar="FILE", help="Settings as TOML.")
-    more = typer.Option("--help-all", is_eager=True, callback=help_all, help="Show every setting.")
-    parameters = [_parameter(name, kind) for name, kind in arguments.items()]
-    parameters.append(_parameter("config", Annotated[Path | None, file]))
-    parameters += map(_option, shown)
-    parameters.append(_parameter("help_all", Annotated[bool, more], default=False))
-    command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    command.__doc__ = cleandoc(doc)
+    more = typer.Option("--help-all", is_eager=True, callback=show_all, help="Show every setting.")
+    kinds = {
+        **arguments, "config": Annotated[Path | None, file],
+        **{one.setting.name: one.annotation for one in options},
+        "help_all": Annotated[bool, more],
+    }  # fmt: skip
+    command.__signature__ = Signature([  # type: ignore[attr-defined]
+        Parameter(name, Parameter.KEYWORD_ONLY, annotation=kind,
+                  default=False if name == "help_all" else None)
+        for name, kind in kinds.items()
+    ])  # fmt: skip
+    command.__doc__ = cleandoc(doc or "")
     return command
 
 
-def _option(setting: Setting) -> Parameter:
-    """Declare text that `load` converts, or a switch."""
-    flag, is_switch = setting.option, _is_switch(setting)
-    option = typer.Option(
-        f"{flag}/--no-{flag[2:]}" if is_switch else flag,
-        help=_about(setting, setting.field.help),
-        show_default=False,  # `_about` says it
-        metavar=None if is_switch else _metavar(setting),
-        hidden=not setting.field.help,
-    )
-    kind: Any = bool | None if is_switch else str | None
-    return _parameter(setting.name, Annotated[kind, option])
+class _Option:
+    """A setting as an option: text that `load` converts, or a switch."""
 
+    def __init__(self, setting: Setting) -> None:
+        base = setting.field.kinds[0].base
+        self.setting, self.is_switch = setting, base is bool
+        self.metavar = {int: "INT", float: "FLOAT"}.get(base, "TEXT")
 
-def _line(setting: Setting) -> str:
-    flag = setting.option
-    name = f"--[no-]{flag[2:]}" if _is_switch(setting) else f"{flag} {_metavar(setting)}"
-    text = f"  {name:<45} {_about(setting, setting.field.sentences)}"
-    return textwrap.fill(text, 100, subsequent_indent=48 * " ", break_on_hyphens=False)
+    @property
+    def annotation(self) -> Any:
+        flag, about = self.setting.option, self.setting.field.help
+        option = typer.Option(
+            f"{flag}/--no-{flag[2:]}" if self.is_switch else flag,
+            help=self._about(about),
+            show_default=False,  # `_about` says it
+            metavar=None if self.is_switch else self.metavar,
+            hidden=not about,
+        )
+        return Annotated[bool | None if self.is_switch else str | None, option]
 
+    @property
+    def line(self) -> str:
+        flag = self.setting.option
+        name = f"--[no-]{flag[2:]}" if self.is_switch else f"{flag} {self.metavar}"
+        text = f"  {name:<45} {self._about(self.setting.field.sentences)}"
+        return textwrap.fill(text, 100, subsequent_indent=48 * " ", break_on_hyphens=False)
 
-def _about(setting: Setting, text: str) -> str:
-    """Describe a setting by its text, else by unit and bounds, and by its default."""
-    field, default = setting.field, setting.default
-    ranges = "; ".join(filter(None, (kind.range for kind in field.kinds)))
-    text = text or (f"{ranges[0].upper()}{ranges[1:]}." if ranges else "")
-    if default in (None, ""):
-        return text
-    shown = ("yes" if default else "no") if _is_switch(setting) else default
-    return f"{text} Default: {shown}.".lstrip()
-
-
-def _is_switch(setting: Setting) -> bool:
-    return setting.field.kinds[0].base is bool
-
-
-def _metavar(setting: Setting) -> str:
-    return {int: "INT", float: "FLOAT"}.get(setting.field.kinds[0].base, "TEXT")
-
-
-def _parameter(name: str, kind: Any, default: Any = None) -> Parameter:
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-
-
-def _help_of(name: str, kind: type) -> str:
-    return next(one.field.help for one in settings_of(kind) if one.name == name)
+    def _about(self, text: str) -> str:
+        """Describe a setting by its text, else by unit and bounds, and by its default."""
+        default = self.setting.default
+        ranges = "; ".join(filter(None, (kind.range for kind in self.setting.field.kinds)))
+        text = text or (f"{ranges[0].upper()}{ranges[1:]}." if ranges else "")
+        if default in (None, ""):
+            return text
+        shown = ("yes" if default else "no") if self.is_switch else default
+        return f"{text} Default: {shown}.".lstrip()

@@ -16,19 +16,18 @@ from prefixkv.conformance.scenarios import SCENARIOS
 def _imported(text: str) -> MakeSides:
     """Return what MODULE:NAME stands for. Raises ValueError."""
     module, _, name = text.partition(":")
-    name = name or "make"
+    name, needed = name or "make", "(MODULE:NAME is needed)"
     try:
         found = import_module(module)
     except (ModuleNotFoundError, TypeError, ValueError) as error:
         # Another module that this one imports and misses is the engine's fault, not a wrong name.
-        missing = getattr(error, "name", None) or module
-        if not f"{module}.".startswith(f"{missing}."):
+        if not f"{module}.".startswith(f"{getattr(error, 'name', None) or module}."):
             raise
-        raise ValueError(f"there is no module {module!r} here (MODULE:NAME is needed)") from None
+        raise ValueError(f"there is no module {module!r} here {needed}") from None
     make: MakeSides | None = getattr(found, name, None)
     if not callable(make):
         has = "is not callable" if hasattr(found, name) else "does not exist"
-        raise ValueError(f"{name!r} of module {module!r} {has} (MODULE:NAME is needed)")
+        raise ValueError(f"{name!r} of module {module!r} {has} {needed}")
     return make
 
 
@@ -64,19 +63,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_run(given.only, given.page_size)
         make = _imported(given.make)
     except ValueError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 2
+        return _print_error(parser, error)
     try:
         report = run(
             make, only=given.only, seeds=given.seed or (0,), patience_s=given.patience,
-            probe=not given.no_probe, backend=given.backend,
-            page_size=given.page_size,
+            probe=not given.no_probe, backend=given.backend, page_size=given.page_size,
         )  # fmt: skip
     except SidesError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 2
+        return _print_error(parser, error)
     print(report)
     return int(not report.ok)
+
+
+def _print_error(parser: argparse.ArgumentParser, error: Exception) -> int:
+    print(f"{parser.prog}: {error}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

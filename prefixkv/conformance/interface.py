@@ -198,22 +198,19 @@ class EngineSides(Protocol):
     def close(self) -> None: ...
 
 
-_CALLS: Final = ("submit", "abort", "step", "expected", "restart", "close")
-
-
 def check_sides(sides: Any) -> None:
     """Raise SidesError for a needed attribute that is missing or of another type."""
     kind = type(sides).__name__
-    for name, wanted, may_be_none in (
-        ("decode", DecodeNode, False), ("prefill", PrefillNode, True), ("vocabulary", range, False),
-    ):  # fmt: skip
-        needed = f"a {wanted.__name__} is needed" + " (or None)" * may_be_none
+    wanted: dict[str, type] = {"decode": DecodeNode, "prefill": PrefillNode, "vocabulary": range}
+    for name, type_ in wanted.items():
+        may_be_none = name == "prefill"
+        needed = f"a {type_.__name__} is needed" + " (or None)" * may_be_none
         try:
             value = getattr(sides, name)
         except AttributeError as error:
             raise SidesError(f"{kind}: {error}: {needed}") from error
-        if not isinstance(value, wanted) and not (may_be_none and value is None):
+        if not isinstance(value, type_) and not (may_be_none and value is None):
             raise SidesError(f"{kind}.{name} is {value!r:.80}, {needed}")
-    for name in _CALLS:
+    for name in ("submit", "abort", "step", "expected", "restart", "close"):
         if not callable(getattr(sides, name, None)):
             raise SidesError(f"{kind} has no method {name!r}, EngineSides has one")

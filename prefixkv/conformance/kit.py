@@ -6,6 +6,7 @@ import logging
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, NamedTuple
 
@@ -83,24 +84,20 @@ def _named(findings: Sequence[Finding]) -> str:
     return ", ".join(dict.fromkeys(names)) or findings[0].what
 
 
-class _HeldLog(logging.Handler):
-    """Keeps what is logged, instead of showing it: many scenarios go wrong on purpose."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-        self._before: tuple[bool, list[logging.Handler]]
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(f"{record.levelname} {record.name}: {record.getMessage()}")
-
-    def __enter__(self) -> _HeldLog:
-        self._before = _LOGGER.propagate, _LOGGER.handlers
-        _LOGGER.propagate, _LOGGER.handlers = False, [self]
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        _LOGGER.propagate, _LOGGER.handlers = self._before
+@contextmanager
+def _held_log() -> Iterator[list[str]]:
+    """Keep what is logged, instead of showing it: many scenarios go wrong on purpose."""
+    lines: list[str] = []
+    held = logging.Handler()
+    held.emit = lambda record: lines.append(  # type: ignore[method-assign]
+        f"{record.levelname} {record.name}: {record.getMessage()}"
+    )
+    before = _LOGGER.propagate, _LOGGER.handlers
+    _LOGGER.propagate, _LOGGER.handlers = False, [held]
+    try:
+        yield lines
+    finally:
+        _LOGGER.propagate, _LOGGER.handlers = before
 
 
 class Case(NamedTuple):
@@ -166,10 +163,10 @@ def run(
     for case in scenarios(seeds):
         if not only or case.scenario in only:
             found = len(report.findings)
-            with _HeldLog() as held:
+            with _held_log() as lines:
                 _run_case(case, make, report, patience_s, probe, backend, page_size)
-            if held.lines and len(report.findings) > found:
-                report.logs[str(case)] = held.lines
+            if lines and len(report.findings) > found:
+                report.logs[str(case)] = lines
     report.seconds = time.monotonic() - began_s
     return report
 
@@ -193,22 +190,12 @@ def _run_case(
         )  # fmt: skip
     try:
         one = ScenarioRun(case.scenario, case.seed, settings, make, patience_s, probe)
+        with closing(one), suppress(ScenarioOverError):
+            scenario.play(one)
+            one.rest()
     except NotImplementedError as error:
         report.skipped[str(case)] = str(error) or "not implemented"
         return
-    try:
-        scenario.play(one)
-        one.rest()
-    except ScenarioOverError:
-        pass
-    except NotImplementedError as error:
-        report.skipped[str(case)] = str(error) or "not implemented"
-        return
-    finally:
-        try:
-            one.sides.close()
-        except Exception as error:
-            one.tell("calls", f"close raised {type(error).__name__}: {error}")
     options = "" if factor == 1 else f", page_size={page_size}"
     options += "" if backend == "nixl" else f", backend={backend!r}"
     report.findings += [found._replace(options=options) for found in one.findings]

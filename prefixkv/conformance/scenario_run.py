@@ -22,7 +22,7 @@ from prefixkv.conformance.interface import (
     SidesError,
     check_sides,
 )
-from prefixkv.conformance.witness import DecodeWitness, PrefillWitness, fill_with_junk
+from prefixkv.conformance.witness import DecodeWitness, PrefillWitness
 from prefixkv.errors import InternalError
 
 MakeSides = Callable[[ScenarioSettings], EngineSides]
@@ -72,22 +72,20 @@ class ScenarioRun:
         self._meet_decode()
         self._meet_prefill()
 
+    def _witnesses(self) -> list[DecodeWitness | PrefillWitness]:
+        return [self._decode, *([] if self._prefill is None else [self._prefill])]
+
     def _meet_decode(self) -> None:
         node = self.sides.decode
-        if self._probe:
-            fill_with_junk(node.pool, self.random)
         one_token = self.settings.tokens_per_step == 1
         self._decode = DecodeWitness(node, self.tell, self.random, self._probe, one_token)
         self._check_made(node, self.settings.decode, self.settings.decode_pages, "decode")
 
     def _meet_prefill(self) -> None:
-        """Put a witness around the prefill node, if it is in this process."""
         node = self.sides.prefill
-        if node is None:
+        if node is None:  # it is in another process
             self._prefill = None
             return
-        if self._probe:
-            fill_with_junk(node.pool, self.random)
         asks = self._decode.asks
         self._prefill = PrefillWitness(node, self.tell, self.random, self._probe, asks)
         self._check_made(node, self.settings.prefill, self.settings.prefill_pages, "prefill")
@@ -100,12 +98,12 @@ class ScenarioRun:
         for field in fields(wanted):
             got, given = getattr(node.config, field.name), getattr(wanted, field.name)
             if field.name not in _ENGINES_OWN and got != given:
-                what = f"{side}'s node has {field.name}={got!r}, the settings say {given!r}"
-                self.tell("calls", f"{what}; an engine may set {', '.join(_ENGINES_OWN)}")
+                self.tell("calls", f"{side}'s node has {field.name}={got!r}, the settings say "
+                          f"{given!r}; an engine may set {', '.join(_ENGINES_OWN)}")  # fmt: skip
         has = node.pool.layout.num_pages - node.config.reserved_pages
         if has != pages:
-            what = f"{side}'s pool has {has} pages besides the reserved, the settings say {pages}"
-            self.tell("calls", what)
+            self.tell("calls", f"{side}'s pool has {has} pages besides the reserved, the settings "
+                      f"say {pages}")  # fmt: skip
 
     # --- what a scenario does ---------------------------------------------------------------------
 
@@ -180,10 +178,13 @@ class ScenarioRun:
 
     def stats(self, side: Side = "decode") -> dict[str, int]:
         """Return a node's counters; none of a node in another process."""
-        node: DecodeNode | PrefillNode | None = (
-            self.sides.decode if side == "decode" else self.sides.prefill
-        )
-        return {} if node is None else node.stats()
+        return {} if (node := self._nodes().get(side)) is None else node.stats()
+
+    def _nodes(self) -> dict[Side, DecodeNode | PrefillNode]:
+        nodes: dict[Side, DecodeNode | PrefillNode | None] = {
+            "decode": self.sides.decode, "prefill": self.sides.prefill
+        }  # fmt: skip
+        return {side: node for side, node in nodes.items() if node is not None}
 
     def end_copies(self) -> None:
         """Make passes until nothing is copied to or from host memory."""
@@ -221,10 +222,7 @@ class ScenarioRun:
         return said, rooms, [one.get(name) for one in stats for name in names]
 
     def _stalled(self, law: str) -> None:
-        """Tell why nothing happens any more, as witnesses know. Raises ScenarioOverError."""
-        why = self._decode.explain()
-        if self._prefill is not None:
-            why += self._prefill.explain()
+        why = [found for one in self._witnesses() for found in one.explain()]
         # Everything is one way or another a consequence of what comes first.
         for found in why[:4]:
             self.tell(*found)
@@ -243,37 +241,32 @@ class ScenarioRun:
             return
         for rid in waiting:
             request = self._decode.requests.get(rid)
-            if request is None:
-                self.tell(law, f"{rid}: it was never added on decode, and its answer never ended")
-            else:
-                state = request.state.value
-                what = f"{rid}: the nodes are done with it ({state} on decode), and the engine"
-                self.tell(law, f"{what} never ended its answer")
+            what = "it was never added on decode, and its answer never ended"
+            if request is not None:
+                what = (f"the nodes are done with it ({request.state.value} on decode), and the "
+                        "engine never ended its answer")  # fmt: skip
+            self.tell(law, f"{rid}: {what}")
 
     def _left(self, side: Side) -> dict[str, int]:
-        """Return what keeps a node from rest."""
         names = ("requests", "rooms", "locks", "protected_pages", "pages_owned", "pages_held",
                  "pages_quarantined", "slots_held")  # fmt: skip
         stats = self.stats(side)
         return {name: stats[name] for name in names if stats.get(name)}
 
     def _guarded(self, call: Callable[[], object]) -> object:
-        """Make a call; tell what it raises, unless a witness has, and raise ScenarioOverError."""
         try:
             return call()
         except (NotImplementedError, ScenarioOverError):
             raise
         except Exception as error:
-            blamed = [self._decode.blamed, self._prefill and self._prefill.blamed]
-            if not any(error is one for one in blamed):
+            if not any(error is one.blamed for one in self._witnesses()):
                 self.tell("calls", f"a loop raised {type(error).__name__}: {error}")
             raise ScenarioOverError from error
 
     def _look(self, when: str) -> None:
         """Let the witnesses look, and take over what the clients have seen."""
-        self._decode.look(when)
-        if self._prefill is not None:
-            self._prefill.look(when)
+        for witness in self._witnesses():
+            witness.look(when)
         self._check_given()
         for answer in self.answers:
             for law, what in answer.faults:
@@ -313,29 +306,28 @@ class ScenarioRun:
 
     # --- the end ----------------------------------------------------------------------------------
 
+    def close(self) -> None:
+        try:
+            self.sides.close()
+        except Exception as error:
+            self.tell("calls", f"close raised {type(error).__name__}: {error}")
+
     def rest(self) -> None:
         """Drain both nodes, and check what has to hold then."""
         self.finish()
-        nodes: list[DecodeNode | PrefillNode] = [self.sides.decode]
-        if self.sides.prefill is not None:
-            nodes.append(self.sides.prefill)
-        self.until(lambda: sum(node.drain() for node in nodes) == len(nodes), "law 2")
-        for node in nodes:
-            side: Side = "decode" if isinstance(node, DecodeNode) else "prefill"
+        nodes = self._nodes()
+        self.until(lambda: sum(node.drain() for node in nodes.values()) == len(nodes), "law 2")
+        for side, node in nodes.items():
             try:
                 node.audit()
             except InternalError as error:
                 self.tell("law 1", f"{side}: {error}")
             if left := self._left(side):
                 self.tell("law 2", f"{side} is at rest, and still has {left}")
-        self._check_aborted()
-
-    def _check_aborted(self) -> None:
         # What a step had sampled already may still come.
         most = 2 * self.settings.tokens_per_step
         for answer in self.answers:
             at = answer.aborted_at
             if at is not None and len(answer.tokens) - at > most:
-                after = len(answer.tokens) - at
-                what = f"{answer.prompt.rid}: {after} tokens came after it was aborted on decode"
-                self.tell("law 7", what)
+                self.tell("law 7", f"{answer.prompt.rid}: {len(answer.tokens) - at} tokens came "
+                          "after it was aborted on decode")  # fmt: skip

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from prefixkv import ComputeConfig, DecodeConfig, HostConfig, PrefillConfig
 from prefixkv.conformance.interface import BRIEF, AnswerLog, ScenarioSettings
 from prefixkv.conformance.scenario_run import ScenarioRun
 
-Play = Callable[[ScenarioRun], None]
+Play = Callable[[ScenarioRun], object]
 
 _DEADLINE_S: Final = 5.0  # of prompts that a worker which goes away may have alone
 _FAR_S: Final = 3600.0  # of prompts whose deadline has to be passed on, and never comes
@@ -31,12 +31,14 @@ class Scenario:
 SCENARIOS: dict[str, Scenario] = {}
 
 
-def _scenario(name: str, settings: ScenarioSettings | None = None) -> Callable[[Play], Play]:
-    """Enter a function into SCENARIOS; its docstring says what it does."""
+def _scenario(
+    name: str, settings: ScenarioSettings | None = None, about: str = ""
+) -> Callable[[Play], Play]:
+    """Enter a function into SCENARIOS; without `about` its docstring says what it does."""
 
     def enter(play: Play) -> Play:
-        about = " ".join((play.__doc__ or "").split())
-        SCENARIOS[name] = Scenario(name, about, settings or ScenarioSettings(), play)
+        text = " ".join((about or play.__doc__ or "").split())
+        SCENARIOS[name] = Scenario(name, text, settings or ScenarioSettings(), play)
         return play
 
     return enter
@@ -45,15 +47,23 @@ def _scenario(name: str, settings: ScenarioSettings | None = None) -> Callable[[
 # --- hits -----------------------------------------------------------------------------------------
 
 
-def _hit_tokens(run: ScenarioRun, before: int, least: int, most: int, what: str) -> None:
-    """Tell if decode's hits since `before` are not in [least, most] tokens."""
-    hit = run.stats()["skipped_tokens"] - before
-    if not least <= hit <= most:
-        bounds = f"{least}" if least == most else f"{least} to {most}"
-        run.tell("cache", f"{what}: {hit} tokens hit on decode, {bounds} are right")
+def _ask(
+    run: ScenarioRun, tokens: list[int], num: int, hit: int, what: str, most: int = 0,
+    **options: Any,
+) -> AnswerLog:  # fmt: skip
+    """Ask alone, and tell if other than `hit` tokens, or `hit` to `most`, are hit on decode."""
+    before, most = run.stats()["skipped_tokens"], max(hit, most)
+    answer = run.ask(tokens, num, **options)
+    run.finish()
+    found = run.stats()["skipped_tokens"] - before
+    if not hit <= found <= most:
+        bounds = f"{hit}" if hit == most else f"{hit} to {most}"
+        what = f"{answer.prompt.rid}, {what}"
+        run.tell("cache", f"{what}: {found} tokens hit on decode, {bounds} are right")
+    return answer
 
 
-def _of_whole_hit(run: ScenarioRun, num_tokens: int) -> int:
+def _whole_hit(run: ScenarioRun, num_tokens: int) -> int:
     """Return how many tokens of a prompt that is cached whole are hit: where the engine computes
     prompts (`DecodeConfig.compute`) it leaves the last page of one without a rest."""
     size = run.settings.page_size
@@ -75,12 +85,8 @@ def turns(run: ScenarioRun) -> None:
     size = run.settings.page_size
     tokens, has_kv = run.prompt(13), 0
     for _ in range(4):
-        before = run.stats()["skipped_tokens"]
-        answer = run.ask(tokens, 6)
-        run.finish()
+        answer = _ask(run, tokens, 6, has_kv // size * size, "a later turn")
         # The token sampled last has no KV.
-        hit = has_kv // size * size
-        _hit_tokens(run, before, hit, hit, f"{answer.prompt.rid}, a later turn")
         has_kv = len(tokens) + len(answer.tokens) - 1
         tokens = [*tokens, *answer.tokens, *run.prompt(5)]
 
@@ -88,28 +94,19 @@ def turns(run: ScenarioRun) -> None:
 @_scenario("partial hit")
 def partial_hit(run: ScenarioRun) -> None:
     """Ask for two prompts that part in the middle of a page."""
-    first = run.prompt(22)
-    run.ask(first, 4)
-    run.finish()
-    before, size = run.stats()["skipped_tokens"], run.settings.page_size
+    first, size = run.prompt(22), run.settings.page_size
+    _ask(run, first, 4, 0, "a first prompt")
     common = 14 * run.factor
-    run.ask([*first[:common], *run.prompt(9)], 4)
-    run.finish()
-    hit = common // size * size
-    _hit_tokens(run, before, hit, hit + size, f"a common prefix of {common}")
+    tokens, hit = [*first[:common], *run.prompt(9)], common // size * size
+    _ask(run, tokens, 4, hit, f"a common prefix of {common}", hit + size)
 
 
 @_scenario("full hit")
 def full_hit(run: ScenarioRun) -> None:
     """Ask twice for a prompt of whole pages: no KV is sent, the first token still comes."""
     tokens = run.prompt(16)
-    run.ask(tokens, 5)
-    run.finish()
-    before = run.stats()["skipped_tokens"]
-    run.ask(tokens, 5)
-    run.finish()
-    hit = _of_whole_hit(run, len(tokens))
-    _hit_tokens(run, before, hit, hit, "all of a prompt is cached")
+    _ask(run, tokens, 5, 0, "a first prompt")
+    _ask(run, tokens, 5, _whole_hit(run, len(tokens)), "a prompt that is cached whole")
 
 
 @_scenario("shared prefix in flight")
@@ -123,20 +120,17 @@ def shared_in_flight(run: ScenarioRun) -> None:
         run.steps(i)
 
 
+_NAMESPACES: Final[tuple[Hashable, ...]] = (None, "a", ("b", 1))
+
+
 @_scenario("namespaces")
 def namespaces(run: ScenarioRun) -> None:
     """Ask for one prompt in three namespaces, and again in one of them: no other's KV is hit."""
     tokens = run.prompt(16)
-    before = run.stats()["skipped_tokens"]
-    for namespace in (None, "a", ("b", 1)):
-        run.ask(tokens, 4, namespace=namespace)
-        run.finish()
-    _hit_tokens(run, before, 0, 0, "the first request of a namespace")
-    before = run.stats()["skipped_tokens"]
-    run.ask(tokens, 4, namespace="a")
-    run.finish()
-    hit = _of_whole_hit(run, len(tokens))
-    _hit_tokens(run, before, hit, hit, "the second request of a namespace")
+    for namespace in _NAMESPACES:
+        _ask(run, tokens, 4, 0, "the first request of a namespace", namespace=namespace)
+    hit = _whole_hit(run, len(tokens))
+    _ask(run, tokens, 4, hit, "the second request of a namespace", namespace="a")
 
 
 @_scenario("not cacheable")
@@ -144,19 +138,12 @@ def not_cacheable(run: ScenarioRun) -> None:
     """Ask for prompts that may be neither matched nor kept."""
     tokens = run.prompt(16)
     for _ in range(2):
-        run.ask(tokens, 4, cacheable=False)
-        run.finish()
-    _hit_tokens(run, 0, 0, 0, "prompts that are not cacheable")
+        _ask(run, tokens, 4, 0, "a prompt that is not cacheable", cacheable=False)
     if run.stats()["pages_cached"]:
         run.tell("cache", f"{run.stats()['pages_cached']} pages of them are cached on decode")
 
 
-# --- small pools ----------------------------------------------------------------------------------
-
-_TINY = ScenarioSettings(decode_pages=14, prefill_pages=24, chunk_tokens=5)
-
-
-_NAMESPACES: Final[tuple[Hashable, ...]] = (None, "a", ("b", 1))
+# --- small pools, and all of it -------------------------------------------------------------------
 
 
 def _many(run: ScenarioRun, num: int, *, cacheable: bool = True) -> list[AnswerLog]:
@@ -176,21 +163,59 @@ def _many(run: ScenarioRun, num: int, *, cacheable: bool = True) -> list[AnswerL
     return answers
 
 
-@_scenario("tiny decode pool", _TINY)
-def tiny_decode(run: ScenarioRun) -> None:
-    """Answer nine prompts where decode has pages for two: it runs out, and retracts."""
-    _many(run, 9)
+def _mixed(run: ScenarioRun, num: int, *, aborts: bool = True) -> None:
+    """Ask over time: new prompts, later turns, repeated ones, in three namespaces; abort some."""
+    for i in range(num):
+        namespace = _NAMESPACES[i % 3]
+        done = [one for one in run.answers if one.ended and one.error is None]
+        kind = run.random.random()
+        if done and kind < 0.5:
+            one = done[int(run.random.integers(len(done)))]
+            before, namespace = [*one.prompt.tokens, *one.tokens], one.prompt.namespace
+            tokens = before[: 24 * run.factor] + run.prompt(int(run.random.integers(1, 6)))
+        else:
+            tokens = run.prompt(int(run.random.integers(1, 25)))
+        early = int(run.random.integers(0, 6)) if run.random.random() < 0.3 else None
+        answer = run.ask(tokens, int(run.random.integers(6, 14)), end_at=early, namespace=namespace)
+        run.steps(int(run.random.integers(0, 8)))
+        if aborts and run.random.random() < 0.2:
+            run.abort(answer, "decode" if run.random.random() < 0.7 else "prefill")
 
 
+_TINY = ScenarioSettings(decode_pages=14, prefill_pages=24, chunk_tokens=5)
 _SINGLE = ScenarioSettings(
     page_size=1, prefill_page_size=1, decode_pages=48, prefill_pages=60, chunk_tokens=7
 )
+_UNEQUAL = ScenarioSettings(
+    page_size=2, prefill_page_size=8, decode_pages=40, prefill_pages=14, chunk_tokens=7
+)
+_HOST = ScenarioSettings(
+    decode_pages=14, decode=DecodeConfig(reserve_tokens=0, host_memory=HostConfig(num_pages=96))
+)
 
-
-@_scenario("tiny pools, page by page", _SINGLE)
-def tiny_pages(run: ScenarioRun) -> None:
-    """The same with pages of one token: every token takes one, a retraction loses none."""
-    _many(run, 8)
+for _name, _settings, _play, _about in (
+    ("tiny decode pool", _TINY, lambda run: _many(run, 9),
+     "Answer nine prompts where decode has pages for two: it runs out, and retracts."),
+    ("tiny pools, page by page", _SINGLE, lambda run: _many(run, 8),
+     "The same with pages of one token: every token takes one, a retraction loses none."),
+    ("tiny pools, not cacheable", _TINY, lambda run: _many(run, 6, cacheable=False),
+     "Retract requests that may not be kept: all of their KV is asked for again."),
+    ("larger pages on prefill", ScenarioSettings(prefill_page_size=8, prefill_pages=32),
+     lambda run: _mixed(run, 10, aborts=False),
+     "Send from pages of 8 tokens to pages of 4, with hits on either side."),
+    ("larger pages on decode", ScenarioSettings(page_size=8, decode_pages=24),
+     lambda run: _mixed(run, 10, aborts=False),
+     "Send from pages of 4 tokens to pages of 8, with hits on either side."),
+    ("host memory, all of it", _HOST, lambda run: _mixed(run, 40),
+     "Mix new prompts, later turns, early ends and aborts in a pool that is too small, beside "
+     "copies to and from host memory."),
+    ("all of it", ScenarioSettings(decode_pages=20, prefill_pages=28, chunk_tokens=6),
+     lambda run: _mixed(run, 40),
+     "Mix new prompts, later turns, early ends and aborts on workers that are too small."),
+    ("all of it, unequal pages", _UNEQUAL, lambda run: _mixed(run, 40),
+     "Mix the same with pages of 2 tokens on decode, and of 8 on prefill."),
+):  # fmt: skip
+    _scenario(_name, _settings, _about)(_play)
 
 
 @_scenario("tiny prefill pool", ScenarioSettings(prefill_pages=9, chunk_tokens=5))
@@ -200,10 +225,31 @@ def tiny_prefill(run: ScenarioRun) -> None:
         run.ask(run.prompt(int(run.random.integers(20, 34))), 3)
 
 
-@_scenario("tiny pools, not cacheable", _TINY)
-def tiny_not_cacheable(run: ScenarioRun) -> None:
-    """Retract requests that may not be kept: all of their KV is asked for again."""
-    _many(run, 6, cacheable=False)
+@_scenario("several tokens per step", ScenarioSettings(tokens_per_step=4, decode_pages=14))
+def several_tokens(run: ScenarioRun) -> None:
+    """Let steps give up to four tokens, in a pool that is too small, with ends in their middle."""
+    for i in range(10):
+        run.ask(run.prompt(int(run.random.integers(1, 12))), 22, end_at=5 if i % 3 == 0 else None)
+
+
+@_scenario("host memory", _HOST)
+def host_memory(run: ScenarioRun) -> None:
+    """Let three chats take turns in a pool that holds one: each comes back from host memory."""
+    chats = [run.prompt(21) for _ in range(3)]
+    for _ in range(3):
+        for i, tokens in enumerate(chats):
+            answer = run.ask(tokens, 6)
+            run.finish()
+            # What is copied behind an end is to be there for the next turn.
+            run.end_copies()
+            chats[i] = [*tokens, *answer.tokens, *run.prompt(2)]
+    stats = run.stats()
+    for name, what in (
+        ("host_written_pages", "nothing of what was finished was copied to host memory"),
+        ("host_hit_tokens", "no later turn has found anything in host memory"),
+    ):
+        if not stats[name]:
+            run.tell("cache", f"{what}: {name} is 0")
 
 
 # --- ends -----------------------------------------------------------------------------------------
@@ -253,28 +299,6 @@ def aborts_in_tiny_pools(run: ScenarioRun) -> None:
     for answer in answers[::2]:
         run.steps(int(run.random.integers(0, 20)))
         run.abort(answer)
-
-
-# --- other workers --------------------------------------------------------------------------------
-
-
-@_scenario("larger pages on prefill", ScenarioSettings(prefill_page_size=8, prefill_pages=32))
-def larger_on_prefill(run: ScenarioRun) -> None:
-    """Send from pages of 8 tokens to pages of 4, with hits on either side."""
-    _mixed(run, 10, aborts=False)
-
-
-@_scenario("larger pages on decode", ScenarioSettings(page_size=8, decode_pages=24))
-def larger_on_decode(run: ScenarioRun) -> None:
-    """Send from pages of 4 tokens to pages of 8, with hits on either side."""
-    _mixed(run, 10, aborts=False)
-
-
-@_scenario("several tokens per step", ScenarioSettings(tokens_per_step=4, decode_pages=14))
-def several_tokens(run: ScenarioRun) -> None:
-    """Let steps give up to four tokens, in a pool that is too small, with ends in their middle."""
-    for i in range(10):
-        run.ask(run.prompt(int(run.random.integers(1, 12))), 22, end_at=5 if i % 3 == 0 else None)
 
 
 # --- workers that go away -------------------------------------------------------------------------
@@ -332,76 +356,3 @@ def carries_on(run: ScenarioRun) -> None:
         run.steps(passes)
         run.restart("prefill", may_fail=False)
         run.finish()
-
-
-# --- host memory ----------------------------------------------------------------------------------
-
-_HOST = ScenarioSettings(
-    decode_pages=14, decode=DecodeConfig(reserve_tokens=0, host_memory=HostConfig(num_pages=96)),
-)  # fmt: skip
-
-
-@_scenario("host memory", _HOST)
-def host_memory(run: ScenarioRun) -> None:
-    """Let three chats take turns in a pool that holds one: each comes back from host memory."""
-    chats = [run.prompt(21) for _ in range(3)]
-    for _ in range(3):
-        for i, tokens in enumerate(chats):
-            answer = run.ask(tokens, 6)
-            run.finish()
-            # What is copied behind an end is to be there for the next turn.
-            run.end_copies()
-            chats[i] = [*tokens, *answer.tokens, *run.prompt(2)]
-    stats = run.stats()
-    for name, what in (
-        ("host_written_pages", "nothing of what was finished was copied to host memory"),
-        ("host_hit_tokens", "no later turn has found anything in host memory"),
-    ):
-        if not stats[name]:
-            run.tell("cache", f"{what}: {name} is 0")
-
-
-@_scenario("host memory, all of it", _HOST)
-def host_memory_mixed(run: ScenarioRun) -> None:
-    """Mix new prompts, later turns, early ends and aborts in a pool that is too small, beside
-    copies to and from host memory."""
-    _mixed(run, 40)
-
-
-# --- all of it ------------------------------------------------------------------------------------
-
-
-def _mixed(run: ScenarioRun, num: int, *, aborts: bool = True) -> None:
-    """Ask over time: new prompts, later turns, repeated ones, in three namespaces; abort some."""
-    for i in range(num):
-        namespace = _NAMESPACES[i % 3]
-        done = [one for one in run.answers if one.ended and one.error is None]
-        kind = run.random.random()
-        if done and kind < 0.5:
-            one = done[int(run.random.integers(len(done)))]
-            before, namespace = [*one.prompt.tokens, *one.tokens], one.prompt.namespace
-            tokens = before[: 24 * run.factor] + run.prompt(int(run.random.integers(1, 6)))
-        else:
-            tokens = run.prompt(int(run.random.integers(1, 25)))
-        early = int(run.random.integers(0, 6)) if run.random.random() < 0.3 else None
-        answer = run.ask(tokens, int(run.random.integers(6, 14)), end_at=early, namespace=namespace)
-        run.steps(int(run.random.integers(0, 8)))
-        if aborts and run.random.random() < 0.2:
-            run.abort(answer, "decode" if run.random.random() < 0.7 else "prefill")
-
-
-@_scenario("all of it", ScenarioSettings(decode_pages=20, prefill_pages=28, chunk_tokens=6))
-def all_of_it(run: ScenarioRun) -> None:
-    """Mix new prompts, later turns, early ends and aborts on workers that are too small."""
-    _mixed(run, 40)
-
-
-_UNEQUAL = ScenarioSettings(
-    page_size=2, prefill_page_size=8, decode_pages=40, prefill_pages=14, chunk_tokens=7
-)
-
-
-@_scenario("all of it, unequal pages", _UNEQUAL)
-def all_of_it_unequal(run: ScenarioRun) -> None:
-    """Mix the same with pages of 2 tokens on decode, and of 8 on prefill."""
-    _mixed(run, 40)

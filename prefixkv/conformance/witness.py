@@ -8,7 +8,7 @@ the slots that the engine has to write with junk, so that it sees what was not w
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from functools import wraps
 from typing import Any, Final, NamedTuple
 
@@ -33,14 +33,6 @@ Tell = Callable[[str, str], None]  # law, what was seen
 
 _UNOWNED: Final = ("FREE", "CACHED")
 _JUNK_BYTES: Final = 0x40  # below it floats of every dtype are finite
-
-
-def fill_with_junk(pool: KVPool, random: np.random.Generator) -> None:
-    """Fill every page: what was never computed must not matter."""
-    pages = range(pool.layout.num_pages)
-    data = pool.read_pages(pages)
-    data.numpy()[:] = random.integers(0, _JUNK_BYTES, tuple(data.shape), np.uint8)
-    pool.write_pages(pages, data)
 
 
 def _token_bytes(pool: KVPool, pages: Pages | list[int], start: int, end: int) -> ByteArray:
@@ -73,6 +65,9 @@ class _Watch:
         self._writing: list[tuple[DeviceEvent, set[int]]] = []  # pages, until the event
         self._unowned: list[int] = []
         self._bytes: ByteArray | None = None
+        if probe:  # what was never computed must not matter
+            for page in range(node.pool.layout.num_pages):
+                self._put_junk(page, slice(None))
         self._note_unowned()
         for name in self.WATCHED:
             setattr(node, name, self._watched(name, getattr(node, name)))
@@ -134,20 +129,18 @@ class _Watch:
                              if state(page).name in _UNOWNED and page not in busy]  # fmt: skip
             self._bytes = self._pool.read_pages(self._unowned).numpy()
 
-    def _put_junk(self, pages: Iterable[int], slot: int) -> None:
-        """Fill pages with junk, the first of them from `slot` on."""
-        for page in pages:
-            data = self._pool.read_pages([page])
-            part = data.numpy()[0, :, slot:]
-            part[:] = self._random.integers(0, _JUNK_BYTES, part.shape, np.uint8)
-            self._pool.write_pages([page], data)
-            slot = 0
+    def _put_junk(self, page: int, slots: slice) -> None:
+        data = self._pool.read_pages([page])
+        part = data.numpy()[0, :, slots]
+        part[:] = self._random.integers(0, _JUNK_BYTES, part.shape, np.uint8)
+        self._pool.write_pages([page], data)
 
     def _to_be_computed(self, req: PrefillRequest | DecodeRequest, num_tokens: int) -> None:
         """Put junk where the engine has to write KV, up to `num_tokens`."""
         size, first = self._pool.layout.page_size, req.prefix_len
         if self.probe and first < num_tokens:  # else it lacks a state alone
-            self._put_junk(req.pages[first // size :].tolist(), first % size)
+            for at, page in enumerate(req.pages[first // size :].tolist()):
+                self._put_junk(page, slice(0 if at else first % size, None))
             self._junk[req] = _token_bytes(self._pool, req.pages, first, num_tokens)
 
     def _check_computed(
@@ -164,13 +157,14 @@ class _Watch:
         same = (now == junk[start - begin : end - begin]).all(axis=1)
         unwritten = np.flatnonzero(same) + start
         if len(unwritten):
-            what = f"{req.rid}: tokens up to {end} were handed over, and the KV of token "
-            prefix = f"computing begins at prefix_len, {begin}"
-            self._tell("law 8", f"{what}{unwritten[0]} was not computed ({prefix})")
+            self._tell("law 8", f"{req.rid}: tokens up to {end} were handed over, and the KV of "
+                       f"token {unwritten[0]} was not computed (computing begins at prefix_len, "
+                       f"{begin})")  # fmt: skip
 
-    def _never_called(self, *names: str) -> list[tuple[str, str]]:
-        return [("calls", f"{self.side}'s engine never calls {name}") for name in names
-                if not self.calls[name]]  # fmt: skip
+    def _never_called(self, *names: str) -> Iterator[tuple[str, str]]:
+        for name in names:
+            if not self.calls[name]:
+                yield "calls", f"{self.side}'s engine never calls {name}"
 
 
 class _Slot(NamedTuple):
@@ -260,16 +254,12 @@ class DecodeWitness(_Watch):
         for req, token in zip(reqs, token_ids, strict=False):
             owed = self._owed.get(req)
             if owed is not None and owed[0] == len(req.output) and owed[1] != token:
-                what = f"{req.rid}: token {owed[0]} was {owed[1]} when it found no page"
-                self._tell("tokens", f"{what}, and then {token}")
-            self._check_next(req)
-
-    def _check_next(self, req: DecodeRequest) -> None:
-        """Tell if the step before this append has not written the newest token's KV."""
-        slot = self._slots.pop(req, None)
-        if slot is not None and self._has_junk(req, slot):
-            self._tell("law 8", f"{req.rid}: a token was appended, and the KV of the one before "
-                       f"it, at position {slot.position}, was not written")  # fmt: skip
+                self._tell("tokens", f"{req.rid}: token {owed[0]} was {owed[1]} when it found no "
+                           f"page, and then {token}")  # fmt: skip
+            slot = self._slots.pop(req, None)
+            if slot is not None and self._has_junk(req, slot):
+                self._tell("law 8", f"{req.rid}: a token was appended, and the KV of the one "
+                           f"before it, at position {slot.position}, was not written")  # fmt: skip
 
     def _check_not_again(self) -> None:
         """Put back what junk has hidden since a step found no page; tell if it was repeated."""
@@ -281,10 +271,11 @@ class DecodeWitness(_Watch):
                 kept[:] = slot.before.reshape(kept.shape)
                 self._pool.write_pages([slot.page], data)
             elif not req.state.ended and req.kv_len == slot.position and req.pages_held is not None:
-                what = (
-                    f"{req.rid}: its step at position {slot.position} found no page for the token"
+                self._tell(
+                    "tokens",
+                    f"{req.rid}: its step at position {slot.position} found no "
+                    "page for the token, and was made again: the token was not kept",
                 )
-                self._tell("tokens", f"{what}, and was made again: the token was not kept")
         self._written.clear()
 
     def _has_junk(self, req: DecodeRequest, slot: _Slot) -> bool:
@@ -292,7 +283,7 @@ class DecodeWitness(_Watch):
         size = self._pool.layout.page_size
         if req.pages_held is None or slot.position != req.kv_len:
             return False
-        if int(req.pages[slot.position // size]) != slot.page:
+        if req.pages[slot.position // size] != slot.page:
             return False
         now = _token_bytes(self._pool, req.pages, slot.position, slot.position + 1)
         return np.array_equal(now[0], slot.junk)
@@ -305,10 +296,7 @@ class DecodeWitness(_Watch):
         page = int(req.pages[position // size])
         before = _token_bytes(self._pool, req.pages, position, position + 1)[0]
         # One slot alone: what lies behind it may be a draft's.
-        data = self._pool.read_pages([page])
-        part = data.numpy()[0, :, position % size]
-        part[:] = self._random.integers(0, _JUNK_BYTES, part.shape, np.uint8)
-        self._pool.write_pages([page], data)
+        self._put_junk(page, slice(position % size, position % size + 1))
         junk = _token_bytes(self._pool, req.pages, position, position + 1)[0]
         slots[req] = _Slot(position, page, junk, before)
 
@@ -352,35 +340,29 @@ class DecodeWitness(_Watch):
             for req in [req for req in kept if req.rid == rid]:
                 kept.pop(req)
 
-    def explain(self) -> list[tuple[str, str]]:
-        """Return why decode may not come to rest: (law, text) each."""
-        found: list[tuple[str, str]] = []
+    def explain(self) -> Iterator[tuple[str, str]]:
+        """Yield why decode may not come to rest: (law, text) each."""
+        loop = ["pop_preallocated", "pop_transferred", "pop_failed", "pop_needs_prefill"]
+        yield from self._never_called(*loop, *["pop_local"] * self._computes)
         for rid, times in self._named.items():
-            what = f"{rid} was named for retraction {times} times, and was not retracted"
-            found.append(("order", what))
+            yield "order", f"{rid} was named for retraction {times} times, and was not retracted"
         for req in self._owed:
             if not req.state.ended and not self._named:
-                what = f"{req.rid}: its token {len(req.output)} had no page, and was never appended"
-                found.append(("tokens", what))
-        for room, generation in self.asks:
-            ask = self.asks[room, generation]
-            what = f"prefill was never asked for {ask.rid} again (generation {generation})"
-            found.append(("order", what))
+                num = len(req.output)
+                yield "tokens", f"{req.rid}: its token {num} had no page, and was never appended"
+        for (_, generation), ask in self.asks.items():
+            yield "order", f"prefill was never asked for {ask.rid} again (generation {generation})"
         for req in self.requests.values():
-            state = "" if req.state.ended else req.state.value
-            if state == "running" and len(req.output) >= req.max_new_tokens:
-                found.append(("law 2", f"{req.rid} has all its tokens, and was never finished"))
-            elif state:
-                so_far = f"{len(req.output)} of {req.max_new_tokens} tokens"
-                found.append(("law 7", f"{req.rid} is {state} for ever, with {so_far}"))
+            state, num = req.state.value, len(req.output)
+            if state == "running" and num >= req.max_new_tokens:
+                yield "law 2", f"{req.rid} has all its tokens, and was never finished"
+            elif not req.state.ended:
+                so_far = f"{num} of {req.max_new_tokens} tokens"
+                yield "law 7", f"{req.rid} is {state} for ever, with {so_far}"
         for req, done in self._done.items():
             if not req.state.ended:
                 so_far = f"{done} of its {req.fill_len} tokens have KV"
-                found.append(("law 7", f"{req.rid} came out of pop_local, {so_far}"))
-        loop = ["pop_preallocated", "pop_transferred", "pop_failed", "pop_needs_prefill"]
-        if self._computes:
-            loop.append("pop_local")
-        return self._never_called(*loop) + found
+                yield "law 7", f"{req.rid} came out of pop_local, {so_far}"
 
 
 class PrefillWitness(_Watch):
@@ -454,14 +436,13 @@ class PrefillWitness(_Watch):
             there = [pages[i // size] == present[i // size] for i in range(len(before))]
             changed = np.flatnonzero((now != before).any(axis=1) & np.array(there))
             if len(changed):
-                what = f"{req.rid}: the KV of token {changed[0]} changed before {when}"
-                self._tell("law 5", f"{what}, after it was handed over")
+                self._tell("law 5", f"{req.rid}: the KV of token {changed[0]} changed before "
+                           f"{when}, after it was handed over")  # fmt: skip
                 self._handed[req] = pages, now
 
-    def explain(self) -> list[tuple[str, str]]:
-        found = self._never_called("pop_bootstrapped", "pop_sent", "pop_failed")
+    def explain(self) -> Iterator[tuple[str, str]]:
+        yield from self._never_called("pop_bootstrapped", "pop_sent", "pop_failed")
         for req, sent in self._sent.items():
             if req.state.value == "computing":
                 so_far = f"{sent} of its {req.num_tokens} tokens"
-                found.append(("law 7", f"{req.rid} was handed out to be computed, {so_far} came"))
-        return found
+                yield "law 7", f"{req.rid} was handed out to be computed, {so_far} came"

@@ -142,7 +142,7 @@ class Examine(msgspec.Struct, frozen=True):
 class AddPeer(msgspec.Struct, frozen=True, kw_only=True):
     """Make the peer's pool a target of the transport `way`, and of no other one.
 
-    If `staged`, slices are gathered in unit pages of `unit_tokens` tokens and written to its
+    If `relayed`, slices are gathered in unit pages of `unit_tokens` tokens and written to its
     staging area.
     """
 
@@ -151,7 +151,7 @@ class AddPeer(msgspec.Struct, frozen=True, kw_only=True):
     memory: PeerMemory
     unit_tokens: int
     way: Way = "nixl"
-    staged: bool = False
+    relayed: bool = False
 
 
 class RemovePeer(msgspec.Struct, frozen=True):
@@ -219,14 +219,14 @@ class Freed(NamedTuple):
     source: SourceFree
 
 
-class StagingTick(NamedTuple):
+class RelayTick(NamedTuple):
     """Rooms and peers have seen that time has passed: staging is to look too."""
 
 
 # --- the route through staging memory -------------------------------------------------------------
 
 
-class StagingSlots(NamedTuple):
+class RelaySlots(NamedTuple):
     """The local memory that slices are gathered into: `num_slots` slots of `slot_bytes` bytes. At
     most `window` pieces per room and reader are under way."""
 
@@ -235,7 +235,7 @@ class StagingSlots(NamedTuple):
     window: int
 
 
-class Staging(NamedTuple):
+class Relay(NamedTuple):
     """What makes its parts. `sender` and `receiver` are of a control object, `cut` and `plan` of a
     handshake, `copies` of a control thread."""
 
@@ -246,5 +246,5 @@ class Staging(NamedTuple):
     copies: Callable[..., Any]
 
 
-STAGING: list[Staging] = []
+RELAYS: list[Relay] = []
 """The one there is, if any; `assembly.py` puts it here."""

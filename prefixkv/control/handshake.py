@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from prefixkv.config import Backend, Way
-from prefixkv.control.effects import STAGING, AddPeer
+from prefixkv.control.effects import RELAYS, AddPeer
 from prefixkv.errors import HandshakeError, RefusedError
 from prefixkv.memory.mesh import (
     GroupHeads,
@@ -99,18 +99,18 @@ def check_rank(address: str, reply: HelloReply, rank: int, leader: HelloReply) -
             raise HandshakeError(name, expected, getattr(reply, name), f"of {address} differs")
 
 
-def staging_plan(hello: Hello, leader: HelloReply, replies: dict[int, HelloReply]) -> Any:
+def relay_plan(hello: Hello, leader: HelloReply, replies: dict[int, HelloReply]) -> Any:
     """Return how the worker of `leader` stages what it writes to us; None if nothing is staged.
     `replies` are by rank, of all that write to us. Raises HandshakeError if only some of them
     stage."""
     theirs, ours = leader.topology.mesh(leader.digest), hello.topology.mesh(hello.digest)
     writers = writers_to(theirs, ours, hello.rank)
-    staged = [rank for rank in writers if replies[rank].staged]
-    if not staged:
+    relayed = [rank for rank in writers if replies[rank].staged]
+    if not relayed:
         return None
-    if len(staged) < len(writers) or hello.staging is None:
-        raise HandshakeError("staging", writers, tuple(staged), "is not on for all that write")
-    return STAGING[0].plan(hello, leader)
+    if len(relayed) < len(writers) or hello.staging is None:
+        raise HandshakeError("staging", writers, tuple(relayed), "is not on for all that write")
+    return RELAYS[0].plan(hello, leader)
 
 
 # --- prefill's ------------------------------------------------------------------------------------
@@ -210,10 +210,10 @@ def accept(ours: OurSide, peer: PeerId, hello: Hello) -> Accepted:
     if not copied and is_slice and ours.slot_bytes and hello.staging is not None:
         hello.staging.validate()
         meshes = our_mesh, theirs, hello.rank
-        cut = STAGING[0].cut(*meshes, layout, unit_tokens, hello.staging)
+        cut = RELAYS[0].cut(*meshes, layout, unit_tokens, hello.staging)
         cut.check_slots(rank, ours.slot_bytes)
         memory = added.memory._replace(staging=hello.staging)
-        added = msgspec.structs.replace(added, memory=memory, staged=True)
+        added = msgspec.structs.replace(added, memory=memory, relayed=True)
     # 7. If its memory cannot be mapped after all, NIXL takes the peer where it may. Rooms that were
     # being written fail.
     instead = None

@@ -35,7 +35,7 @@ class ControlInbox(Generic[Input, E]):
 
     INPUTS: ClassVar[Takes] = {}  # by type: the method that takes an input
     INSIDE: ClassVar[Takes] = {}  # the same for what is said inside; all else goes out as it is
-    staging: Any  # where slices are staged, else None
+    relay: Any  # of writes that cannot go straight into pages; None: there are none
 
     def __init__(
         self, me: PeerId, timing: ControlConfig, option_names: Mapping[str, str] | None = None

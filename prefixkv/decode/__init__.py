@@ -3,7 +3,7 @@ the scheduler's thread.
 
 `scheduler.py` comes first: a request from `add` to its end. `waiting.py` and `admission.py` say who
 is next; `plan.py` and `flights.py` where its pages come from; `growth.py` and `ending.py` what a
-token more takes and what an end gives back; `ledger.py` what is promised; `rooms.py` and
-`workers.py` what prefill is told, and how it is. Organs, which no file of the kernel imports:
-`compute_source.py`, `host_tier.py`, `sources.py`, `state_checkpoints.py`.
+token more takes and what an end gives back; `ledger.py` what is promised; `rooms.py` what prefill
+is told. Organs, which no file of the kernel imports: `compute_source.py`, `host_tier.py`,
+`sources.py`.
 """

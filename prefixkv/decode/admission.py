@@ -5,18 +5,17 @@ Source: SGLang's `DecodePreallocQueue`, which admits first come, first served.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Final
 
 from prefixkv.admission import make_admission
 from prefixkv.cache.results import MatchResult, Releases
 from prefixkv.config import DecodeConfig
-from prefixkv.decode.flights import Source
 from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.plan import Look, Plan, Planner
 from prefixkv.decode.request import DecodeRequest
-from prefixkv.decode.waiting import LEFT, NOT_ENTERED, PAGES, Waiter, Waiting
-from prefixkv.decode.workers import ALONE
+from prefixkv.decode.waiting import ALONE, PAGES, Waiter, Waiting
 from prefixkv.errors import check_laws
 from prefixkv.pages.groups import GroupStart
 
@@ -25,15 +24,11 @@ MAX_LOOKS: Final = 16
 MAX_WANTS: Final = 128
 """Wanted prefixes that the tree learns of at once."""
 
+HELD = "are held for failed rooms until it is proved that nothing writes them"
+AWAY = "are promised to prefill workers that do not answer"
+STUCK = "wait for a device event that has raised"
+
 PagesOfBusy = Callable[[Releases], int]
-
-
-class Unproved(NamedTuple):
-    """Pages that no request gives back, by reason."""
-
-    held: int  # by rooms that have failed, until they are drained
-    away: int  # promised to prefill workers that do not answer, and the prefixes locked for them
-    stuck: int  # by requests with a broken device event, and the prefixes that they lock
 
 
 class Admission(Waiting):
@@ -53,35 +48,31 @@ class Admission(Waiting):
     """
 
     def __init__(
-        self, ledger: Ledger, config: DecodeConfig, planner: Planner, organs: Sequence[Source],
-        stuck_pages: PagesOfBusy,
-    ) -> None:  # fmt: skip
+        self, ledger: Ledger, config: DecodeConfig, planner: Planner, stuck_pages: PagesOfBusy
+    ) -> None:
         super().__init__(
             ledger.workers, make_admission(config.admission), config.admission_patience_s,
             config.admission_wait_s, ledger.pages.errors,
         )  # fmt: skip
         self._ledger, self._pages = ledger, ledger.pages
-        self._planner, self._organs = planner, organs
-        self._stuck_pages = stuck_pages
-        self._unwanted: list[Waiter] = []  # not entered in the tree yet; some may have left
+        self._planner, self._stuck_pages = planner, stuck_pages
+        self._unwanted: dict[Waiter, None] = {}  # not entered in the tree yet
         self._num_changes = 0
         self._spent_at = -1  # version at which a pass left nothing to look at
 
-    def add(self, req: DecodeRequest, *, first: bool = False) -> None:
-        """Queue a request. With `first` it was admitted before: it goes before all others, and its
-        waiting time begins with the next pass.
+    def add(self, req: DecodeRequest, now_s: float, *, first: bool = False) -> None:
+        """Queue a request. With `first` it was admitted before: it goes before all others.
 
         Cost: O(log waiting), and a match where the policy lets requests overtake. Raises what the
         policy raises, with nothing changed.
         """
         worker = self._workers.of(ALONE if req.is_alone else req.prefill)
-        waiter = Waiter(req, self._num_arrivals + 1, worker, first)
+        waiter = Waiter(req, self._num_arrivals + 1, worker, first, now_s)
         # Ranks are the user's code: they come before the first change. One that comes back has no
         # rank: the order among those is by return, which no policy changes.
         if not first:
-            waiter.since_s = req.arrived_s
             if self._policy.overtakes:
-                self._look(waiter, req.arrived_s)
+                self._look(waiter, now_s)
             waiter.rank = self._rank(waiter)
         self._num_arrivals += 1
         self._spent_at = -1
@@ -89,12 +80,10 @@ class Admission(Waiting):
         available = self._pages.available_pages
         self._enter(waiter, available if req.max_pages <= available else self.most_pages)
         if self._pages.caching and req.request.cacheable:
-            self._unwanted.append(waiter)
-        # `add` is not given the time where a request comes back, so the next pass stamps it.
-        if first:
-            self._unstamped.append(waiter)
-        elif req.request.deadline_s is None:  # else the scheduler has its deadline
-            self._late.wake(req, req.arrived_s + self._timeout_s)
+            self._unwanted[waiter] = None
+        # Its own deadline_s was for its KV to come the first time.
+        if req.request.deadline_s is None or req.committed_s is not None:
+            self._late.wake(req, now_s + self._timeout_s)
 
     def match_of(self, req: DecodeRequest) -> MatchResult | None:
         """Return the last match of a request; matched now if there is none."""
@@ -109,12 +98,9 @@ class Admission(Waiting):
         waiter = self._waiters[req]
         self._exit(waiter)
         self._late.forget(req)
-        if waiter.want > 0:
+        self._unwanted.pop(waiter, None)
+        if waiter.want:
             self._pages.cache.unwant(waiter.want)
-        # It may still be in `_unwanted`, where this mark makes `_enter_wants` pass over it.
-        waiter.want = LEFT
-        if self._unwanted and self._unwanted[-1] is waiter:
-            self._unwanted.pop()
 
     def move(self, req: DecodeRequest, prefill: str) -> None:
         """Let a request wait for another worker. It keeps its place in time."""
@@ -136,8 +122,6 @@ class Admission(Waiting):
     def expired(self, now_s: float) -> list[tuple[DecodeRequest, str]]:
         """Return the requests that have waited too long, each with the reason in words. They still
         have to be removed. O(1) if there are none."""
-        if self._unstamped:
-            self._stamp(now_s)
         if self._late.next_s > now_s:
             return []
         # The reasons are read before any is removed: they name what holds the pages now.
@@ -147,8 +131,7 @@ class Admission(Waiting):
         """Describe in words for what a request has waited, and how long."""
         waiter = self._waiters[req]
         worker, windows = waiter.worker, self._pages.windows
-        since_s = now_s if waiter.since_s is None else waiter.since_s
-        waited = f"waited {now_s - since_s:.3f} s for"
+        waited = f"waited {now_s - waiter.since_s:.3f} s for"
         # From the most particular reason to the general one.
         if waiter.blocked_by == PAGES:
             pages = f"{req.max_pages} of the pool's {self._pages.num_pages} pages"
@@ -166,9 +149,9 @@ class Admission(Waiting):
 
     # --- pages that can come back -----------------------------------------------------------------
 
-    def unproved(self) -> Unproved:
-        """Count the pages that no running request gives back. O(workers, and requests that the
-        device is busy with); where a worker does not answer, also O(flights)."""
+    def unproved(self) -> dict[str, int]:
+        """Count the pages that no running request gives back, by reason. O(workers, and requests
+        that the device is busy with); where a worker does not answer, also O(flights)."""
         pages, away, releases = self._pages.allocator, 0, Releases()
         # A prefill worker that does not answer may keep its flights open, and their pages, without
         # limit. Both counts share `releases`, since a prefix with two locks comes back only with
@@ -179,24 +162,19 @@ class Admission(Waiting):
                     away += flight.pages.num_own + releases.end(flight.pages.lock)
         stuck = self._stuck_pages(releases)
         if held := pages.held_pages + pages.quarantined_pages:
-            held -= sum(source.held_pages for source in self._organs)
-        return Unproved(held, away, stuck)
+            back = [key for source in self._ledger.organs for key in source.held_by]
+            held -= sum(pages.held_by(key).size for key in back)
+        return {HELD: held, AWAY: away, STUCK: stuck}
 
     @property
     def most_pages(self) -> int:
         """Pages that a single waiting request can come to have at most."""
-        return self._pages.num_pages - sum(self.unproved())
+        return self._pages.num_pages - sum(self.unproved().values())
 
     def _why_unproved(self) -> str:
-        held, away, stuck = self.unproved()
-        of = ", ".join(self._workers.owners())
-        parts = [
-            (held, "are held for failed rooms until it is proved that nothing writes them"),
-            (away, "are promised to prefill workers that do not answer"),
-            (stuck, "wait for a device event that has raised"),
-        ]
-        missing = "; ".join(f"{num} {what}" for num, what in parts if num)
-        if of and (held or away):
+        unproved, of = self.unproved(), ", ".join(self._workers.owners())
+        missing = "; ".join(f"{num} {why}" for why, num in unproved.items() if num)
+        if of and (unproved[HELD] or unproved[AWAY]):
             missing += f"; prefill workers that have pages in their power: {of}"
         return missing
 
@@ -210,20 +188,18 @@ class Admission(Waiting):
         pages = self._pages
         # At most `MAX_WANTS` per call, which bounds the cost of a pass; the rest follow with later
         # passes.
-        for waiter in self._unwanted[:MAX_WANTS]:
-            if waiter.want == NOT_ENTERED:
-                match = self.match_of(waiter.req)  # of what it may share: a look goes on from it
-                assert match is not None
-                waiter.want = pages.cache.want(match)
-        del self._unwanted[:MAX_WANTS]
+        for waiter in list(islice(self._unwanted, MAX_WANTS)):
+            match = self.match_of(waiter.req)  # of what it may share: a look goes on from it
+            assert match is not None
+            waiter.want = pages.cache.want(match)
+            del self._unwanted[waiter]
 
     def check_invariants(self) -> None:
         super().check_invariants()
         waiters = [one for one in self._waiters.values() if one.req.request.cacheable]
         laws = {
             "what waits is wanted, or not entered yet": not self._pages.caching
-            or {one for one in waiters if one.want == NOT_ENTERED}
-            == {one for one in self._unwanted if one.want != LEFT},
+            or {one for one in waiters if not one.want} == {*self._unwanted},
             "only what waits here is wanted": self._pages.cache.num_wants
             == sum(one.want > 0 for one in waiters),
         }
@@ -257,8 +233,7 @@ class Admission(Waiting):
         # Before an eviction the tree has to know what the others wait for, or it evicts just that.
         elif self._unwanted and plan.num_taken > pages.allocator.free_pages:
             # Its own match is about to be locked, so it needs no protection.
-            if waiter.want == NOT_ENTERED:
-                waiter.want = LEFT
+            self._unwanted.pop(waiter, None)
             self._enter_wants()
         return plan
 
@@ -268,7 +243,7 @@ class Admission(Waiting):
         """Make a pass: yield each plan that fits, or for which there is no source. The caller takes
         what it says, or ends its request, before it goes on. Where a user's policy fails, a request
         keeps its rank."""
-        self._now_s = now_s
+        self._note_overdue(now_s)
         if len(self._waiters) > 1:
             # Something has changed since the last pass: forget what that one had found out, and let
             # those aside return that now have prospects, before anything is tried.
@@ -305,9 +280,11 @@ class Admission(Waiting):
 
     def _in_order(self, now_s: float) -> Iterator[Plan]:
         pages, any_taken = self._pages, False
+        self._turns()  # so that all have a place
+        self._note_overdue(now_s)
         # 1. Requests that nothing may overtake, one after the other. The first that does not fit,
         # and does not step aside, ends the pass: all that comes behind it waits for it.
-        while (first := self._first_of_all(now_s)) is not None and pages.can_open:
+        while (first := self._first_of_all()) is not None and pages.can_open:
             plan = None
             if first.seen_at != self._version:
                 plan = self._plan(first, self._look(first, now_s), now_s)
@@ -318,34 +295,23 @@ class Admission(Waiting):
                 self._spent_at = self._version
                 return
         # 2. Then the policy's order decides. Each round searches from the front again: `_renew` may
-        # reorder, and an admission leaves less space for all the others. Looks that admit nothing
-        # count down, so that a pass is bounded.
-        looks = MAX_LOOKS
-        while looks and self.may_admit and (waiter := self._next_that_may_fit()) is not None:
+        # reorder, and an admission leaves less space for all the others. An estimate that is too
+        # high gets no look so, however wrong it has become: looks that are left go to the oldest
+        # ones, unless an admission changes what they would get. Looks that admit nothing count
+        # down, so that a pass is bounded.
+        looks, oldest = MAX_LOOKS, self._oldest_looks()
+        while looks and self.may_admit:
+            waiter = self._next_that_may_fit() or (None if any_taken else next(oldest, None))
+            if waiter is None:
+                break
             look = self._look(waiter, now_s)
-            if self._renew(waiter) and self._next_that_may_fit() is not waiter:
-                looks -= 1  # its new estimate ranks it behind another
-            elif (plan := self._plan(waiter, look, now_s)) is not None:
+            is_behind = self._renew(waiter) and self._next_that_may_fit() is not waiter
+            # Its new estimate may rank it behind another.
+            if is_behind or (plan := self._plan(waiter, look, now_s)) is None:
+                looks -= 1
+            else:
                 any_taken = True
                 yield plan
-            else:
-                looks -= 1
-        # 3. An estimate that is too high gets no look above, however wrong it has become. So the
-        # looks that are left go to the oldest ones, one per line and round. An admission may take
-        # the last row, and changes what the others would get: so it ends the pass.
-        workers = self._turns() if self.may_admit else []
-        while looks > 0 and workers and not any_taken:
-            oldest: list[Waiter] = [next(iter(worker.looks)) for worker in workers if worker.looks]
-            old = [waiter for waiter in oldest if waiter.seen_at != self._version]
-            looks, workers = looks - len(old), [waiter.worker for waiter in old]
-            for waiter in old:
-                # The look moves it to the end of `looks`, so the next round takes the next oldest.
-                look = self._look(waiter, now_s)
-                self._renew(waiter)
-                if (plan := self._plan(waiter, look, now_s)) is not None:
-                    any_taken = True
-                    yield plan
-                    break
         # After an admission the next pass looks again: others may join the flight that has just
         # started.
         if not any_taken and pages.can_open:
@@ -363,6 +329,15 @@ class Admission(Waiting):
             ):
                 return waiter
         return None
+
+    def _oldest_looks(self) -> Iterator[Waiter]:
+        """Iterate over those with the oldest looks, one of each line a round."""
+        # A look moves it to the end of its line, so the next round takes the next oldest.
+        lines = [worker.line for worker in self._turns()]
+        while lines := [one for one in lines if one and next(iter(one)).seen_at != self._version]:
+            for line in lines:
+                if line:
+                    yield next(iter(line))
 
     @property
     def _version(self) -> int:

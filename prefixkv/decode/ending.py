@@ -13,15 +13,14 @@ still read or write of an ended request is kept until its event.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from operator import attrgetter
 from typing import Final, NamedTuple
 
 from prefixkv.cache.results import Releases
-from prefixkv.decode.flights import Flight, Release, Source
+from prefixkv.decode.flights import Flight, Release
 from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.request import CUT_SHORT, DecodeRequest, DecodeState
-from prefixkv.decode.rooms import Rooms
 from prefixkv.errors import AbortedError
 from prefixkv.pages.manager import RequestPages
 from prefixkv.pages.requests import AllOf, BrokenEvent, still_pending
@@ -39,26 +38,26 @@ class End(NamedTuple):
     keep_tokens: int | None = None  # of its key: what follows is not cached
 
 
+class _Untold:
+    """In place of an event, until the engine names one by `pop_failed`."""
+
+    def query(self) -> bool:
+        return False
+
+
+UNTOLD: Final = _Untold()
+
+
 class Ending:
-    """Owned by the scheduler's thread.
+    """Owned by the scheduler's thread. `ask_again` queues a request that has lost what it waited
+    for, or was retracted."""
 
-    Args:
-        sources: besides prefill.
-        ask_again: queues a request that has lost what it waited for, or was retracted.
-    """
-
-    def __init__(
-        self, ledger: Ledger, sources: Sequence[Source], rooms: Rooms,
-        ask_again: Callable[[DecodeRequest], None],
-    ) -> None:  # fmt: skip
+    def __init__(self, ledger: Ledger, ask_again: Callable[[DecodeRequest], None]) -> None:
         self._ledger, self._pages = ledger, ledger.pages
-        self._sources, self._rooms = sources, rooms
         self._ask_again = ask_again
-        self._waiting: list[tuple[DeviceEvent, End]] = []
+        self._waiting: dict[DecodeRequest, tuple[DeviceEvent, End]] = {}
         # By session: tokens that other sessions begin with, as it has said.
         self._shared: dict[tuple[Hashable, str], int] = {}
-        # Failed while the engine wrote their pages: the next `pop_failed` says when it is done.
-        self.left: list[DecodeRequest] = []
 
     # --- flights ----------------------------------------------------------------------------------
 
@@ -79,11 +78,11 @@ class Ending:
         # The flight keeps the pages and the lock, and nothing that the request has saved. It lets
         # go of them first, so that they have one owner at any time; the room number has to outlive
         # the request.
-        self._dropped(flight.owner)
+        self._ledger.own.dropped(flight.owner)
         flight.owner.pages_held = None
         self._ledger.flights.disown(flight)
         if flight.is_open:
-            self._rooms.await_drained(flight.room_key)
+            self._ledger.rooms.await_drained(flight.room_key)
 
     def cancel(self, flight: Flight, error: Exception | None) -> None:
         """End a flight: abort its room with `error`; None: it has failed. Its owner stays for the
@@ -111,7 +110,7 @@ class Ending:
         if release is Release.AFTER_DEVICE:
             return
         if owner is not None:
-            self._dropped(owner)
+            self._ledger.own.dropped(owner)
             owner.pages_held = None
         if release is Release.HOLD:
             self._pages.hold(flight.pages, flight.room_key)
@@ -123,11 +122,17 @@ class Ending:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    def __contains__(self, req: object) -> bool:
+        return req in self._waiting
+
     def requests(self) -> list[DecodeRequest]:
         """Return the requests that have ended, or were retracted, and hold pages. Any thread may
         call it."""
-        # Copied first, in one step: the scheduler's thread may append meanwhile.
-        return [*(end.req for _, end in self._waiting.copy()), *self.left.copy()]
+        return list(self._waiting)
+
+    def untold(self) -> list[DecodeRequest]:
+        """Return the requests that failed while the engine wrote their pages."""
+        return [req for req, (event, _) in self._waiting.items() if event is UNTOLD]
 
     def holders(self) -> list[tuple[str, RequestPages]]:
         """Return what holds pages beside live requests, by name. Any thread may call it."""
@@ -139,7 +144,7 @@ class Ending:
     def coming_pages(self, releases: Releases) -> int:
         """Count the pages that come back by themselves. `releases` collects the locks that end with
         them."""
-        coming = sum(source.coming_pages(releases) for source in self._sources)
+        coming = sum(source.coming_pages(releases) for source in self._ledger.organs)
         return coming + self.num_pages(releases)
 
     def num_pages(self, releases: Releases, is_broken: bool = False) -> int:
@@ -147,7 +152,7 @@ class Ending:
         since nothing proves that they do."""
         held = [
             end.req.pages_held
-            for event, end in self._waiting
+            for event, end in self._waiting.values()
             if isinstance(event, BrokenEvent) is is_broken
         ]
         return sum(pages.num_own + releases.end(pages.lock) for pages in held if pages is not None)
@@ -159,32 +164,28 @@ class Ending:
         event has to be done too. Where that has raised, a later one counts.
         """
         req = end.req
-        if req.state in CUT_SHORT and req.unwritten is not None:
+        if req.state in CUT_SHORT and req.unwritten is not None and after is not UNTOLD:
             unwritten = still_pending(req.unwritten, self._pages.errors)
             if after is None or unwritten is None:
                 after = after or unwritten
             elif not isinstance(unwritten, BrokenEvent):
                 after = AllOf(after, unwritten)
         if after is not None:
-            self._waiting.append((after, end))
+            self._waiting[req] = after, end
         else:
             self._release(end, now_s)
 
     def release(self, now_s: float) -> None:
         """Release what the device is done with. O(requests that wait for it)."""
-        if not self._waiting:
-            return
-        # A fresh list, since `_release` may queue a request again, and `still_pending` runs the
-        # user's code.
-        waiting, self._waiting = self._waiting, []
-        for event, end in waiting:
+        for event, end in list(self._waiting.values()):
             if (left := still_pending(event, self._pages.errors)) is None:
                 self._release(end, now_s)
             else:
-                self._waiting.append((left, end))
+                self._waiting[end.req] = left, end
 
     def _release(self, end: End, now_s: float) -> None:
         req, continues, keep_tokens = end
+        self._waiting.pop(req, None)
         # 1. A request that finished, or was retracted, leaves its whole pages to the cache; one
         # that was aborted or has failed, also since it was retracted, leaves nothing (law 10).
         if req.pages_held is not None:
@@ -198,15 +199,14 @@ class Ending:
                     continues=continues,
                     shared_tokens=keep,
                     keep_tokens=keep_tokens,
-                    on_cached=(lambda: self._leaving(req)) if self._sources else None,
+                    on_cached=lambda: self._ledger.own.leaving(req),
                 )
                 # Behind the device's work, so that no copy reads what is still to be written.
-                if self._sources:
-                    key = req.key if keep_tokens is None else req.key.prefix(keep_tokens)
-                    for source in self._sources:
-                        source.left(req.request, key, now_s, continues, keep)
+                key = req.key if keep_tokens is None else req.key.prefix(keep_tokens)
+                for source in self._ledger.organs:
+                    source.left(req.request, key, now_s, continues, keep)
             else:
-                self._dropped(req)
+                self._ledger.own.dropped(req)
                 self._pages.drop(req.pages_held)
             req.pages_held = req.unwritten = None
         # 2. Only now may a retracted request queue again: it must hold nothing, and the next match
@@ -223,11 +223,3 @@ class Ending:
             if len(self._shared) > _MOST_SESSIONS:
                 del self._shared[next(iter(self._shared))]
         return most
-
-    def _leaving(self, req: DecodeRequest) -> None:
-        for source in self._sources:
-            source.leaving(req)
-
-    def _dropped(self, req: DecodeRequest) -> None:
-        for source in self._sources:
-            source.dropped(req)

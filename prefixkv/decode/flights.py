@@ -20,12 +20,12 @@ import math
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations, pairwise
+from itertools import pairwise
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from prefixkv.cache.events import EventFeed
-from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey, common_pages
+from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey, Starts, common_pages
 from prefixkv.cache.results import MatchResult, PrefixLock, Releases
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.errors import RequestError, check_laws
@@ -34,9 +34,6 @@ from prefixkv.paging import Pages
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.request import DeviceEvent, Request
 from prefixkv.settings import Continues
-
-StartKey: TypeAlias = tuple[Hashable, int, bytes]
-"""A namespace, the page number at which a flight begins, and the packed tokens of that page."""
 
 
 class Release(enum.Enum):
@@ -82,6 +79,7 @@ class Source:
     sends = False  # over a link that others share, in pages that a peer writes
     brings_pages_only = False  # and no token to go on with: something else has to come behind it
     outlives_request = True  # goes on for those that joined, when the request ends
+    is_own = False  # the engine computes it: it has the calls that are for that
     fails_over = False  # brings what a prefill worker that does not answer was to send
     asks_late = False  # the engine submits a request to prefill once `pop_needs_prefill` returns it
 
@@ -92,9 +90,6 @@ class Source:
     def is_best(self, need: Need, segment: Segment) -> bool:
         """Tell whether this way, which another could take the place of, is to be taken."""
         return True
-
-    def opening(self, req: DecodeRequest, segment: Segment) -> None:
-        """The pages of a request are taken next."""
 
     def begin(self, flight: Flight, segment: Segment, now_s: float) -> None:
         """Bring a flight, whose pages are taken."""
@@ -129,18 +124,6 @@ class Source:
         """Return requests that would wait for ever, at the beginning of a pass."""
         return ()
 
-    def stepped(self, reqs: Sequence[DecodeRequest], now_s: float) -> None:
-        """The engine has appended tokens."""
-
-    def committed(self, req: DecodeRequest, flight: Flight) -> None:
-        """A request's KV is whole in the tree, under its lock."""
-
-    def leaving(self, req: DecodeRequest) -> None:
-        """A request's pages are in the tree, and its lock ends next."""
-
-    def dropped(self, req: DecodeRequest) -> None:
-        """A request's pages, or those of its flight, go elsewhere than to the tree."""
-
     def left(
         self, request: Request, key: RadixKey, now_s: float, continues: Continues, keep_tokens: int
     ) -> None:
@@ -172,11 +155,6 @@ class Source:
         return 0
 
     @property
-    def held_pages(self) -> int:
-        """Pages of flights that have ended, which the source gives back by itself."""
-        return 0
-
-    @property
     def wake_s(self) -> float:
         """When `new_pass` has something to do, at the latest."""
         return math.inf
@@ -192,14 +170,30 @@ class Source:
 
     @property
     def held_by(self) -> set[RoomKey]:
-        """Keys of flights that have ended, and hold `held_pages`."""
+        """Keys of flights that have ended, and hold pages, which the source gives back."""
         return set()
 
     def check_invariants(self, requests: Sequence[DecodeRequest]) -> None:
         """Check the source's own laws, and those of the requests that hold pages. Raises
         InternalError."""
 
-    # Calls of the engine, for what it is to bring itself: see `DecodeScheduler`.
+    # Of the source that the engine computes for (`is_own`): what it hears of, and the calls, for
+    # which see `DecodeScheduler`.
+
+    def opening(self, req: DecodeRequest, segment: Segment) -> None:
+        """The pages of a request are taken next."""
+
+    def stepped(self, reqs: Sequence[DecodeRequest], now_s: float) -> None:
+        """The engine has appended tokens."""
+
+    def committed(self, req: DecodeRequest, flight: Flight) -> None:
+        """A request's KV is whole in the tree, under its lock."""
+
+    def leaving(self, req: DecodeRequest) -> None:
+        """A request's pages are in the tree, and its lock ends next."""
+
+    def dropped(self, req: DecodeRequest) -> None:
+        """A request's pages, or those of its flight, go elsewhere than to the tree."""
 
     def most_alone(self) -> int:
         """Return the most tokens that it brings of a request without prefill; -1: none."""
@@ -258,7 +252,6 @@ class Flight:
     number: int = 0
     is_open: bool = True  # until its pages are here, or its source has given up
     is_ahead: bool = False  # nothing waits for it yet
-    start_key: StartKey | None = None  # key in `Flights._by_start`; None: may not be joined
     waiters: dict[Flight, None] = field(default_factory=dict)  # flights that joined, oldest first
 
     def __repr__(self) -> str:
@@ -276,11 +269,9 @@ class Flights:
 
     def __init__(self, page_size: int) -> None:
         self._page_bytes = page_size * TOKEN_BYTES
+        self.starts: Starts[Flight] = Starts(page_size)  # of those that may be joined
         self._flights: dict[Flight, None] = {}
         self._by_owner: dict[DecodeRequest, Flight] = {}
-        # By where a flight begins and the page it begins with. The pages before may differ, so each
-        # is a list.
-        self._by_start: dict[StartKey, list[Flight]] = {}
         self.complete: deque[Flight] = deque()  # those to be committed, in order
         self._count = 0
 
@@ -312,33 +303,15 @@ class Flights:
         the last one, which waits for those before, is returned.
         """
         found, end = None, start_pages
-        if not self._by_start:
+        if not self.starts:
             return found, end
-        data, page_bytes = key.data, self._page_bytes
-        while True:
-            page = data[end * page_bytes : (end + 1) * page_bytes]
-            bucket = self._by_start.get((key.namespace, end, page))
-            # Also where the key ends: no flight begins with a partial page.
-            if bucket is None:
-                return found, end
-            for flight in bucket:
-                if common := self._common_pages(flight, data, end):
-                    found, end = flight, common
-                    # No other flight of this bucket can match: it would have joined this one.
-                    break
-            else:
-                return found, end
-
-    def _common_pages(self, flight: Flight, data: bytes, start: int) -> int:
-        """Return where `data` and a flight part from `start` on; 0 if before the end of the
-        flight's first page."""
-        page_bytes = self._page_bytes
-        flight_data = flight.key.data
-        # The key compares one page only; the pages before it may differ, and then the KV does.
-        if not data.startswith(memoryview(flight_data)[: (start + 1) * page_bytes]):
-            return 0
-        high = min(flight.end_pages, len(data) // page_bytes)
-        return common_pages(data, flight_data, start + 1, high, page_bytes)
+        # No two that begin alike have the same first page: the other would have joined the first.
+        # Also where the key ends: no flight begins with a partial page.
+        while (flight := next(self.starts.at(key, end), None)) is not None:
+            high = min(flight.end_pages, len(key.data) // self._page_bytes)
+            found = flight
+            end = common_pages(key.data, flight.key.data, end + 1, high, self._page_bytes)
+        return found, end
 
     # --- the life of a flight ---------------------------------------------------------------------
 
@@ -351,11 +324,8 @@ class Flights:
         if flight.joined is not None:
             flight.joined.waiters[flight] = None
         # It can be found only if it brings a whole page: a partial one is never shared.
-        start, page_bytes = flight.start_pages, self._page_bytes
-        if shareable and start < flight.end_pages:
-            first_page = flight.key.data[start * page_bytes : (start + 1) * page_bytes]
-            flight.start_key = start_key = flight.key.namespace, start, first_page
-            self._by_start.setdefault(start_key, []).append(flight)
+        if shareable and flight.start_pages < flight.end_pages:
+            self.starts.add(flight, flight.key, flight.start_pages)
 
     def arrived(self, flight: Flight) -> None:
         """Note that a flight's pages are here."""
@@ -416,8 +386,7 @@ class Flights:
         # What arrives later is of the old weights: a request that came after the flush must not
         # join it.
         for flight in self._flights:
-            flight.start_key = None
-        self._by_start.clear()
+            self.starts.discard(flight)
         gone = [one for one in self._flights if one.joined is not None or one.owner is None]
         return self._cut(gone, [*self._flights])
 
@@ -440,21 +409,14 @@ class Flights:
             del self._by_owner[flight.owner]
         if not flight.is_open and flight in self.complete:
             self.complete.remove(flight)
-        if flight.start_key is not None:
-            bucket = self._by_start[flight.start_key]
-            bucket.remove(flight)
-            if not bucket:
-                del self._by_start[flight.start_key]
-            flight.start_key = None
+        self.starts.discard(flight)
 
     # --- checks -----------------------------------------------------------------------------------
 
     def check_invariants(self) -> None:
         """Raise InternalError if a law of the flights or of the index is broken."""
         flights, page_bytes = self._flights, self._page_bytes
-        keys = {
-            flight: start_key for start_key, bucket in self._by_start.items() for flight in bucket
-        }
+        self.starts.check_invariants({one: (one.key, one.start_pages) for one in flights})
         laws = {
             "numbers count up, so that nothing waits for itself": all(
                 a.number < b.number for a, b in pairwise(flights)
@@ -462,11 +424,8 @@ class Flights:
             "only owners have a flight": len(self._by_owner)
             == sum(flight.owner is not None for flight in flights),
             "no two begin alike": all(
-                not one.key.data.startswith(other.key.data[: (other.start_pages + 1) * page_bytes])
-                for bucket in self._by_start.values()
-                for one, other in combinations(bucket, 2)
+                [*self.starts.at(one.key, one.start_pages)] == [one] for one in self.starts
             ),
-            "what is found is on its way": keys.keys() <= flights.keys(),
             "what has arrived and waits for nothing is complete": sorted(
                 id(flight) for flight in flights if self.is_complete(flight)
             )
@@ -496,12 +455,5 @@ class Flights:
                 ),
                 "an owner's pages are the flight's": owner is None
                 or (owner.pages_held is flight.pages and self.of(owner) is flight),
-                "a flight begins where it is found": flight.start_key == keys.get(flight)
-                and flight.start_key
-                in (None, (key.namespace, flight.start_pages, _page(flight, page_bytes))),
             }
             check_laws(laws, flight, list(flights))
-
-
-def _page(flight: Flight, page_bytes: int) -> bytes:
-    return flight.key.data[flight.start_pages * page_bytes :][:page_bytes]

@@ -20,17 +20,13 @@ from prefixkv.paging import pages_for
 class BatchGrowth:
     """Pages for what running requests write next. Owned by the scheduler's thread."""
 
-    def __init__(
-        self, ledger: Ledger, ending: Ending, requests: Mapping[str, DecodeRequest]
-    ) -> None:
-        self._pages, self._budget, self._journal = ledger.pages, ledger.budget, ledger.journal
-        self._ending = ending
-        self._requests = requests
+    def __init__(self, ledger: Ledger, ending: Ending) -> None:
+        self._ledger, self._pages, self._ending = ledger, ledger.pages, ending
         self._batch: list[DecodeRequest] = []  # of the last step: of this node, each once
 
     def running(self) -> Iterator[DecodeRequest]:
         """Iterate over the requests that run, the oldest first."""
-        return (req for req in self._requests.values() if req.state in CAN_RUN)
+        return (req for req in self._ledger.requests.values() if req.state in CAN_RUN)
 
     def for_next_token(self, reqs: Sequence[DecodeRequest], num_tokens: int, now_s: float) -> bool:
         """Give each running request the page for one more token, if it needs one. Returns True if
@@ -61,7 +57,7 @@ class BatchGrowth:
         except (TypeError, AttributeError):  # what lacks these is no request
             raise _no_requests(reqs) from None
         for req in due:
-            self._check_in_batch(req)
+            check_own(req, DecodeRequest, self._pages)
         if not is_known:
             self._batch = list(reqs)  # one of another node was due, and was refused
         if not due:
@@ -76,7 +72,7 @@ class BatchGrowth:
         for req in running:
             if req.state is not DecodeState.RUNNING:  # it gets its first token
                 req.become(DecodeState.RUNNING)
-                self._journal.runs(req, now_s)
+                self._ledger.journal.runs(req, now_s)
             req.output_limit = req.most_output
         return len(running) < len(due)
 
@@ -87,7 +83,7 @@ class BatchGrowth:
             if len(set(reqs)) != len(reqs):
                 raise RequestError("a request is named twice")
             for req in reqs:
-                self._check_in_batch(req)
+                check_own(req, DecodeRequest, self._pages)
         except (TypeError, AttributeError):  # what lacks these is no request
             raise _no_requests(reqs) from None
         for group in self._pages.windows:
@@ -103,7 +99,8 @@ class BatchGrowth:
                 req.output_limit = req.most_output
 
     def _running_of(self, reqs: Sequence[DecodeRequest]) -> list[DecodeRequest]:
-        """Leave out what was cut short. Raises RequestError for another that does not run."""
+        """Leave out what was cut short: the engine may have sampled before it could hear of that.
+        Raises RequestError for another that does not run."""
         for req in reqs:
             if req.state not in CAN_RUN and req.state not in CUT_SHORT:
                 raise RequestError(f"request {req.rid!r} is {req.state.value}, it does not run")
@@ -131,7 +128,7 @@ class BatchGrowth:
         # pages move from what remains to what is private.
         while missing:
             pages.grow_many([req.pages_held for req in missing if req.pages_held], now_s)
-            self._budget.grow_many([req.rid for req in missing])
+            self._ledger.budget.grow_many([req.rid for req in missing])
             missing = {req: left - 1 for req, left in missing.items() if left > 1}
         # 3. No page more in a window group: what has fallen out of the window is written again.
         for req, kv_len in lengths if pages.windows else ():
@@ -160,13 +157,6 @@ class BatchGrowth:
                 missing -= req.pages_held.num_own + releases.end(req.pages_held.lock)
         free, evictable = pages.allocator.free_pages, pages.cache.evictable_pages
         return OutOfPagesError(needed, free, evictable, tuple(retract))
-
-    def _check_in_batch(self, req: DecodeRequest) -> None:
-        check_own(req, DecodeRequest, self._pages)
-        # One that was cut short is no error of the engine's: it may have sampled before it could
-        # hear of that. Any other that is gone from here is.
-        if self._requests.get(req.rid) is not req and req.state not in CUT_SHORT:
-            raise RequestError(f"request {req.rid!r} is {req.state.value}, it does not run here")
 
 
 def _no_requests(reqs: object) -> RequestError:

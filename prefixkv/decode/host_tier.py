@@ -609,6 +609,7 @@ class HostSource(MeasuringSource):
         pages = np.frombuffer(packed, np.int32)
         flight.room_key = self.tier.load(found, flight.key, pages, now_s)
         self._open[flight.room_key] = flight
+        self._ledger.journal.counters["host_hit_tokens"] += segment.end - segment.start
 
     def give_up(self, flight: Flight, error: Exception | None) -> Release:
         self._open.pop(flight.room_key, None)
@@ -743,10 +744,6 @@ class HostSource(MeasuringSource):
 
     def coming_pages(self, releases: Releases) -> int:
         return self.tier.held_pages + sum(map(releases.end, self.tier.pins))
-
-    @property
-    def held_pages(self) -> int:
-        return self.tier.held_pages
 
     @property
     def is_idle(self) -> bool:

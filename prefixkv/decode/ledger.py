@@ -3,14 +3,15 @@ and the moves that need more than one of these."""
 
 from __future__ import annotations
 
-import heapq
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 
-from prefixkv.decode.flights import Flight, Flights
-from prefixkv.decode.journal import DecodeJournal
-from prefixkv.decode.request import DecodeRequest
-from prefixkv.decode.workers import Workers
-from prefixkv.errors import InternalError
+from prefixkv.config import DecodeConfig
+from prefixkv.decode.flights import Flight, Flights, Source
+from prefixkv.decode.request import DecodeJournal, DecodeRequest
+from prefixkv.decode.rooms import Rooms
+from prefixkv.decode.waiting import Workers
+from prefixkv.errors import check_laws
 from prefixkv.pages.manager import PageManager
 from prefixkv.paging import pages_for
 
@@ -32,7 +33,7 @@ class PreallocBudget:
     pages count as 0; else several such requests could run with no page left.
 
     A page that is taken moves from `remaining` to `private`. So their sum is constant while a
-    request runs, and a heap with lazy deletion gives the maximum.
+    request runs, and a sorted list gives the maximum.
     """
 
     def __init__(self, reserve_pages: int) -> None:
@@ -43,12 +44,11 @@ class PreallocBudget:
         self._private: dict[str, int] = {}  # private pages of each admitted request
         # Remaining + private of each admitted request: constant while it runs.
         self._reach: dict[str, int] = {}
-        # A heap of (-reach, rid), which also has entries of requests that have ended.
-        self._largest: list[tuple[int, str]] = []
+        self._reaches: list[int] = []  # the same, ascending
 
     def start(self, rid: str, remaining_pages: int, private_pages: int) -> None:
         """Count a request that may grow by `remaining_pages`; retracting it frees `private_pages`.
-        O(log active).
+        O(log active), but for a move of as many numbers.
 
         Called when it is admitted (with `private_pages` 0: it cannot be retracted yet), and again
         when its KV is complete.
@@ -61,13 +61,7 @@ class PreallocBudget:
         self._reach[rid] = remaining_pages + private_pages
         self.private_pages += private_pages
         self.reserved_pages += min(self.reserve_pages, remaining_pages)
-        heapq.heappush(self._largest, (-self._reach[rid], rid))
-        if len(self._largest) > 2 * len(self._reach) + 16:
-            # Entries of ended requests are dropped at the top of the heap; below a request that
-            # never ends they would stay. Rebuilt at twice the size, this costs O(1) per call on
-            # average.
-            self._largest = [(-reach, rid) for rid, reach in self._reach.items()]
-            heapq.heapify(self._largest)
+        insort(self._reaches, remaining_pages + private_pages)
 
     def grow_many(self, rids: Sequence[str]) -> None:
         """Count one page more for each of these running requests."""
@@ -82,7 +76,7 @@ class PreallocBudget:
         """Take a request out of the sums. Unknown: no-op."""
         reach = self._reach.pop(rid, None)
         if reach is not None:
-            # Its entry stays in the heap, and is found to be out of date when it gets to the top.
+            del self._reaches[bisect_left(self._reaches, reach)]
             self.version += 1
             private = self._private.pop(rid)
             self.private_pages -= private
@@ -95,12 +89,8 @@ class PreallocBudget:
 
     @property
     def single(self) -> int:
-        """Pages kept for the neediest request. O(1), but for entries of ended requests, each of
-        which is dropped once."""
-        heap = self._largest
-        while heap and self._reach.get(heap[0][1]) != -heap[0][0]:
-            heapq.heappop(heap)
-        return max(0, -heap[0][0] - self.private_pages) if heap else 0
+        """Pages kept for the neediest request."""
+        return max(0, self._reaches[-1] - self.private_pages) if self._reaches else 0
 
     @property
     def kept_back(self) -> int:
@@ -109,32 +99,36 @@ class PreallocBudget:
 
     def check_invariants(self) -> None:
         """Check the sums against the requests that they count. Raises InternalError."""
-        if self.private_pages != sum(self._private.values()):
-            raise InternalError(f"private_pages is {self.private_pages}, admitted: {self._private}")
-        if self._private.keys() != self._reach.keys():
-            raise InternalError(f"{self.active} active, admitted: {self._private}, {self._reach}")
         remaining = [reach - self._private[rid] for rid, reach in self._reach.items()]
-        if self.reserved_pages != sum(min(self.reserve_pages, pages) for pages in remaining):
-            raise InternalError(f"reserved_pages is {self.reserved_pages}, remaining: {remaining}")
-        if max(self._reach.values(), default=0) - self.private_pages > self.single:
-            raise InternalError(f"single is {self.single}, reach: {self._reach}")
+        laws = {
+            "what retracting frees is counted": self.private_pages == sum(self._private.values()),
+            "what is kept for growth is counted": self.reserved_pages
+            == sum(min(self.reserve_pages, pages) for pages in remaining),
+            "the reach of each is known": self._reaches == sorted(self._reach.values()),
+        }
+        check_laws(laws, self._private, self._reach)
 
 
 class Ledger:
-    """The books of one decode rank. Owned by the scheduler's thread.
+    """The books of one decode rank, which its parts share. Owned by the scheduler's thread.
 
-    `reserve_tokens` is space kept for a request's output when it is admitted.
+    `organs` are what brings pages besides prefill, in the order in which it is preferred.
     """
 
     def __init__(
-        self, pages: PageManager, workers: Workers, reserve_tokens: int, weights_version: str
-    ) -> None:
+        self, pages: PageManager, config: DecodeConfig, journal: DecodeJournal, workers: Workers,
+        rooms: Rooms, requests: dict[str, DecodeRequest],
+    ) -> None:  # fmt: skip
         self.pages, self.page_size = pages, pages.page_size
-        self.workers = workers
-        self.reserve_tokens = reserve_tokens
-        self.weights_version = weights_version
-        self.budget = PreallocBudget(pages_for(reserve_tokens, pages.page_size))
-        self.journal = DecodeJournal()
+        self.name = config.name
+        self.journal, self.workers, self.rooms = journal, workers, rooms
+        workers.is_held = pages.allocator.holds
+        self.requests = requests  # all that live, by rid, oldest first
+        self.organs: list[Source] = []
+        self.own = Source()  # of the organs, the one that the engine computes for, if any
+        self.reserve_tokens = config.reserve_tokens  # kept for a request's output
+        self.weights_version = config.model.weights_version
+        self.budget = PreallocBudget(pages_for(config.reserve_tokens, pages.page_size))
         self.flights = Flights(pages.page_size)
         # True where a request has more than pages of the tree: it is sent with each prompt.
         self.has_more = bool(pages.groups)

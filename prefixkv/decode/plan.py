@@ -15,24 +15,30 @@ from typing import NamedTuple
 
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.cache.results import MatchResult
-from prefixkv.decode.flights import Flight, Need, Segment, Source
+from prefixkv.decode.flights import Flight, Need, Release, Segment, Source
 from prefixkv.decode.ledger import Ledger
-from prefixkv.decode.request import DecodeRequest
-from prefixkv.decode.rooms import PrefillSource
+from prefixkv.decode.request import DecodeRequest, PrefillAsk
+from prefixkv.errors import check_laws
 from prefixkv.pages.groups import GroupStart
+from prefixkv.pages.requests import reason_of
 from prefixkv.paging import pages_for
+from prefixkv.protocol.commands import AbortRoom, OpenRoom
+from prefixkv.protocol.ids import RoomKey
+from prefixkv.protocol.messages import Promise
 
 
 class Look(NamedTuple):
-    """What is there of a request's `key`, as far as it may be shared, and what a load would bring.
-    Admitting the request takes `new_pages` at once, besides those of a load; `needed_pages` have to
-    be available, the reserve included; `most_pages` it may come to take."""
+    """What is there of a request's `key`, as far as it may be shared, and what a load would bring:
+    all up to token `start`. Admitting the request takes `new_pages` at once, besides those of a
+    load; `needed_pages` have to be available, the reserve included; `most_pages` it may come to
+    take."""
 
     key: RadixKey
     match: MatchResult | None
     joined: Flight | None
     shared_pages: int
     loads: tuple[Segment, ...]
+    start: int
     new_pages: int
     needed_pages: int
     most_pages: int
@@ -60,17 +66,14 @@ class Plan(NamedTuple):
     def num_taken(self) -> int:
         return self.look.new_pages + self.look.loaded_pages
 
-    def counts(self, page_size: int) -> tuple[int, int, int, int]:
+    def counts(self, page_size: int) -> tuple[int, int, dict[str, int]]:
         """Return what `DecodeJournal.admitted` counts."""
         look, first, last = self.look, self.segments[0], self.segments[-1]
         num_joined = look.shared_pages - (0 if look.match is None else look.match.depth)
         num_sent = pages_for(first.end, page_size) - first.start // page_size
-        return (
-            num_sent if first.source.sends else 0,
-            num_joined * page_size,
-            look.loaded_pages * page_size,
-            0 if last.source.sends else last.end - last.start,
-        )
+        found = *look.loads, *(() if last.source.sends else (last,))
+        brought = {one.source.name: one.end - one.start for one in found}
+        return num_sent if first.source.sends else 0, num_joined * page_size, brought
 
 
 class CachedSource(Source):
@@ -90,18 +93,125 @@ class CachedSource(Source):
         self._ledger.flights.arrived(flight)
 
 
-class Planner:
-    """Makes looks and plans of the sources that there are, and takes what a plan says.
+class PrefillSource(Source):
+    """What a prefill worker computes and sends, into pages that it was promised: a room.
 
-    `organs` are the sources besides `prefill`, in the order in which they are preferred.
+    The organs hear of promises and answers. `asks` are the prompts that the engine submits again,
+    in order.
     """
 
-    def __init__(self, ledger: Ledger, organs: Sequence[Source], prefill: PrefillSource) -> None:
+    name, sends = "sent", True
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self.asks_late = any(source.asks_late for source in ledger.organs)
+        self.open: dict[RoomKey, Flight] = {}
+        self.asks: list[PrefillAsk] = []
+
+    def sent(self, req: DecodeRequest, start: int) -> Segment | None:
+        """Return what it sends: all behind `start`, if it answers."""
+        worker = self._ledger.workers.get(req.prefill)
+        is_open = req.prefill and worker is not None and worker.is_open
+        return Segment(self, start, req.kv_len) if is_open else None
+
+    def may_have(self, req: DecodeRequest) -> bool:
+        """True if prefill may have the present attempt before it is asked for it."""
+        return not self.asks_late and req.generation == req.request.generation
+
+    def begin(self, flight: Flight, segment: Segment, now_s: float) -> None:
+        req, key = flight.owner, flight.room_key
+        assert req is not None
+        # A later attempt: prefill has ended, or never had, the request of this generation.
+        if not self.may_have(req):
+            self.asks.append(PrefillAsk(req, self._ledger.name, segment.end))
+        # Before the command leaves, so that an answer always finds its flight.
+        self.open[key] = flight
+        workers = self._ledger.workers
+        workers.promise(key, workers.of(req.prefill), flight.pages.num_own)
+        for source in self._ledger.organs:
+            source.asked(flight, segment.end, now_s)
+        self._ledger.rooms.commands.append(self._promise(req, flight, segment.end))
+
+    def _promise(self, req: DecodeRequest, flight: Flight, fill_len: int) -> OpenRoom:
+        """Costs a match and a digest, where that is not its whole prompt."""
+        pages, manager = flight.pages, self._ledger.pages
+        end = pages_for(fill_len, manager.page_size)
+        # After some output the tokens to compute are more than the prompt, and without its end they
+        # are fewer, so their digest is another.
+        digest = req.request.digest
+        if fill_len != req.prompt_len:
+            key = req.key if fill_len == len(req.key) else req.key.prefix(fill_len)
+            digest, _ = manager.digest(key, manager.match(key, req.request.cacheable))
+        promise = Promise(
+            *flight.room_key.numbers,
+            fill_len=fill_len,
+            prefix_len=req.prefix_len,
+            pages=manager.table.packed(pages.row, flight.start_pages, end),
+            ticket=self._ledger.rooms.ticket(),
+            digest=digest,
+            weights_version=self._ledger.weights_version,
+            groups=manager.groups.promised(pages.row, end),
+        )
+        return OpenRoom(promise, req.prefill)
+
+    def arrived(self, key: RoomKey, aux: bytes, now_s: float) -> Flight | None:
+        """Note that prefill has sent all that a room was promised for. Return its flight; None if
+        nothing waits for it any more."""
+        # It proves that every write has landed, so the pages leave prefill's share at once.
+        self._ledger.workers.release(key)
+        flight = self.open.pop(key, None)
+        if flight is None:
+            return None
+        journal, rest = self._ledger.journal, flight.rest
+        journal.transferred(flight.prefill, flight.pages.num_own)
+        for source in self._ledger.organs:
+            source.answered(flight, len(flight.key) if rest is None else rest.start, now_s)
+        if flight.owner is not None:
+            flight.owner.aux = aux
+            journal.arrived(flight.owner, "transfer", now_s)
+        if rest is None:
+            self._ledger.flights.arrived(flight)
+        else:
+            flight.source = rest.source
+            rest.source.begin(flight, rest, now_s)
+        return flight
+
+    def give_up(self, flight: Flight, error: Exception | None) -> Release:
+        key = flight.room_key
+        if self.open.pop(key, None) is None:  # it has succeeded: nothing can land
+            return Release.DROP
+        if error is not None:
+            self._ledger.rooms.commands.append(AbortRoom(key, reason_of(error)))
+            self._ledger.journal.transfer_ended(flight.prefill, "aborted")
+        self._ledger.rooms.await_drained(key)
+        for source in self._ledger.organs:
+            source.unanswered(flight)
+        return Release.HOLD
+
+    def check_invariants(self, requests: Sequence[DecodeRequest]) -> None:
+        flights, undrained = self._ledger.flights, self._ledger.rooms.undrained()
+        is_mine = [one for one in flights if one.is_open and one.source is self]
+        laws = {
+            "an open room has a flight, and prefill brings it": self.open
+            == {flight.room_key: flight for flight in is_mine},
+            "the room of a flight without an owner is in use": all(
+                one.owner is not None or one.room_key in undrained for one in is_mine
+            ),
+        }
+        check_laws(laws, self.open)
+        # Pages may be in a worker's power only while a room is open, or failed and not drained.
+        self._ledger.workers.check_invariants(self.open.keys() | undrained)
+
+
+class Planner:
+    """Makes looks and plans of the sources that there are, and takes what a plan says."""
+
+    def __init__(self, ledger: Ledger, prefill: PrefillSource) -> None:
         self._ledger = ledger
         self._prefill = prefill
         self._cached = CachedSource(ledger)
-        self._loads = [source for source in organs if source.brings_pages_only]
-        self._makers = [source for source in organs if not source.brings_pages_only]
+        self._loads = [source for source in ledger.organs if source.brings_pages_only]
+        self._makers = [source for source in ledger.organs if not source.brings_pages_only]
 
     def look(
         self, req: DecodeRequest, known: MatchResult | None, now_s: float, *,
@@ -135,21 +245,20 @@ class Planner:
         new_pages, needed, most = ledger.count(req, shared_pages, unprotected)
         loaded_pages = start // page_size - shared_pages
         new_pages -= loaded_pages
-        return Look(key, match, joined, shared_pages, loads, new_pages, needed, most, loaded_pages)
+        return Look(
+            key, match, joined, shared_pages, loads, start, new_pages, needed, most, loaded_pages
+        )
 
     def plan(
         self, req: DecodeRequest, look: Look, limits: tuple[int, int], now_s: float
     ) -> Plan | None:
         """Plan where a request gets what it lacks: the best way that fits, within the most pages
         needed and the most ever needed. None if none does; not whole if there is no way."""
-        start = (look.shared_pages + look.loaded_pages) * self._ledger.page_size
-        sent = self._prefill.sent(req, start)
+        sent = self._prefill.sent(req, look.start)
         if not self._makers and not req.output:  # there is no choice
             return self._fitting(req, look, (sent,), limits) if sent else Plan(req, look)
-        need = Need(req, look.key, look.match, start, req.kv_len, not req.is_alone, now_s)
-        if req.resumed and (segment := self._cached.reach(need)) is not None:
-            return self._fitting(req, look, (segment,), limits)
-        ways = [segment for source in self._makers if (segment := self._reach(source, need))]
+        need = Need(req, look.key, look.match, look.start, req.kv_len, not req.is_alone, now_s)
+        ways = self._ways(need)
         if not ways and sent is None:
             return Plan(req, look)
         plans = (self._fitting(req, look, (way,), limits) for way in ways)
@@ -160,6 +269,11 @@ class Planner:
         if plan is None or not plan.segments[0].source.is_best(need, plan.segments[0]):
             plan = self._fitting(req, look, self._sent(need, sent), limits) or plan
         return plan
+
+    def _ways(self, need: Need) -> list[Segment]:
+        """Return the ways without prefill."""
+        sources = (self._cached, *self._makers) if need.req.resumed else self._makers
+        return [segment for source in sources if (segment := self._reach(source, need))]
 
     def _reach(self, source: Source, need: Need) -> Segment | None:
         """A source that raises brings nothing from then on; what it raises is said once."""
@@ -178,10 +292,8 @@ class Planner:
         if not self._makers:
             return False
         look = self.look(req, None, now_s, can_ask=False, joins=joins)
-        start = (look.shared_pages + look.loaded_pages) * self._ledger.page_size
-        need = Need(req, look.key, look.match, start, req.kv_len, False, now_s)
-        sources = (self._cached, *self._makers) if req.resumed else self._makers
-        return any(self._reach(source, need) is not None for source in sources)
+        need = Need(req, look.key, look.match, look.start, req.kv_len, False, now_s)
+        return bool(self._ways(need))
 
     def _sent(self, need: Need, segment: Segment) -> tuple[Segment, ...]:
         for source in self._makers:
@@ -194,7 +306,7 @@ class Planner:
     ) -> Plan | None:
         """Return the plan of one way; None if it does not fit."""
         ledger, first = self._ledger, way[0]
-        start = (look.shared_pages + look.loaded_pages) * ledger.page_size
+        start = look.start
         is_found = first.start < look.shared_pages * ledger.page_size or (
             # A last page that is not taken, since a token is sampled from it, may be on its way.
             look.key is not req.key
@@ -207,7 +319,7 @@ class Planner:
             if match is not None and match.depth > depth:
                 match = ledger.pages.match(look.key.prefix(first.start))
             counts = ledger.count(req, depth, 0 if match is None else match.unprotected_pages)
-            look = Look(look.key, match, None, depth, (), *counts, 0)
+            look = Look(look.key, match, None, depth, (), first.start, *counts, 0)
             if not look.fits(limits):
                 return None
         groups = None

@@ -1,4 +1,4 @@
-"""A request on the decode side: its states, its tokens, its pages."""
+"""A request on the decode side: its states, its tokens, its pages, and the journal of its times."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from prefixkv.pages.manager import PageManager
 from prefixkv.pages.requests import PagedRequest
 from prefixkv.paging import pages_for
 from prefixkv.request import DeviceEvent, Request
+from prefixkv.stats import Journal
 
 
 class DecodeState(enum.Enum):
@@ -53,8 +54,8 @@ class DecodeRequest(PagedRequest[DecodeState]):
     """
 
     __slots__ = (
-        "_key", "admitted_s", "aux", "committed_s", "decode_computed_tokens",
-        "first_token_s", "hit_tokens", "host_tokens", "is_alone", "max_new_tokens",
+        "_key", "admitted_s", "aux", "brought", "committed_s",
+        "first_token_s", "hit_tokens", "is_alone", "max_new_tokens",
         "may_load", "new_pages", "output", "output_limit", "prefill", "prompt_len",
         "retractions", "retries", "shared_tokens", "transferred_s", "unwritten",
     )  # fmt: skip
@@ -89,14 +90,14 @@ class DecodeRequest(PagedRequest[DecodeState]):
         self.unwritten: DeviceEvent | None = None
         self.retries = 0
         self.retractions = 0
-        # Its journal (journal.py): when each of these happened first; where the prompt's KV came
+        # Its journal: when each of these happened first; where the prompt's KV came
         # from, as of the last admission before the first token; and what was asked for, in sum.
         self.admitted_s: float | None = None
         self.transferred_s: float | None = None
         self.committed_s: float | None = None
         self.first_token_s: float | None = None
-        self.hit_tokens = self.host_tokens = self.shared_tokens = self.new_pages = 0
-        self.decode_computed_tokens = 0
+        self.hit_tokens = self.shared_tokens = self.new_pages = 0
+        self.brought: dict[str, int] = {}  # tokens, by source; of prefill `new_pages`
 
     def become(self, state: DecodeState) -> None:
         """Raises InternalError if the table does not allow it."""
@@ -185,3 +186,114 @@ class PrefillAsk:
         if end < len(tokens):
             self.known_token = int(tokens[end])
         self.prefill = req.prefill
+
+
+REASONS = ("pages", "transfer", "compute", "flight", "load", "engine", "first_token")
+"""Reasons of a wait; `first_token` is the sum of all."""
+
+
+class DecodeJournal(Journal):
+    """Times and counts, written down by the scheduler as it goes; no entry is made per token.
+
+        arrived -- pages --> admitted -- transfer, or compute --> transferred
+        transferred -- flight, or load --> committed -- engine --> first token
+
+    A request keeps the first time of each. The wait between two is named by its reason. A request
+    that joined no flight has no "flight".
+
+    `counters` count every admission, also after a retraction; `tokens` counts each request once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(REASONS)
+        self.pages_received = 0
+
+    def admitted(
+        self, req: DecodeRequest, now_s: float, new_pages: int, shared_tokens: int,
+        brought: dict[str, int],
+    ) -> None:  # fmt: skip
+        """Prefill is asked for `new_pages`. Of the locked prefix, `shared_tokens` are on their way
+        with another flight; other sources bring tokens by their name."""
+        counters = self.counters
+        counters["admitted"] += 1
+        counters["prompt_tokens"] += req.fill_len
+        counters["skipped_tokens"] += req.prefix_len
+        if shared_tokens:
+            counters["shared_flights"] += 1
+            counters["shared_tokens"] += shared_tokens
+        req.new_pages += new_pages
+        # An attempt that has failed, or was retracted, has brought nothing of the prompt.
+        if req.first_token_s is None:
+            req.hit_tokens = req.prefix_len - shared_tokens
+            req.shared_tokens = shared_tokens
+            req.brought = brought
+        # Counters above are of admissions; what follows is of requests, so a second admission adds
+        # nothing.
+        if req.admitted_s is not None:
+            return
+        req.admitted_s = now_s
+        self.waited("pages", req.arrived_s, now_s)
+        self.found(req.request.key.namespace, req.fill_len, req.hit_tokens, shared_tokens)
+
+    def transferred(self, prefill: str, num_pages: int) -> None:
+        """A prefill worker has sent all that it was asked for."""
+        self.transfer_ended(prefill, "success")
+        self.pages_received += num_pages
+
+    def arrived(self, req: DecodeRequest, reason: str, now_s: float) -> None:
+        """All that a request's own flight brings is there."""
+        if req.transferred_s is None:
+            req.transferred_s = now_s
+            self.waited(reason, req.admitted_s, now_s)
+
+    def committed(self, req: DecodeRequest, now_s: float) -> None:
+        """A request's KV is whole in the tree."""
+        if req.committed_s is not None:
+            return
+        req.committed_s = now_s
+        is_loaded = "loaded" in req.brought
+        if is_loaded or req.shared_tokens:
+            self.waited("load" if is_loaded else "flight", req.transferred_s, now_s)
+
+    def runs(self, req: DecodeRequest, now_s: float) -> None:
+        """The engine has appended a request's first token. No-op after a retraction."""
+        if req.first_token_s is None:
+            req.first_token_s = now_s
+            waits = "loaded" in req.brought or req.shared_tokens
+            self.waited("engine", req.committed_s if waits else req.transferred_s, now_s)
+            self.waited("first_token", req.arrived_s, now_s)
+
+    def ended(self, req: DecodeRequest, now_s: float) -> None:
+        req.ended_s = now_s
+        self.notify_ended(req, now_s)
+
+
+def timeline(req: DecodeRequest, page_bytes: int, page_size: int) -> dict[str, Any]:
+    """Return the history of a request for the log, with fields of this side alone:
+
+    - `host_tokens`: Hit tokens that were loaded from host memory.
+    - `shared_tokens`: Tokens that were on their way with the flight of another request.
+    - `decode_computed_tokens`: Tokens that decode's engine was to compute. This, `hit_tokens`,
+      `host_tokens` and `shared_tokens` are of the last admission before the first token.
+    - `output_tokens`: Tokens that were generated.
+    - `asked_bytes`: KV that prefill was asked for.
+    - `retractions`: How often its pages were taken back.
+    - `retries`: How often prefill was asked again after a failure.
+    - `admitted_s`: Its pages are taken and prefill is told. The wait before it is for pages.
+    - `transferred_s`: Its own KV is here.
+    - `committed_s`: All its KV is in the tree.
+    - `first_token_s`: The engine appended a token.
+    """
+    found = {
+        "prompt_tokens": req.prompt_len,
+        "hit_tokens": req.hit_tokens,
+        "host_tokens": req.brought.get("loaded", 0),
+        "shared_tokens": req.shared_tokens,
+        "decode_computed_tokens": req.brought.get("computed", 0),
+        "output_tokens": len(req.output),
+        "asked_bytes": req.new_pages * page_bytes,
+        "skipped_bytes": (req.hit_tokens + req.shared_tokens) // page_size * page_bytes,
+        "retractions": req.retractions,
+        "retries": req.retries,
+    }
+    return req.timeline("decode", req.state.value, req.prefill, **found)

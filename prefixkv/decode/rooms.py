@@ -9,18 +9,13 @@ for one of this.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from prefixkv.decode.flights import Flight, Release, Segment, Source
-from prefixkv.decode.ledger import Ledger
-from prefixkv.decode.request import DecodeRequest, PrefillAsk
 from prefixkv.errors import check_laws
 from prefixkv.pages.requests import reason_of
-from prefixkv.paging import pages_for
-from prefixkv.protocol.commands import AbortRoom, DecodeCommand, OpenRoom, RefuseRoom
+from prefixkv.protocol.commands import DecodeCommand, RefuseRoom
 from prefixkv.protocol.ids import RoomKey
-from prefixkv.protocol.messages import Promise
 
 
 @dataclass(slots=True)
@@ -151,114 +146,3 @@ class Rooms:
 
     def __repr__(self) -> str:
         return f"Rooms({self._numbers})"
-
-
-class PrefillSource(Source):
-    """What a prefill worker computes and sends, into pages that it was promised: a room.
-
-    `name` is this decode worker's. The other `sources` hear of promises and answers. `asks` are the
-    prompts that the engine submits again, in order.
-    """
-
-    name, sends = "sent", True
-
-    def __init__(self, ledger: Ledger, rooms: Rooms, sources: Sequence[Source], name: str) -> None:
-        self._ledger, self._rooms, self._sources = ledger, rooms, sources
-        self._name = name
-        self.asks_late = any(source.asks_late for source in sources)
-        self.open: dict[RoomKey, Flight] = {}
-        self.asks: list[PrefillAsk] = []
-
-    def sent(self, req: DecodeRequest, start: int) -> Segment | None:
-        """Return what it sends: all behind `start`, if it answers."""
-        worker = self._ledger.workers.get(req.prefill)
-        is_open = req.prefill and worker is not None and worker.is_open
-        return Segment(self, start, req.kv_len) if is_open else None
-
-    def may_have(self, req: DecodeRequest) -> bool:
-        """True if prefill may have the present attempt before it is asked for it."""
-        return not self.asks_late and req.generation == req.request.generation
-
-    def begin(self, flight: Flight, segment: Segment, now_s: float) -> None:
-        req, key = flight.owner, flight.room_key
-        assert req is not None
-        # A later attempt: prefill has ended, or never had, the request of this generation.
-        if not self.may_have(req):
-            self.asks.append(PrefillAsk(req, self._name, segment.end))
-        # Before the command leaves, so that an answer always finds its flight.
-        self.open[key] = flight
-        workers = self._ledger.workers
-        workers.promise(key, workers.of(req.prefill), flight.pages.num_own)
-        for source in self._sources:
-            source.asked(flight, segment.end, now_s)
-        self._rooms.commands.append(self._promise(req, flight, segment.end))
-
-    def _promise(self, req: DecodeRequest, flight: Flight, fill_len: int) -> OpenRoom:
-        """Costs a match and a digest, where that is not its whole prompt."""
-        pages, manager = flight.pages, self._ledger.pages
-        end = pages_for(fill_len, manager.page_size)
-        # After some output the tokens to compute are more than the prompt, and without its end they
-        # are fewer, so their digest is another.
-        digest = req.request.digest
-        if fill_len != req.prompt_len:
-            key = req.key if fill_len == len(req.key) else req.key.prefix(fill_len)
-            digest, _ = manager.digest(key, manager.match(key, req.request.cacheable))
-        promise = Promise(
-            *flight.room_key.numbers,
-            fill_len=fill_len,
-            prefix_len=req.prefix_len,
-            pages=manager.table.packed(pages.row, flight.start_pages, end),
-            ticket=self._rooms.ticket(),
-            digest=digest,
-            weights_version=self._ledger.weights_version,
-            groups=manager.groups.promised(pages.row, end),
-        )
-        return OpenRoom(promise, req.prefill)
-
-    def arrived(self, key: RoomKey, aux: bytes, now_s: float) -> Flight | None:
-        """Note that prefill has sent all that a room was promised for. Return its flight; None if
-        nothing waits for it any more."""
-        # It proves that every write has landed, so the pages leave prefill's share at once.
-        self._ledger.workers.release(key)
-        flight = self.open.pop(key, None)
-        if flight is None:
-            return None
-        self._ledger.journal.transferred(flight, now_s)
-        rest = flight.rest
-        for source in self._sources:
-            source.answered(flight, len(flight.key) if rest is None else rest.start, now_s)
-        if flight.owner is not None:
-            flight.owner.aux = aux
-        if rest is None:
-            self._ledger.flights.arrived(flight)
-        else:
-            flight.source = rest.source
-            rest.source.begin(flight, rest, now_s)
-        return flight
-
-    def give_up(self, flight: Flight, error: Exception | None) -> Release:
-        key = flight.room_key
-        if self.open.pop(key, None) is None:  # it has succeeded: nothing can land
-            return Release.DROP
-        if error is not None:
-            self._rooms.commands.append(AbortRoom(key, reason_of(error)))
-            self._ledger.journal.transfer_ended(flight.prefill, "aborted")
-        self._ledger.workers.hold(key)
-        self._rooms.await_drained(key)
-        for source in self._sources:
-            source.unanswered(flight)
-        return Release.HOLD
-
-    def check_invariants(self, requests: Sequence[DecodeRequest]) -> None:
-        flights, undrained = self._ledger.flights, self._rooms.undrained()
-        is_mine = [one for one in flights if one.is_open and one.source is self]
-        laws = {
-            "an open room has a flight, and prefill brings it": self.open
-            == {flight.room_key: flight for flight in is_mine},
-            "the room of a flight without an owner is in use": all(
-                one.owner is not None or one.room_key in undrained for one in is_mine
-            ),
-        }
-        check_laws(laws, self.open)
-        # Pages may be in a worker's power only while a room is open, or failed and not drained.
-        self._ledger.workers.check_invariants(self.open.keys() | undrained)

@@ -19,27 +19,27 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, ClassVar
 
-from prefixkv.addresses import check_prefill
 from prefixkv.cache.events import EventFeed
 from prefixkv.cache.radix_key import token_list
-from prefixkv.config import DecodeConfig
+from prefixkv.cache.results import PrefixLock
+from prefixkv.config import DecodeConfig, check_prefill
 from prefixkv.decode.admission import Admission
-from prefixkv.decode.audit import check_decode
-from prefixkv.decode.ending import End, Ending
+from prefixkv.decode.ending import UNTOLD, End, Ending
 from prefixkv.decode.flights import Flight, Source
 from prefixkv.decode.growth import BatchGrowth
-from prefixkv.decode.journal import DecodeJournal
 from prefixkv.decode.ledger import Ledger
-from prefixkv.decode.plan import Plan, Planner
+from prefixkv.decode.plan import Plan, Planner, PrefillSource
 from prefixkv.decode.request import (
+    ACTIVE,
     CAN_RUN,
     CUT_SHORT,
+    DecodeJournal,
     DecodeRequest,
     DecodeState,
     PrefillAsk,
 )
-from prefixkv.decode.rooms import PrefillSource, Rooms
-from prefixkv.decode.workers import ALONE, Workers
+from prefixkv.decode.rooms import Rooms
+from prefixkv.decode.waiting import ALONE, Workers
 from prefixkv.errors import (
     AbortedError,
     AdmissionTimeoutError,
@@ -50,6 +50,7 @@ from prefixkv.errors import (
     RequestError,
     TransferError,
     TransferTimeoutError,
+    check_laws,
     shown,
 )
 from prefixkv.pages.manager import PageManager, RequestPages
@@ -121,28 +122,27 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self, pages: PageManager, config: DecodeConfig, parts: DecodeParts | None = None
     ) -> None:
         parts = parts or DecodeParts()
-        self.name = config.name
-        self.workers = parts.workers
-        version = config.model.weights_version
-        self.ledger = Ledger(pages, parts.workers, config.reserve_tokens, version)
-        super().__init__(pages, self.ledger.journal, version)
-        self.budget, self.flights = self.ledger.budget, self.ledger.flights
-        # What brings pages, in the order in which it is preferred; prefill is always there.
-        made = [make(self.ledger, config, parts) for make in self.source_makers]
-        self._organs = [source for source in made if source is not None]
-        self.sources: dict[str, Any] = {source.name: source for source in self._organs}
-        self._fails_over = any(source.fails_over for source in self._organs)
-        for setting in config.source_settings - {source.setting for source in self._organs}:
-            raise ConfigError(f"{setting}: this installation has no part for it")
+        super().__init__(pages, DecodeJournal(), config.model.weights_version)
+        self.name, self.workers = config.name, parts.workers
         # Rooms outlive requests: a number stays in use until the control plane has proved that its
         # room is drained, so that two requests never share one.
         self.rooms = Rooms(self._commands, parts.ticket, self.counters)
-        self.prefill = PrefillSource(self.ledger, self.rooms, self._organs, config.name)
-        self._planner = Planner(self.ledger, self._organs, self.prefill)
-        self._ending = Ending(self.ledger, self._organs, self.rooms, self._ask_again)
-        self._growth = BatchGrowth(self.ledger, self._ending, self.requests)
+        self.ledger = Ledger(pages, config, self.journal, parts.workers, self.rooms, self.requests)
+        self.budget, self.flights = self.ledger.budget, self.ledger.flights
+        made = [make(self.ledger, config, parts) for make in self.source_makers]
+        self._organs = self.ledger.organs
+        self._organs += [source for source in made if source is not None]
+        self.sources: dict[str, Any] = {source.name: source for source in self._organs}
+        self._own = self.ledger.own = next(filter(lambda one: one.is_own, self._organs), Source())
+        self._fails_over = any(source.fails_over for source in self._organs)
+        for setting in config.source_settings - {source.setting for source in self._organs}:
+            raise ConfigError(f"{setting}: this installation has no part for it")
+        self.prefill = PrefillSource(self.ledger)
+        self._planner = Planner(self.ledger, self.prefill)
+        self._ending = Ending(self.ledger, self._ask_again)
+        self._growth = BatchGrowth(self.ledger, self._ending)
         self.waiting = Admission(
-            self.ledger, config, self._planner, self._organs,
+            self.ledger, config, self._planner,
             lambda releases: self._ending.num_pages(releases, is_broken=True),
         )  # fmt: skip
         self._max_retries, self._retarget = config.num_retries, config.retarget
@@ -176,7 +176,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         req = DecodeRequest(request, self.pages, now_s)
         # From here on something changes. The queue comes first since it calls a user's policy,
         # which may raise: nothing else is noted then, and nothing has to be undone.
-        self.waiting.add(req)
+        self.waiting.add(req, now_s)
         if request.prefill:
             req.name_prompt(self.waiting.match_of(req))
         self.requests[req.rid] = req
@@ -233,8 +233,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         with `req.pages` and `req.aux`."""
         now_s = self._pump()
         flights = self.ledger.commit(now_s)
-        for source in self._organs if flights else ():
-            source.has_work(now_s)
+        if flights:
+            self._own.has_work(now_s)
         committed = []
         for flight in flights:
             req = flight.owner
@@ -243,8 +243,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             req.become(DecodeState.TRANSFERRED)
             committed.append(req)
             # Before anything is evicted: under its lock, which has just grown over their pages.
-            for source in self._organs:
-                source.committed(req, flight)
+            self._own.committed(req, flight)
             self.counters["transferred"] += 1
             # `deadline_s` is about the arrival of the KV, which is over.
             self._deadlines.forget(req)
@@ -269,7 +268,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         request that came out of `pop_failed` is to be left.
         """
         now_s = self._pump()
-        return [req for source in self._organs for req in source.pop_local(now_s)]
+        return list(self._own.pop_local(now_s))
 
     def computed(
         self, req: DecodeRequest, end: int, aux: bytes = b"", after: DeviceEvent | None = None
@@ -299,15 +298,11 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         check_event("after", after)
         after = not_done(after)  # may raise: before anything changes
         if not req.state.ended:
-            written = self._source_of(req).computed(req, end, aux, after, now_s)
+            written = self._own.computed(req, end, aux, after, now_s)
             if written is not None and after is not None:
                 for source in self._organs:
                     source.written(written, after)
         self._tell()
-
-    def _source_of(self, req: DecodeRequest) -> Source:
-        flight = self.flights.of(req)
-        return self.prefill if flight is None else flight.source
 
     def save_state(self, req: DecodeRequest, end: int) -> int:
         """Return the slot into which the engine copies the extra state behind `end` tokens of a
@@ -320,7 +315,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._pump()
         end = whole_count("end", end)
         self.check_own(req)
-        return -1 if req.state.ended else self._source_of(req).save_state(req, end)
+        return -1 if req.state.ended else self._own.save_state(req, end)
 
     def save_states(self, reqs: Sequence[DecodeRequest]) -> list[tuple[int, int]]:
         """Return the copies of extra state to make before a step of these running requests: (from,
@@ -336,14 +331,14 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             raise RequestError(f"reqs is {shown(reqs)}, a list of DecodeRequest is needed")
         for req in reqs:
             self.check_own(req)
-        return [copy for source in self._organs for copy in source.save_states(reqs)]
+        return list(self._own.save_states(reqs))
 
     @property
     def chunk_tokens(self) -> int:
         """Most tokens of prompts to compute in the next step, so that running requests wait no
         longer for it than `ComputeConfig.itl_share` says; 0 where that step has to go without, and
         without a `DecodeConfig.compute`. O(1)."""
-        return max((source.chunk_tokens() for source in self._organs), default=0)
+        return self._own.chunk_tokens()
 
     def pop_failed(self, after: DeviceEvent | None = None) -> list[DecodeRequest]:
         """Return the requests that failed or were aborted; `req.error` says why. Leave their pages.
@@ -353,10 +348,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         """
         now_s = self._pump()
         check_event("after", after)
-        if self._ending.left:
+        if untold := self._ending.untold():
             after = not_done(after)  # may raise: before anything changes
-            left, self._ending.left = self._ending.left, []
-            for req in left:
+            for req in untold:
                 self._ending.release_after(after, End(req), now_s)
         failed, self._failed = self._failed, []
         return failed
@@ -371,24 +365,16 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         check_reason(reason)
         now_s = self._pump()
         check_rid(rid)
-        given_up = self._give_up_prefill(rid, TransferError(reason), now_s)
-        self._tell()
-        return given_up
-
-    def _give_up_prefill(self, rid: str, error: Exception, now_s: float) -> bool:
-        req = self.requests.get(rid)
-        if req is None or req.state.ended:
-            return False
-        flight = self.flights.of(req)
-        if flight is None:
-            if req not in self.waiting or req.is_alone:
-                return False
+        req, error = self.requests.get(rid), TransferError(reason)
+        flight = None if req is None else self.flights.of(req)
+        is_asked = req is not None and req in self.waiting and not req.is_alone
+        if flight is not None:
+            if is_asked := flight.room_key in self.prefill.open:
+                self._fail_room(flight, error, error, now_s)
+        elif is_asked and req is not None:
             self._retry_unanswered(req, error, now_s)
-            return True
-        if flight.room_key not in self.prefill.open:
-            return False
-        self._fail_room(flight, error, error, now_s)
-        return True
+        self._tell()
+        return is_asked
 
     def pop_needs_prefill(self) -> list[PrefillAsk]:
         """Return the requests for the engine to submit to a prefill worker again."""
@@ -422,8 +408,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         else:
             for req, token in zip(reqs, tokens, strict=True):
                 req.output.append(token)
-        for source in self._organs:
-            source.stepped(reqs, now_s)
+        self._own.stepped(reqs, now_s)
 
     def reserve_many(self, reqs: Sequence[DecodeRequest], num_tokens: int) -> None:
         """Take pages for the KV of `num_tokens` tokens from each request's `kv_len` on, as far as
@@ -525,9 +510,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         now_s = self._pump()
         check_rid(rid)
         check_event("after", after)
-        req = self.requests.get(rid)
-        lives = req is not None and not req.state.ended
-        if req is None or not lives:
+        if (req := self.requests.get(rid)) is None:
             self.counters["aborts_of_unknown"] += 1
         else:
             error = error or AbortedError(f"request {rid!r} was aborted")
@@ -535,7 +518,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             # it was.
             self._cut_short(req, state, error, now_s, not_done(after))
         self._tell()
-        return lives
+        return req is not None
 
     def retarget(self, rid: str, prefill: str) -> None:
         """Send a request to another prefill worker from its next attempt on.
@@ -632,7 +615,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # Admitted: by a call that raised.
         left = self._failed or self._admitted or self.prefill.asks or self.flights.complete
         is_there = left or self.waiting.may_admit
-        return bool(is_there or any(source.has_new for source in self._organs))
+        return bool(is_there or self._own.has_new)
 
     @property
     def idle(self) -> bool:
@@ -783,10 +766,54 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.flights.check_invariants()
         self.waiting.check_invariants()
         self.rooms.check_invariants()
-        check_decode(
-            self.ledger, self.rooms, (*self._organs, self.prefill), waiting=self.waiting,
-            requests=self.requests.values(), ending=self._ending,
-        )  # fmt: skip
+        requests, flights = self.requests.values(), self.flights
+        # A request that was retracted, and waits for the device, is in both.
+        live = list(dict.fromkeys([*requests, *self._ending.requests()]))
+        locks: set[PrefixLock] = set()
+        held_by: set[RoomKey] = set()
+        for source in (*self._organs, self.prefill):
+            source.check_invariants(live)
+            locks |= source.locks
+            held_by |= source.held_by
+        # Pages have three kinds of owners: requests, flights that lost their request, and undrained
+        # rooms. The last are the allocator's to count, as held.
+        held = [req.pages_held for req in live if req.pages_held is not None]
+        held += [flight.pages for flight in flights if flight.owner is None]
+        self.pages.check_owners(held, locks)
+        size = self.pages.page_size
+        laws = {
+            "only undrained rooms hold pages, and loads that nothing waits for": held_by
+            <= set(self.pages.allocator.owners())
+            <= self.rooms.undrained() | held_by,
+            "a queued request holds nothing, and is queued or retracted": all(
+                req.pages_held is None and req.state in _WAITS for req in self.waiting
+            ),
+            "a preallocated request has a flight, and no other has": all(
+                (req.state is DecodeState.PREALLOCATED) == (flights.of(req) is not None)
+                for req in live
+            ),
+            "what waits for the device holds its pages": all(
+                req.pages_held is not None for req in self._ending.requests()
+            ),
+            "active counts the admitted requests": self.budget.active
+            == sum(req.state in ACTIVE for req in requests),
+            "no request has more pages than it may ever need": all(
+                req.pages_held.num_pages <= req.max_pages for req in live if req.pages_held
+            ),
+            "a running request has the page that the next step writes to": all(
+                req.pages_held.num_pages * size
+                >= min(req.prompt_len + len(req.output), req.most_kv_len)
+                for req in requests
+                if req.state in CAN_RUN and req.pages_held and req not in self._ending
+            ),
+            "a request with a limit above 0 runs, and has the pages for that much output": all(
+                req.state is DecodeState.RUNNING and req.output_limit <= req.most_output
+                for req in live
+                if req.output_limit
+            ),
+            "a request's digest is its prompt's": all(req.is_named_right for req in requests),
+        }
+        check_laws(laws, list(requests))
 
     # --- admission --------------------------------------------------------------------------------
 
@@ -813,9 +840,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def _lacks_source(self, plan: Plan) -> Exception:
         req, look = plan.req, plan.look
-        missing = req.fill_len - (look.shared_pages + look.loaded_pages) * self.pages.page_size
+        missing = req.fill_len - look.start
         worker = f"prefill worker {req.prefill} does not answer" if req.prefill else "it names none"
-        most = max((source.most_alone() for source in self._organs), default=-1)
+        most = self._own.most_alone()
         why = f"lacks {missing} tokens, decode computes {most} of one alone, and {worker}"
         return PeerLostError(f"request {req.rid!r} {why}")
 
@@ -923,9 +950,16 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     # --- ends -------------------------------------------------------------------------------------
 
-    def _end(self, req: DecodeRequest, state: DecodeState, error: Exception, now_s: float) -> None:
-        """Hand on its flight or its place in the queue. One that runs keeps `pages_held`; the
-        caller releases them."""
+    def _fail(self, req: DecodeRequest, error: Exception, now_s: float) -> None:
+        # Where its engine was computing it, `pop_failed` tells when the device is done.
+        self._cut_short(req, DecodeState.FAILED, error, now_s, UNTOLD)
+
+    def _cut_short(
+        self, req: DecodeRequest, state: DecodeState, error: Exception, now_s: float,
+        after: DeviceEvent | None,
+    ) -> None:  # fmt: skip
+        """End as aborted or failed, and hand on its flight, its place in the queue, its pages.
+        `after`: None if the device is done."""
         # The flight, or the queue, gives the request up before anything is released: pages of an
         # open room go to that room, and `pages_held` is None afterwards. What the request then
         # still holds is its own.
@@ -941,22 +975,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             if before is DecodeState.QUEUED:  # else no prefill worker waits for it
                 self._refuse_waiting(req, error)
         self._leave(req, now_s)
-
-    def _fail(self, req: DecodeRequest, error: Exception, now_s: float) -> None:
-        self._end(req, DecodeState.FAILED, error, now_s)
-        # Its engine was computing it: `pop_failed` tells when the device is done.
-        if req.pages_held is not None:
-            self._ending.left.append(req)
-
-    def _cut_short(
-        self, req: DecodeRequest, state: DecodeState, error: Exception, now_s: float,
-        after: DeviceEvent | None,
-    ) -> None:  # fmt: skip
-        """End as aborted or failed, and hand on its pages. `after`: None if the device is done."""
-        self._end(req, state, error, now_s)
-        # One that ran still holds its pages. One that was retracted, and waits for the device, is
-        # released by that entry: a second one would free its pages twice.
-        if req.pages_held is not None and req not in self._ending.requests():
+        # One that was retracted, and waits for the device, is released by that entry.
+        if req.pages_held is not None and req not in self._ending:
             self._ending.release_after(after, End(req), now_s)
 
     def _too_late(self, req: DecodeRequest, now_s: float) -> None:
@@ -998,7 +1018,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         req.generation += 1
         req.fill_len = req.kv_len
         req.prefix_len, req.aux = 0, b""
-        self.waiting.add(req, first=True)
+        self.waiting.add(req, self.now_s, first=True)
         self._meet(req, self.now_s)
 
     def _leave(self, req: DecodeRequest, now_s: float) -> None:
@@ -1028,5 +1048,5 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def _check_runs(self, req: DecodeRequest) -> None:
         self.check_own(req)
-        if self.requests.get(req.rid) is not req or req.state not in CAN_RUN:
+        if req.state not in CAN_RUN:
             raise RequestError(f"request {req.rid!r} is {req.state.value}, it does not run")

@@ -12,25 +12,31 @@ for holds up no other, for one of three reasons:
                 without proof, the request waits aside alone
     pages       it may need more pages than can come back: it waits aside until enough are proved
                 free
+
+Pages are in a worker's power from the promise until the transfer has succeeded, or until it is
+proved that no write of it can land there any more. A worker that takes promises and never gives
+that proof would come to have them all. So while another worker answers too, each has at most its
+share: its requests wait for pages to come back, those of others do not.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Set
+from dataclasses import dataclass, field
 from itertools import islice
 from operator import attrgetter
-from typing import Final
+from typing import Any, Final
 
 from sortedcontainers import SortedList
 
 from prefixkv.admission import AdmissionPolicy, rank_as_tuple
 from prefixkv.cache.results import MatchResult
 from prefixkv.decode.request import DecodeRequest
-from prefixkv.decode.workers import Worker, Workers
-from prefixkv.errors import UserErrors, check_laws
+from prefixkv.errors import RequestError, UserErrors, check_laws
+from prefixkv.protocol.ids import RoomKey
 from prefixkv.protocol.timers import Timers
 
 MAX_WALK: Final = 128
@@ -41,14 +47,168 @@ MAX_BACK: Final = 128
 
 PAGES, SHARE, PREFILL = "pages", "share", "prefill"
 
-NOT_ENTERED, LEFT = 0, -1  # in place of a want's number: not entered yet; waits no longer
+RETURNED, OVERDUE, RANKED = range(3)
+
+
+_MOST_IDLE: Final = 64  # workers above which those without requests are forgotten
+
+ALONE: Final = ""
+"""In place of a prefill worker's address: of those requests for which none is to be asked. This
+worker computes what they lack. It always answers."""
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """A prefill worker, as decode knows it, and its line.
+
+    `max_tokens` is the size of its pool, 0 where that is not known. `away_s` is the time since when
+    it does not answer.
+    """
+
+    address: str
+    is_open: bool  # it answers
+    away_s: float = -math.inf
+    max_tokens: int = 0
+    is_met: bool = False  # asked for by MeetPrefill, and not reported as lost
+    # Pages in its power.
+    num_pages: int = 0
+    was_refused: bool = False  # since pages of its last came back
+    # Its line: all, and of these the ones without a place in the order yet.
+    has_share: bool = False  # as this pass has found: none in its line has a turn
+    num_waiters: int = 0  # with those that are aside
+    line: OrderedDict[Any, None] = field(default_factory=OrderedDict)  # by the age of the last look
+    new: dict[Any, None] = field(default_factory=dict)
+    order: Any = field(default_factory=SortedList)  # places
+
+
+class Workers:
+    """All of them. Owned by the scheduler's thread.
+
+    Args:
+        gated: a worker is asked only once it is said to answer; else all are.
+        patience_s: how long a request waits for a worker that does not answer.
+        share_pages: pages that one may have in its power while another answers. One that has none
+            may always be promised what a request needs.
+    """
+
+    def __init__(
+        self, gated: bool = False, patience_s: float = math.inf, share_pages: float = math.inf
+    ) -> None:
+        self.gated = gated
+        self.patience_s = patience_s
+        self.share_pages = share_pages
+        # Grows when a worker begins or ceases to answer, or one that was refused may have more.
+        self.version = 0
+        self._workers: dict[str, Worker] = {}
+        self._shares: dict[RoomKey, tuple[Worker, int]] = {}  # pages of a room, and whose they are
+        # Whether a room has failed, and holds its pages.
+        self.is_held: Callable[[RoomKey], bool] = lambda key: False
+
+    def get(self, address: str) -> Worker | None:
+        return self._workers.get(address)
+
+    def of(self, address: str) -> Worker:
+        """Return the worker at an address. One that is new is not kept before a request waits for
+        it (`keep`)."""
+        return self._workers.get(address) or Worker(address, not self.gated or address == ALONE)
+
+    def keep(self, worker: Worker) -> None:
+        self._workers[worker.address] = worker
+
+    def forget_if_idle(self, worker: Worker) -> None:
+        """Forget a worker of which nothing is known, where there are many: a few are kept for the
+        next request."""
+        is_needed = worker.num_waiters or worker.is_met or worker.num_pages
+        if len(self._workers) > _MOST_IDLE and not is_needed:
+            self._workers.pop(worker.address, None)
+
+    def all(self) -> list[Worker]:
+        """Return all workers. Any thread may call it."""
+        return list(self._workers.values())
+
+    def is_down(self, address: str) -> bool:
+        """True if the worker has stopped answering, or never did; not while it may be on its
+        way."""
+        worker = self._workers.get(address)
+        return worker is not None and not worker.is_open and worker.away_s > -math.inf
+
+    @property
+    def closed(self) -> set[str]:
+        """Addresses of the workers that do not answer."""
+        return {worker.address for worker in self._workers.values() if not worker.is_open}
+
+    def check_holds(self, rid: str, num_tokens: int, address: str) -> None:
+        """Raise RequestError where a worker is known to hold fewer tokens, all that the request may
+        become: retracted late, it would fail with half of its answer given."""
+        worker = self._workers.get(address)
+        if worker is not None and 0 < worker.max_tokens < num_tokens:
+            raise RequestError(
+                f"request {rid!r} may have {num_tokens} tokens (max_new_tokens included), prefill "
+                f"worker {address} holds {worker.max_tokens}"
+            )
+
+    # --- pages in their power ---------------------------------------------------------------------
+
+    def owners(self) -> list[str]:
+        """Return the addresses of workers with pages in their power, at most 8."""
+        return sorted({worker.address for worker, _ in self._shares.values()})[:8]
+
+    def refuses(self, worker: Worker, num_pages: int) -> bool:
+        """Return True if `num_pages` more would exceed the share. O(1) if they would not."""
+        if not worker.num_pages or worker.num_pages + num_pages <= self.share_pages:
+            return False
+        # The share binds only while another worker that requests go to could use the pages.
+        others = self._workers.values()
+        if not any(one.is_open and one is not worker and one.address for one in others):
+            return False
+        # Noted so that `version` grows only for pages of a worker that something waits for.
+        worker.was_refused = True
+        return True
+
+    def is_hopeless(self, worker: Worker, num_pages: int) -> bool:
+        """Return True if `num_pages` more exceed the share even after its transfers' end: pages
+        held for failed rooms take it up. O(rooms)."""
+        rooms = self._shares.items()
+        held = sum(num for key, (one, num) in rooms if one is worker and self.is_held(key))
+        return bool(held) and held + num_pages > self.share_pages
+
+    def promise(self, key: RoomKey, worker: Worker, num_pages: int) -> None:
+        if num_pages:
+            self.keep(worker)  # its line may have forgotten it, with its last request
+            self._shares[key] = worker, num_pages
+            worker.num_pages += num_pages
+
+    def release(self, key: RoomKey) -> None:
+        """Take a room that succeeded or is drained out of the share. Unknown: no-op, as for a
+        success that is followed by its proof."""
+        if (share := self._shares.pop(key, None)) is not None:
+            worker, num_pages = share
+            worker.num_pages -= num_pages
+            self.version += worker.was_refused
+            worker.was_refused = False
+            self.forget_if_idle(worker)
+
+    def check_invariants(self, rooms: Set[RoomKey]) -> None:
+        """Check the shares against `rooms`, those that are open or undrained: no other may have
+        pages in a worker's power. Raises InternalError."""
+        pages = Counter[Worker]()
+        for worker, num_pages in self._shares.values():
+            pages[worker] += num_pages
+        laws = {
+            "a worker's pages are those of its rooms": all(
+                worker.num_pages == pages[worker] for worker in self.all()
+            ),
+            "only open and undrained rooms have pages in a worker's power": self._shares.keys()
+            <= rooms,
+        }
+        check_laws(laws, self._shares)
 
 
 @dataclass(slots=True, eq=False)
 class Waiter:
     """A request that waits, and the result of the last look at it.
 
-    `since_s` is when it came, None if it came back since the last pass. Admitting it takes
+    `since_s` is when it came, or came back. Admitting it takes
     `new_pages` at once, besides those of a load; `needed_pages` have to be available, the reserve
     included; `most_pages` it may come to take. The last two include the evictable pages that its
     match would lock. `seen_at` is the version at which a look admitted nothing.
@@ -58,15 +218,16 @@ class Waiter:
     arrival: int
     worker: Worker
     is_returned: bool
-    since_s: float | None = None
+    since_s: float
     blocked_by: str = ""  # a reason of its own, PAGES or SHARE; "": it stands in its worker's line
     match: MatchResult | None = None
     new_pages: int = 0
     needed_pages: int = 0
     most_pages: int = 0
     rank: tuple[float, ...] = ()
+    is_overdue: bool = False
     seen_at: int = -1
-    want: int = NOT_ENTERED  # number of its want, or NOT_ENTERED or LEFT
+    want: int = 0  # number of its want in the tree; 0: it is not entered
 
     @property
     def turn(self) -> int:
@@ -74,10 +235,16 @@ class Waiter:
         return -self.arrival if self.is_returned else self.arrival
 
     @property
-    def place(self) -> tuple[tuple[float, ...], int, Waiter]:
-        """Its entry in the line's order. One that came back has no rank: () is the least."""
+    def place(self) -> tuple[int, tuple[float, ...], int, Waiter]:
+        """Its entry in the line's order: its group, by number, and its place there."""
         # Turns differ, so a comparison never reaches the waiter itself, which has no order.
-        return self.rank, self.turn, self
+        if self.is_returned or self.is_overdue:
+            return (RETURNED if self.is_returned else OVERDUE), (), self.turn, self
+        return RANKED, self.rank, self.turn, self
+
+    @property
+    def place_aside(self) -> tuple[int, int, Waiter]:
+        return self.req.max_pages, self.arrival, self
 
 
 class Waiting:
@@ -99,18 +266,16 @@ class Waiting:
         self._errors = errors
         self._waiters: dict[DecodeRequest, Waiter] = {}
         self._lines: dict[Worker, None] = {}  # workers with requests in line
-        # Those aside: (pages it may need, arrival, waiter); and those over their worker's share.
-        self._for_pages: SortedList = SortedList()
-        self._for_share: dict[Waiter, None] = {}
-        self._shares_at = -1  # version of `workers` at which `_for_share` was tried
+        # Those aside, by reason: (pages it may need, arrival, waiter).
+        self._aside: dict[str, SortedList] = {PAGES: SortedList(), SHARE: SortedList()}
+        self._shares_at = -1  # version of `workers` at which those over their share were tried
         self._most_pages: float = math.inf  # most that one request may get; set by each pass
         self.stepped_aside = {PAGES: 0, SHARE: 0, PREFILL: 0}
         self._num_arrivals = 0
-        self._unstamped: list[Waiter] = []  # waiters that came back since the last pass
         self._late: Timers[DecodeRequest] = Timers()
+        self._overdue: Timers[Waiter] = Timers()  # of those in line, that have a place
         # Times at which one has waited long for a worker that does not answer, or a little earlier.
         self._unanswered: Timers[Waiter] = Timers()
-        self._now_s = -math.inf  # of the last pass
 
     def __len__(self) -> int:
         return len(self._waiters)
@@ -146,10 +311,8 @@ class Waiting:
         worker = waiter.worker
         del self._waiters[waiter.req]
         worker.num_waiters -= 1
-        if waiter.blocked_by == PAGES:
-            self._for_pages.remove((waiter.req.max_pages, waiter.arrival, waiter))
-        elif waiter.blocked_by:
-            del self._for_share[waiter]
+        if waiter.blocked_by:
+            self._aside[waiter.blocked_by].remove(waiter.place_aside)
         else:
             self._leave_line(waiter)
         waiter.blocked_by = ""
@@ -158,19 +321,19 @@ class Waiting:
     def _stand(self, waiter: Waiter) -> None:
         worker = waiter.worker
         waiter.blocked_by = ""
-        worker.new[waiter] = None
+        worker.line[waiter] = worker.new[waiter] = None
         self._lines[worker] = None
         self._time_answer(waiter)
 
     def _leave_line(self, waiter: Waiter) -> None:
         worker = waiter.worker
+        del worker.line[waiter]
         self._unanswered.forget(waiter)
         if waiter in worker.new:
             del worker.new[waiter]
         else:
+            self._overdue.forget(waiter)
             worker.order.remove(waiter.place)
-            if not waiter.is_returned:
-                del worker.arrivals[waiter.arrival], worker.looks[waiter]
         if not worker.line:
             del self._lines[worker]
             worker.has_share = False
@@ -179,10 +342,7 @@ class Waiting:
         """Set a request that stands nowhere aside."""
         waiter.blocked_by = reason
         self.stepped_aside[reason] += 1
-        if reason == PAGES:
-            self._for_pages.add((waiter.req.max_pages, waiter.arrival, waiter))
-        else:
-            self._for_share[waiter] = None
+        self._aside[reason].add(waiter.place_aside)
 
     # --- workers ----------------------------------------------------------------------------------
 
@@ -195,15 +355,10 @@ class Waiting:
         """A worker has stopped answering: those in its line wait for it from now on."""
         worker.is_open, worker.away_s = False, now_s
         self._workers.version += 1
-        for waiter in self._line(worker):
+        for waiter in worker.line:
             self._time_answer(waiter)
 
-    def _line(self, worker: Worker) -> list[Waiter]:
-        return [*worker.new, *(place[-1] for place in worker.order)]
-
     def _answer_due_s(self, waiter: Waiter) -> float:
-        if waiter.since_s is None:  # the next pass stamps it first
-            return math.inf
         return max(waiter.since_s, waiter.worker.away_s) + self._workers.patience_s
 
     def _time_answer(self, waiter: Waiter) -> None:
@@ -217,38 +372,30 @@ class Waiting:
         turns = [one for one in self._lines if one.is_open and not one.has_share]
         for worker in turns:
             if worker.new:
-                old = [one for one in worker.new if not one.is_returned]
                 worker.order.update([one.place for one in worker.new])
-                worker.arrivals.update((one.arrival, one) for one in old)
-                worker.looks.update(dict.fromkeys(old))
+                if self._patience_s < math.inf:
+                    for waiter in worker.new:
+                        if not (waiter.is_returned or waiter.is_overdue):
+                            due_s = waiter.req.arrived_s + self._patience_s
+                            self._overdue.wake(waiter, due_s)
                 worker.new.clear()
         return turns
 
-    def _first_of_all(self, now_s: float) -> Waiter | None:
-        """Return the waiter that nothing may overtake now, or None. O(workers)."""
+    def _note_overdue(self, now_s: float) -> None:
+        """Let those whose patience is over go before all that did not come back."""
+        for waiter in self._overdue.due(now_s):
+            waiter.worker.order.remove(waiter.place)
+            waiter.is_overdue = True
+            waiter.worker.order.add(waiter.place)
+
+    def _first_of_all(self) -> Waiter | None:
+        """Return the waiter that nothing may overtake now: the last to come back, the oldest that
+        is overdue, or the first where the policy lets none overtake it. O(workers)."""
         turns = self._turns()
         if not turns:
             return None
-        # 1. The last to come back.
-        first: Waiter = min([worker.order[0] for worker in turns])[-1]
-        if first.is_returned:
-            return first
-        # 2. The oldest, if its patience is over.
-        _, oldest = min([worker.arrivals.peekitem(0) for worker in turns])
-        if oldest.req.arrived_s + self._patience_s <= now_s:  # as `_overdue_s` has it
-            found: Waiter = oldest
-            return found
-        # 3. The first in the policy's order, if the policy lets none overtake it.
-        return None if self._policy.overtakes else first
-
-    def _overdue_s(self, after_s: float) -> float:
-        """Return the first time after `after_s` at which a request may be overdue, and fit, though
-        nothing else has changed. Infinity if there is none. O(workers)."""
-        if not self._policy.overtakes or self._patience_s == math.inf:
-            return math.inf
-        oldest = [one.arrivals.peekitem(0)[1] for one in self._turns() if one.arrivals]
-        times = [waiter.req.arrived_s + self._patience_s for waiter in oldest]
-        return min((due_s for due_s in times if due_s > after_s), default=math.inf)
+        place = min([worker.order[0] for worker in turns])
+        return None if place[0] == RANKED and self._policy.overtakes else place[-1]
 
     def _in_turn(self) -> Iterator[Waiter]:
         """Iterate over those whose turn it is, in order, `MAX_WALK` at most."""
@@ -266,7 +413,7 @@ class Waiting:
         # Before the policy is called: one that raises each time would else stay the oldest, and get
         # all looks.
         if not is_new:
-            worker.looks.move_to_end(waiter)
+            worker.line.move_to_end(waiter)
         try:
             rank = self._rank(waiter)
         except Exception as error:
@@ -293,15 +440,16 @@ class Waiting:
         # they would step aside again.
         if self._shares_at != self._workers.version:
             self._shares_at = self._workers.version
-            waiters, self._for_share = self._for_share, {}
-            for waiter in waiters:
+            waiters, self._aside[SHARE] = self._aside[SHARE], SortedList()
+            for *_, waiter in waiters:
                 self._stand(waiter)
         # 2. Those that need too many pages, by what they need: behind the first that cannot return
         # none can.
+        for_pages = self._aside[PAGES]
         for _ in range(MAX_BACK):
-            if not self._for_pages or self._for_pages[0][0] > most_pages:
+            if not for_pages or for_pages[0][0] > most_pages:
                 return True
-            self._stand(self._for_pages.pop(0)[-1])
+            self._stand(for_pages.pop(0)[-1])
         return False
 
     def _step_aside(self, waiter: Waiter) -> bool:
@@ -331,34 +479,22 @@ class Waiting:
     def aside(self) -> dict[str, int]:
         """Count the requests that hold up no others, by reason. Any thread may call it."""
         lines = list(self._lines)  # a copy: the scheduler's thread may change it meanwhile
-        with_share = sum(worker.line for worker in lines if worker.is_open and worker.has_share)
+        with_share = sum(
+            len(worker.line) for worker in lines if worker.is_open and worker.has_share
+        )
         return {
-            PAGES: len(self._for_pages),
-            SHARE: len(self._for_share) + with_share,
-            PREFILL: sum(worker.line for worker in lines if not worker.is_open),
+            PAGES: len(self._aside[PAGES]),
+            SHARE: len(self._aside[SHARE]) + with_share,
+            PREFILL: sum(len(worker.line) for worker in lines if not worker.is_open),
         }
 
     # --- deadlines --------------------------------------------------------------------------------
 
     @property
     def wake_s(self) -> float:
-        """Time, behind the last pass, at which the next request has waited too long, or is overdue,
-        or a little earlier; infinity if none waits. O(workers)."""
-        return min(self._late.next_s, self._unanswered.next_s, self._overdue_s(self._now_s))
-
-    def _stamp(self, now_s: float) -> None:
-        """Begin the waiting time of those that came back since the last pass: `add` is not given
-        the time there."""
-        for waiter in self._unstamped:
-            # It may have been removed, and even added again as another waiter, since it came back.
-            if self._waiters.get(waiter.req) is waiter:
-                waiter.since_s = now_s
-                if not waiter.blocked_by:
-                    self._time_answer(waiter)
-                # Its own deadline_s was for its KV to come the first time.
-                if waiter.req.request.deadline_s is None or waiter.req.committed_s is not None:
-                    self._late.wake(waiter.req, now_s + self._timeout_s)
-        self._unstamped.clear()
+        """Time at which the next request has waited too long, or is overdue, or a little earlier;
+        infinity if none waits. O(1)."""
+        return min(self._late.next_s, self._unanswered.next_s, self._overdue.next_s)
 
     def unanswered(self, now_s: float) -> list[DecodeRequest]:
         """Return those that have waited too long for a worker that does not answer. They have to be
@@ -376,9 +512,9 @@ class Waiting:
     def check_invariants(self) -> None:
         """Check lines, orders and those aside against the waiters. Raises InternalError."""
         waiters, workers = set(self._waiters.values()), self._workers.all()
-        lines = [(worker, waiter) for worker in workers for waiter in self._line(worker)]
+        lines = [(worker, waiter) for worker in workers for waiter in worker.line]
         ordered = {one: {place[-1] for place in one.order} for one in workers}
-        aside = {*self._for_share, *(waiter for *_, waiter in self._for_pages)}
+        aside = {waiter for places in self._aside.values() for *_, waiter in places}
         in_line = {waiter for _, waiter in lines}
         laws = {
             "every request waits once, in line or aside": len(lines) + len(aside) == len(waiters)
@@ -391,11 +527,8 @@ class Waiting:
                 list(worker.order) == sorted(waiter.place for waiter in ordered[worker])
                 for worker in workers
             ),
-            "a look and an arrival is noted of each in order": all(
-                set(worker.looks) == set(worker.arrivals.values())
-                == {waiter for waiter in ordered[worker] if not waiter.is_returned}
-                and all(arrival == one.arrival for arrival, one in worker.arrivals.items())
-                for worker in workers
+            "each in a line has its place there, or is new": all(
+                ordered[worker] ^ {*worker.new} == {*worker.line} for worker in workers
             ),
             "a worker counts its waiters": all(
                 worker.num_waiters == sum(waiter.worker is worker for waiter in waiters)

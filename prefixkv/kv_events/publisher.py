@@ -24,17 +24,16 @@ from typing import Any, Final
 
 import zmq
 
-from prefixkv.addresses import is_loopback
 from prefixkv.cache.events import Change, ChangeLog, EventSource, Inserted
 from prefixkv.cache.node import PAGE_ID_BYTES
-from prefixkv.config import KVEventsConfig
-from prefixkv.connections import Newcomers, set_bounds
+from prefixkv.config import KVEventsConfig, is_loopback
 from prefixkv.errors import ConfigError
 from prefixkv.kv_events.stream import Batch, BlockEvents, EventStream, Keep
 from prefixkv.protocol.ids import PeerId
 from prefixkv.request import Request
+from prefixkv.runtime.channel import Newcomers, set_bounds
 from prefixkv.runtime.node import Node
-from prefixkv.wakeups import Inbox
+from prefixkv.threads import Inbox
 
 _log = logging.getLogger("prefixkv.kv_events")
 

@@ -3,21 +3,17 @@
 A page is one row of bytes, `KVLayout.host_page_bytes` long, whatever the pool's layout. `page_copy`
 says in which order they lie. Rows stand in chunks of memory, none across two of them.
 
-What the host pools of this machine have reserved and not touched yet is shared: the system's figure
-of free memory falls as memory is touched, so two pools that read it would get the same bytes. Each
-pool enters its untouched bytes in a locked file of its own. The kernel ends the lock with the
-process, and no forked child has it. Processes of one user that see the same folder share the
-figure; others' is counted in whole MiB.
+Memory is taken chunk by chunk, pinned or touched at once, so the system's figure of free memory
+falls with it. Host pools of a user on this machine take turns, and each looks at the figure before
+its chunk: together they take no more than there is.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
-import stat
 import tempfile
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -56,9 +52,8 @@ _VERSIONS: Final = (
 class HostPool:
     """Rows of host memory for pages. Created and closed by one thread; any thread may copy.
 
-    On the CPU all of it is there at once, and the system gives it out as it is first written. For a
-    GPU it is pinned chunk by chunk in a thread of its own. Torch rounds each pinned chunk up to a
-    power of two, so the last one may take twice its bytes.
+    On the CPU all of it is there at once. For a GPU it is pinned in a thread of its own. Torch
+    rounds each pinned chunk up to a power of two, so the last one may take twice its bytes.
 
     `page_bytes` are those of one page of this rank: all layers that have its id, K and V. `error`
     says why pinning ended early, None if it did not.
@@ -70,8 +65,8 @@ class HostPool:
         """Take memory for `num_pages` host pages, or begin to, in chunks of at most `chunk_bytes`,
         and of one page at least. For a `device` "cuda:INDEX" it is pinned.
 
-        Raises ConfigError: a value out of range, or too little memory beside what other pools have
-        reserved: nothing was taken. CapacityError: the system refuses it.
+        Raises ConfigError: a value out of range, or too little memory: nothing was taken.
+        CapacityError: the system refuses it, or other pools have taken it meanwhile.
         """
         check_whole("num_pages", num_pages, 1, MAX_INDEX)
         check_whole("chunk_bytes", chunk_bytes, 1, MAX_BYTES)
@@ -79,20 +74,13 @@ class HostPool:
         self.num_pages = num_pages
         self.page_bytes = layout.host_page_bytes
         check_whole("bytes per page", self.page_bytes, 1, MAX_BYTES // num_pages)
-        wanted = num_pages * self.page_bytes
         # Before anything is taken: a host that runs out of memory kills a process, mostly this one.
-        with locked() as shares:
-            free = free_host_bytes()
-            if free is not None and wanted > free - shares.num_bytes:
-                others = f", of which others have reserved {shares.num_bytes}"
-                raise ConfigError(
-                    f"host_memory: {num_pages} host pages of {self.page_bytes} bytes take {wanted} "
-                    f"bytes, the host has {free} free" + others * bool(shares.num_bytes)
-                )
-            self._share = shares.enter(wanted)
-        self._untouched = np.ones(num_pages, bool)
-        self._num_untouched = num_pages
-        self._touching = threading.Lock()  # of both
+        free, wanted = free_host_bytes(), num_pages * self.page_bytes
+        if free is not None and wanted > free:
+            raise ConfigError(
+                f"host_memory: {num_pages} host pages of {self.page_bytes} bytes take {wanted} "
+                f"bytes, the host has {free} free"
+            )
         self.error: Exception | None = None
         self._device = device
         self._pages_a_chunk = max(1, chunk_bytes // self.page_bytes)
@@ -102,16 +90,12 @@ class HostPool:
         self._ready_pages = 0
         self._closing = False
         self._thread: threading.Thread | None = None
-        try:
-            if device == "cpu":
-                self._fill()
-                return
-            name = "prefixkv-host-pool"
-            thread = threading.Thread(target=self._fill_aside, name=name, daemon=True)
-            thread.start()
-        except BaseException:
-            self._share.close()
-            raise
+        if device == "cpu":
+            self._fill()
+            return
+        name = "prefixkv-host-pool"
+        thread = threading.Thread(target=self._fill_aside, name=name, daemon=True)
+        thread.start()
         self._thread = thread
 
     @property
@@ -137,16 +121,12 @@ class HostPool:
         self._ready_pages = 0
         self._bases[:] = 0
         self._chunks.clear()
-        self._share.close()
 
     # --- for the copies ---------------------------------------------------------------------------
 
     def checked(self, pages: npt.NDArray[np.integer]) -> Pages:
         """Return pages as int32. Raises PageStateError for one that is not ready."""
-        checked = checked_pages(pages, self._ready_pages, "host")
-        if self._num_untouched:
-            self._touch(checked)
-        return checked
+        return checked_pages(pages, self._ready_pages, "host")
 
     def addresses(self, pages: Pages) -> npt.NDArray[np.int64]:
         """Return the addresses of checked pages' rows, int64 [n]."""
@@ -169,28 +149,38 @@ class HostPool:
     def _fill(self) -> None:
         while self._ready_pages < self.num_pages and not self._closing:
             pages = min(self._pages_a_chunk, self.num_pages - self._ready_pages)
-            chunk = _host_bytes(pages * self.page_bytes, self._device)
+            num_bytes = pages * self.page_bytes
+            with _in_turn():
+                if (free := free_host_bytes()) is not None and num_bytes > free:
+                    raise CapacityError(f"{num_bytes} bytes of host memory: {free} are free")
+                chunk = _host_bytes(num_bytes, self._device)
             self._bases[len(self._chunks)] = chunk.data_ptr()
             self._chunks.append(chunk)
-            first = self._ready_pages
-            if self._device != "cpu":  # pinned: it is there already
-                self._touch(np.arange(first, first + pages, dtype=np.int32))
             # Last: from here on its pages are used.
             self._ready_pages += pages
-
-    def _touch(self, pages: Pages) -> None:
-        """The system counts the memory of these pages from now on."""
-        with self._touching:
-            self._num_untouched -= int(np.count_nonzero(self._untouched[pages]))
-            self._untouched[pages] = False
-            self._share.keep(self._num_untouched * self.page_bytes)
 
     def _fill_aside(self) -> None:
         try:
             self._fill()
         except Exception as error:
             self.error = error
-            self._share.close()  # no more will be taken
+
+
+@contextmanager
+def _in_turn() -> Iterator[None]:
+    """Let no other pool of this user's processes take memory meanwhile. Raises CapacityError where
+    there is no file for it."""
+    path = Path(tempfile.gettempdir(), f"prefixkv-host-{os.getuid()}.lock")
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise CapacityError(f"host memory is taken in turn, by a lock on {path}: {error}") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        fcntl.flock(file, fcntl.LOCK_UN)  # a fork of this process may have the file too
+        os.close(file)
 
 
 def _host_bytes(num_bytes: int, device: str) -> torch.Tensor:
@@ -204,7 +194,7 @@ def _host_bytes(num_bytes: int, device: str) -> torch.Tensor:
     except RuntimeError as error:
         raise CapacityError(f"{num_bytes} bytes of host memory: {error}") from error
     prefer_huge_pages(memory)
-    return memory
+    return memory.zero_()  # touches it
 
 
 def free_host_bytes(
@@ -262,114 +252,3 @@ def _groups_around(root: Path, path: str) -> list[Path]:
 def _numbers(path: str) -> dict[str, int]:
     lines = Path(path).read_text(encoding="utf-8").splitlines()
     return {words[0]: int(words[1]) for words in map(str.split, lines) if len(words) > 1}
-
-
-_PLACES: Final = "/dev/shm", tempfile.gettempdir()
-_NUMBER_BYTES: Final = 8
-# Bytes by file of this process: a lock of POSIX ends where its process closes any descriptor of the
-# file, so these are never opened again.
-_ours: Final[dict[Path, int]] = {}
-_locking = threading.Lock()  # a lock of POSIX keeps no other thread out
-
-
-class HostShare:
-    """Bytes of one pool that are reserved and not touched yet: until `close`, its last reference or
-    the process ends. Any thread may use it."""
-
-    def __init__(self, path: Path, fd: int, num_bytes: int) -> None:
-        self._path, self._fd, self._pid = path, fd, os.getpid()
-        self._lock = threading.Lock()
-        self._end = weakref.finalize(self, _end, path, fd, os.getpid())
-        self.keep(num_bytes)
-
-    def keep(self, num_bytes: int) -> None:
-        """Reserve this many bytes from now on: the rest is touched, or not needed."""
-        if os.getpid() != self._pid:  # it is a fork, and the share is its parent's
-            return
-        with self._lock:  # else `close` may give the descriptor to another file meanwhile
-            if self._end.alive:
-                _ours[self._path] = num_bytes
-                os.pwrite(self._fd, num_bytes.to_bytes(_NUMBER_BYTES, "little"), 0)
-
-    def close(self) -> None:
-        if os.getpid() == self._pid:
-            with self._lock:
-                self._end()
-
-
-class HostShares:
-    """The shares of all host pools, which do not change while `locked` goes on."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.num_bytes = sum(self._bytes_of(path) for path in folder.glob("share-*"))
-
-    def enter(self, num_bytes: int) -> HostShare:
-        fd, path = tempfile.mkstemp(prefix=f"share-{os.getpid()}-", dir=self._folder)
-        fcntl.lockf(fd, fcntl.LOCK_EX)
-        return HostShare(Path(path), fd, num_bytes)
-
-    def _bytes_of(self, path: Path) -> int:
-        """0, without the file, if its process is gone."""
-        if path in _ours:
-            return _ours[path]
-        try:
-            fd = os.open(path, os.O_RDWR)
-        except FileNotFoundError:  # closed meanwhile
-            return 0
-        try:
-            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return int.from_bytes(os.read(fd, _NUMBER_BYTES), "little") >> 20 << 20
-        else:
-            path.unlink(missing_ok=True)
-            return 0
-        finally:
-            os.close(fd)
-
-
-@contextmanager
-def locked() -> Iterator[HostShares]:
-    """Let no other pool of this machine reserve memory meanwhile. Raises ConfigError where there is
-    no folder for it."""
-    folder = _folder()
-    with _locking, open(folder / "lock", "wb", opener=_private) as file:
-        fcntl.lockf(file, fcntl.LOCK_EX)
-        yield HostShares(folder)
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
-
-
-def _folder() -> Path:
-    for place in _PLACES:
-        folder = Path(place, f"prefixkv-host-{os.getuid()}")
-        with suppress(OSError):
-            folder.mkdir(mode=0o700, exist_ok=True)
-            found = folder.lstat()
-            # Another user may have made something of this name.
-            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
-                return folder
-    raise ConfigError(
-        f"host_memory: no folder of this user can be made in {' or '.join(_PLACES)}, in which "
-        "workers of this machine say what they reserve"
-    )
-
-
-def _end(path: Path, fd: int, pid: int) -> None:
-    if os.getpid() == pid:
-        _ours.pop(path, None)
-        with suppress(OSError):
-            path.unlink()
-        os.close(fd)
-
-
-def _begin_child() -> None:
-    """The thread that had the lock is not in the child, and the files are the parent's."""
-    global _locking
-    _locking = threading.Lock()
-    _ours.clear()
-
-
-os.register_at_fork(after_in_child=_begin_child)

@@ -220,7 +220,7 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
             raise ConfigError(
                 f"{len(self.slabs)} slabs, must be {expected} for {self.num_layers} layers"
             )
-        regions = self._checked_regions()
+        regions = sorted_regions(self.regions)
         for i, slab in enumerate(self.slabs):
             self._check_slab(i, slab, regions)
         self._check_slabs_apart()
@@ -246,9 +246,7 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
                         f"{where}: {name} is {its}, that of the first group is {ours}"
                     )
             for start, num_bytes in layout.regions:
-                at = _region_at(regions, start)
-                if at < 0 or start + num_bytes > sum(regions[at]):
-                    raise ConfigError(f"{where}: its region at {start:#x} is not the pool's")
+                check_inside(regions, f"{where}: its region", start, num_bytes)
             if self.is_shared(group):
                 # Page ids are of one pool: what a promise names is looked at together.
                 if not group.window or layout.num_pages != self.num_pages:
@@ -297,22 +295,6 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
         if self.attention == "fused" and not self.opaque:
             raise ConfigError('attention is "fused", which only opaque pages are; opaque is empty')
 
-    def _checked_regions(self) -> list[tuple[int, int]]:
-        """Return the regions by address. Raises ConfigError if one is empty, out of range or
-        overlaps another."""
-        regions = sorted(self.regions)
-        for start, num_bytes in regions:
-            check_range("region address", start, 0, ADDRESS_END - 1)
-            check_range("region bytes", num_bytes, 1, ADDRESS_END - start)
-        # Sorted, so it is enough to compare neighbours.
-        for (start, num_bytes), (following, _) in pairwise(regions):
-            if following < start + num_bytes:
-                raise ConfigError(
-                    f"region at {following:#x} begins inside the one at {start:#x}, which ends at "
-                    f"{start + num_bytes:#x}"
-                )
-        return regions
-
     def _check_slab(self, i: int, slab: Slab, regions: list[tuple[int, int]]) -> None:
         """Raise ConfigError unless a slab is aligned, nested, and whole in one region."""
         check_range(f"slab {i} base", slab.base, 0, ADDRESS_END - 1)
@@ -335,15 +317,7 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
                 f"slab {i} has strides of {slab.token_stride} and {slab.head_stride}, must be "
                 f"{self.token_bytes} and {self.head_bytes}: an opaque page is one run of bytes"
             )
-        # The end must lie in the region in which it begins: what is between two regions is not
-        # registered, and may not be a target of writes.
-        at = _region_at(regions, slab.base)
-        end = regions[at][0] + regions[at][1] if at >= 0 else 0
-        if slab.base + extent > end:
-            raise ConfigError(
-                f"slab {i} is [{slab.base:#x}, {slab.base + extent:#x}), not inside one region"
-                + (f"; the nearest one ends at {end:#x}" if at >= 0 else "")
-            )
+        check_inside(regions, f"slab {i}", slab.base, extent)
 
     def _check_slabs_apart(self) -> None:
         """Only slabs with overlapping extents are compared closely."""
@@ -364,8 +338,34 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
         )
 
 
-def _region_at(regions: list[tuple[int, int]], address: int) -> int:
-    return bisect_right(regions, address, key=lambda region: region[0]) - 1
+def sorted_regions(regions: Regions) -> list[tuple[int, int]]:
+    """Return the regions by address. Raises ConfigError if one is empty, out of range or
+    overlaps another."""
+    found = sorted(regions)
+    for start, num_bytes in found:
+        check_range("region address", start, 0, ADDRESS_END - 1)
+        check_range("region bytes", num_bytes, 1, ADDRESS_END - start)
+    # Sorted, so it is enough to compare neighbours.
+    for (start, num_bytes), (following, _) in pairwise(found):
+        if following < start + num_bytes:
+            raise ConfigError(
+                f"region at {following:#x} begins inside the one at {start:#x}, which ends at "
+                f"{start + num_bytes:#x}"
+            )
+    return found
+
+
+def check_inside(regions: list[tuple[int, int]], what: str, start: int, num_bytes: int) -> None:
+    """Raise ConfigError unless this memory lies in one of the regions, which are sorted."""
+    # It must end in the region in which it begins: what is between two regions is not registered,
+    # and may not be a target of writes.
+    at = bisect_right(regions, start, key=lambda region: region[0]) - 1
+    end = sum(regions[at]) if at >= 0 else 0
+    if start + num_bytes > end:
+        raise ConfigError(
+            f"{what} is [{start:#x}, {start + num_bytes:#x}), not inside one region"
+            + (f"; the nearest one ends at {end:#x}" if at >= 0 else "")
+        )
 
 
 def _by_stride(dims: _Dims) -> _Dims:

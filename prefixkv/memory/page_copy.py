@@ -10,10 +10,8 @@ the copy's own affair.
 from __future__ import annotations
 
 import ctypes
-import os
-from collections.abc import Callable, Sequence
-from functools import cache
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,10 +30,6 @@ if TYPE_CHECKING:
     from prefixkv.memory.host_pool import HostPool
 
 Int64s = npt.NDArray[np.int64]
-_Transfer = Callable[..., int]
-
-_VECTOR: Final = 1024  # pieces of memory that Linux takes in one call
-_MOVED_BYTES: Final = 24 << 10  # from this mean length on memmove is the faster one
 
 _move = ctypes.memmove
 
@@ -51,8 +45,7 @@ class PageCopy(Protocol):
     def load(self, host_pages: Pages, device_pages: Pages) -> None:
         """Copy host_pages[i] to device_pages[i], int32 [n], n >= 1, named once each.
 
-        Raises PageStateError, with nothing copied, for a page that is in neither pool, or not yet;
-        OSError if the system broke the copy off: some pages may be filled.
+        Raises PageStateError, with nothing copied, for a page that is in neither pool, or not yet.
         """
         ...
 
@@ -91,11 +84,7 @@ class _Ends:
 
 
 class CpuPageCopy:
-    """A `PageCopy` for memory that the CPU reads. It lets the GIL go while it copies.
-
-    Long runs are copied by one memmove each. Many short ones are handed to Linux at once, by
-    process_vm_readv and process_vm_writev on this very process.
-    """
+    """A `PageCopy` for memory that the CPU reads: a memmove for each run, with the GIL let go."""
 
     def __init__(self, layout: KVLayout, pool: HostPool) -> None:
         """O(rows of a page)."""
@@ -103,8 +92,6 @@ class CpuPageCopy:
         self._starts, self._strides, self._lengths = page_runs(layout)
         # Where each run begins in a host page.
         self._offsets = np.cumsum(self._lengths) - self._lengths
-        short = self._lengths.mean() < _MOVED_BYTES
-        self._in_vectors = bool(short) and _vectors_work()
 
     def load(self, host_pages: Pages, device_pages: Pages) -> None:
         self._copy(host_pages, device_pages, is_load=True)
@@ -116,36 +103,12 @@ class CpuPageCopy:
         host, device = self._ends.checked(host_pages, device_pages)
         rows = self._ends.host.addresses(host)
         places = self._starts + device.astype(np.int64)[:, None] * self._strides  # [page, run]
-        if self._in_vectors:
-            self._by_vectors(rows, places, is_load)
-        else:
-            self._by_moves(rows, places, is_load)
-
-    def _by_moves(self, rows: Int64s, places: Int64s, is_load: bool) -> None:
         targets, sources = (rows[:, None] + self._offsets).ravel().tolist(), places.ravel().tolist()
         if is_load:
             targets, sources = sources, targets
         lengths = self._lengths.tolist() * len(rows)
         for target, source, num_bytes in zip(targets, sources, lengths, strict=True):
             _move(target, source, num_bytes)
-
-    def _by_vectors(self, rows: Int64s, places: Int64s, is_load: bool) -> None:
-        read, write = _transfers()
-        # The pool's runs are the local side, which costs least where it is in many pieces.
-        transfer, pid, num_runs = read if is_load else write, os.getpid(), places.shape[1]
-        local = np.empty((*places.shape, 2), np.uint64)
-        local[:, :, 0], local[:, :, 1] = places, self._lengths
-        # Of pages with fewer runs than a call takes, several at once; of others, parts.
-        at_once = max(1, _VECTOR // num_runs)
-        for first in range(0, len(rows), at_once):
-            pages = slice(first, first + at_once)
-            for start in range(0, num_runs, _VECTOR):
-                # Contiguous: several pages are taken whole.
-                runs = local[pages, start : start + _VECTOR]
-                remote = np.empty((len(runs), 2), np.uint64)
-                remote[:, 0] = rows[pages] + self._offsets[start]
-                remote[:, 1] = wanted = int(self._lengths[start : start + _VECTOR].sum())
-                _call(transfer, pid, runs.reshape(-1, 2), remote, wanted * len(runs))
 
 
 class StagedPageCopy:
@@ -241,43 +204,3 @@ def _layout_runs(layout: KVLayout) -> tuple[Int64s, Int64s, Int64s]:
     first = np.concatenate(([0], np.flatnonzero(np.diff(starts) != plan.row_bytes) + 1))
     lengths = np.diff(first, append=len(starts)) * plan.row_bytes
     return starts[first], steps[first], lengths
-
-
-@cache
-def _transfers() -> tuple[_Transfer, _Transfer]:
-    """Raises AttributeError where Linux's process_vm_readv and process_vm_writev are missing."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    word, address = ctypes.c_ulong, ctypes.c_void_p
-    for found in (libc.process_vm_readv, libc.process_vm_writev):
-        found.argtypes = (ctypes.c_int, address, word, address, word, word)
-        found.restype = ctypes.c_ssize_t
-    return libc.process_vm_readv, libc.process_vm_writev
-
-
-def _call(
-    transfer: _Transfer,
-    pid: int,
-    local: npt.NDArray[np.uint64],
-    remote: npt.NDArray[np.uint64],
-    wanted: int,
-) -> None:
-    """Raises OSError unless all was copied between two lists of (address, bytes)."""
-    copied = transfer(pid, local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0)
-    if copied < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"host copy of {wanted} bytes: {os.strerror(number)}")
-    if copied != wanted:
-        raise OSError(f"host copy of {wanted} bytes ended after {copied}")
-
-
-@cache
-def _vectors_work() -> bool:
-    """Some sandboxes refuse process_vm_readv and process_vm_writev."""
-    ends = np.zeros(2, np.uint8)
-    local, remote = (np.array([[ends.ctypes.data + i, 1]], np.uint64) for i in range(2))
-    try:
-        for transfer in _transfers():
-            _call(transfer, os.getpid(), local, remote, 1)
-    except (AttributeError, OSError):
-        return False
-    return True

@@ -17,7 +17,15 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 from prefixkv.errors import ConfigError, HandshakeError, shown
-from prefixkv.memory.kv_layout import ADDRESS_END, ITEMSIZE, Regions, check_choice, clusters
+from prefixkv.memory.kv_layout import (
+    ADDRESS_END,
+    ITEMSIZE,
+    Regions,
+    check_choice,
+    check_inside,
+    clusters,
+    sorted_regions,
+)
 from prefixkv.memory.mesh import Mesh, Shard, check_equal, check_meshes, sent_share
 from prefixkv.paging import MAX_INDEX
 from prefixkv.settings import check_whole
@@ -109,9 +117,7 @@ class StateLayout(msgspec.Struct, frozen=True, array_like=True):
         # Bounds the work below: each entry is looked up in all regions.
         if len(self.regions) > len(self.entries):
             raise ConfigError(f"{len(self.regions)} state regions for {len(self.entries)} entries")
-        for start, num_bytes in self.regions:
-            if not (start >= 0 and 0 < num_bytes <= ADDRESS_END - start):
-                raise ConfigError(f"state region of {num_bytes} bytes at {start} is no memory")
+        regions = sorted_regions(self.regions)
         # A peer's word: a write goes to these addresses, so each entry has to lie in memory that it
         # says is registered.
         for i, entry in enumerate(self.entries):
@@ -119,14 +125,7 @@ class StateLayout(msgspec.Struct, frozen=True, array_like=True):
                 raise ConfigError(
                     f"state entry {i} has {entry.num_bytes} bytes a slot, {entry.slot_stride} apart"
                 )
-            end = entry.base + self._extent(entry)
-            if not any(
-                start <= entry.base and end <= start + num_bytes
-                for start, num_bytes in self.regions
-            ):
-                raise ConfigError(
-                    f"state entry {i} is [{entry.base:#x}, {end:#x}), not inside one region"
-                )
+            check_inside(regions, f"state entry {i}", entry.base, self._extent(entry))
         # Slots of entries that overlap lie between each other's, within one stride.
         spans = [(one.base, i, one.base + self._extent(one)) for i, one in enumerate(self.entries)]
         for cluster in clusters(spans):

@@ -15,7 +15,7 @@ cached before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -28,7 +28,7 @@ from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey
 from prefixkv.cache.results import MatchResult, PrefixLock, packed_path
 from prefixkv.config import PageOptions
 from prefixkv.digest import PathHash, begin_hash
-from prefixkv.errors import CallerError, InternalError, OutOfPagesError, UserErrors
+from prefixkv.errors import CallerError, InternalError, OutOfPagesError, UserErrors, check_laws
 from prefixkv.pages.allocator import PageAllocator
 from prefixkv.pages.groups import (
     GroupStart,
@@ -552,6 +552,26 @@ class PageManager:
             raise InternalError(
                 f"the tree has {in_tree} pages, the allocator {self.allocator.cached_pages} cached"
             )
+
+    def check_owners(
+        self, held: Sequence[RequestPages], locks: Collection[PrefixLock] = ()
+    ) -> None:
+        """Check that all that is taken is of these, and that `locks` are the only others. A page
+        that no law finds an owner for has leaked; one that two find would be freed twice. Raises
+        InternalError."""
+        own = sum(pages.num_own + sum(map(len, pages.duplicates)) for pages in held)
+        table, cache = self.table, self.cache
+        laws = {
+            "every owned page is a request's": own == self.allocator.owned_pages,
+            "every lock is a request's": cache.locks
+            == {pages.lock for pages in held if pages.lock is not None} | {*locks},
+            "every row is a request's": table.free_rows + table.free_spare_rows
+            == len(table.array) - len(held),
+            "a row is as long as its pages": all(
+                table.length(pages.row) == pages.num_pages for pages in held
+            ),
+        }
+        check_laws(laws, f"{own} own", self.allocator)
 
     def _check_hashes(self) -> None:
         for node in self.cache.nodes():

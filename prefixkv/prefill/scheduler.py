@@ -483,14 +483,9 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         self.shared_prefixes.check_invariants()
         if self.checkpoints is not None:
             self.checkpoints.check_invariants(list(self.requests.values()))
-        held = [pages for _, pages in self.holders()]
-        own = sum(pages.num_own + sum(map(len, pages.duplicates)) for pages in held)
+        self.pages.check_owners([pages for _, pages in self.holders()])
         laws = {
-            "every owned page is a request's": own == self.pages.allocator.owned_pages,
             "nothing is held: peers do not write here": not self.pages.allocator.owners(),
-            "a row is as long as its pages": all(
-                self.pages.table.length(pages.row) == pages.num_pages for pages in held
-            ),
             "a room is a request's": all(
                 self.requests.get(req.rid) is req for req in self._rooms.values()
             ),
@@ -498,15 +493,11 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
                 self._rooms.get(req.room_key) is req or (req.state.ended and req.source_free)
                 for req in self.requests.values()
             ),
-            "every lock is a request's": self.pages.cache.locks
-            == {pages.lock for pages in held if pages.lock is not None},
-            "every row is a request's": self.pages.table.free_rows
-            == len(self.pages.table.array) - len(held),
             "a request's digest is its prompt's": all(
                 req.is_named_right for req in self.requests.values()
             ),
         }
-        check_laws(laws, f"{own} own", self.requests)
+        check_laws(laws, self.requests)
 
     # --- ends -------------------------------------------------------------------------------------
 

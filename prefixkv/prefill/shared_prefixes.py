@@ -12,18 +12,14 @@ much as the follower lacks, or nothing was computed for `stall_s`. Then the wait
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 from sortedcontainers import SortedList
 
-from prefixkv.cache.radix_key import TOKEN_BYTES, common_pages
+from prefixkv.cache.radix_key import TOKEN_BYTES, Starts, common_pages
 from prefixkv.errors import check_laws
 from prefixkv.prefill.request import PrefillRequest, PrefillState
-
-NextPage: TypeAlias = tuple[Hashable, int, bytes]
-"""A namespace, the number of pages that are there, and the packed tokens of the next page."""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,7 +27,6 @@ class _Lead:
     """A request that the engine has; `number` counts those that were handed out."""
 
     number: int
-    next_page: NextPage | None = None
     passed_pages: int = 0  # computed, and in the tree
     progress: int = 0  # tokens that it has computed itself
     followers: SortedList = field(default_factory=SortedList)  # by `_Wait.end`
@@ -79,10 +74,10 @@ class SharedPrefixes:
         self._page_size = page_size
         self._page_bytes = page_size * TOKEN_BYTES
         self._stall_s = stall_s
-        # `_by_next_page` has the leaders that can be found: those with a next page. A follower is
+        # `_starts` has the leaders that can be found: those with a next page. A follower is
         # in `_waits` and `_by_tokens`, then in `_released` until the queue looks at it.
         self._leads: dict[PrefillRequest, _Lead] = {}
-        self._by_next_page: dict[NextPage, list[PrefillRequest]] = {}
+        self._starts: Starts[PrefillRequest] = Starts(page_size)
         self._waits: dict[PrefillRequest, _Wait] = {}  # oldest first
         self._by_tokens: SortedList = SortedList()  # by `_Wait.place`
         self._released: list[PrefillRequest] = []
@@ -133,23 +128,19 @@ class SharedPrefixes:
     def follow(self, req: PrefillRequest, num_pages: int, now_s: float) -> bool:
         """Let a request follow another that computes a prefix from the `num_pages` on that the tree
         has of it. Returns True if it waits. O(leaders at that page), and a memcmp each."""
-        if not (self._by_next_page and self._stall_s and req.request.cacheable):
+        if not (self._starts and self._stall_s and req.request.cacheable):
             return False
         data, page_bytes = req.key.data, self._page_bytes
         # Never the page of the last token: that one the engine has to compute, to sample the next.
         last = (req.num_tokens - 1) // self._page_size
         if num_pages >= last:
             return False
-        page = data[num_pages * page_bytes : (num_pages + 1) * page_bytes]
         passed_over = self._passed_over.get(req)
-        for leader in self._by_next_page.get((req.key.namespace, num_pages, page), ()):
+        for leader in self._starts.at(req.key, num_pages):
             if passed_over and leader in passed_over:
                 continue
-            leader_data = leader.key.data
-            if not data.startswith(memoryview(leader_data)[: (num_pages + 1) * page_bytes]):
-                continue
             end = min(last, leader.num_tokens // self._page_size)
-            end = common_pages(data, leader_data, num_pages + 1, end, page_bytes)
+            end = common_pages(data, leader.key.data, num_pages + 1, end, page_bytes)
             end -= end % self._step_pages
             # Nothing that the follower could go on from, or not any more.
             lead = self._leads[leader]
@@ -222,7 +213,7 @@ class SharedPrefixes:
                 self._released.append(wait.req)
             else:  # nor was it handed out after those that lack as much, and began later
                 at = self._by_tokens.bisect_left((num_tokens + 1,))
-        if lead.next_page is not None:
+        if req in self._starts:
             there = max(computed, req.prefix_len)
             lead.passed_pages = there // self._page_size
             self._end_waits_for(lead, lead.passed_pages)
@@ -231,47 +222,30 @@ class SharedPrefixes:
     def end(self, req: PrefillRequest) -> None:
         """Drop a leader that computes nothing any more. Repeated, or never handed out: no-op."""
         if (lead := self._leads.get(req)) is not None:
-            self._clear_next_page(req, lead)
+            self._starts.discard(req)
             self._end_waits_for(lead)
             del self._leads[req]
 
     def flush(self) -> None:
         """Let followers find no leader: what leaders compute goes to no tree any more."""
         for req, lead in self._leads.items():
-            self._clear_next_page(req, lead)
+            self._starts.discard(req)
             self._end_waits_for(lead)
 
     def _set_next_page(self, req: PrefillRequest, lead: _Lead, num_tokens: int) -> None:
-        self._clear_next_page(req, lead)
+        self._starts.discard(req)
         num_pages = num_tokens // self._page_size
         if (num_pages + 1) * self._page_size <= req.num_tokens:
-            start = num_pages * self._page_bytes
-            page = req.key.data[start : start + self._page_bytes]
-            lead.next_page = next_page = req.key.namespace, num_pages, page
-            self._by_next_page.setdefault(next_page, []).append(req)
+            self._starts.add(req, req.key, num_pages)
         else:
             self._end_waits_for(lead)
-
-    def _clear_next_page(self, req: PrefillRequest, lead: _Lead) -> None:
-        if lead.next_page is None:
-            return
-        leaders = self._by_next_page[lead.next_page]
-        leaders.remove(req)
-        if not leaders:
-            del self._by_next_page[lead.next_page]
-        lead.next_page = None
 
     # --- checks -----------------------------------------------------------------------------------
 
     def check_invariants(self) -> None:
         """Check every law. Raises InternalError with the state."""
-        found = {req: page for page, reqs in self._by_next_page.items() for req in reqs}
         laws = {
-            "what is found leads, from there": all(
-                req in self._leads and self._leads[req].next_page == page
-                for req, page in found.items()
-            )
-            and len(found) == sum(lead.next_page is not None for lead in self._leads.values()),
+            "what is found leads": {*self._starts} <= self._leads.keys(),
             "only what is with the engine leads": all(
                 req.pages_held is not None for req in self._leads
             ),
@@ -288,7 +262,7 @@ class SharedPrefixes:
             == sorted(wait.place for wait in self._waits.values()),
             "its leader leads, and is to end it": all(
                 (lead := self._leads.get(wait.leader)) is not None
-                and lead.next_page is not None
+                and wait.leader in self._starts
                 and lead.passed_pages < wait.end_pages
                 and wait.end in lead.followers
                 for wait in self._waits.values()

@@ -56,7 +56,7 @@ class ChunkLanded(msgspec.Struct, frozen=True):
     num_units: int = 0
 
 
-class UnitsStaged(msgspec.Struct, frozen=True):
+class UnitsRelayed(msgspec.Struct, frozen=True):
     """All bytes that this rank owes of `num_units` unit pages are in our staging memory."""
 
     rank: int
@@ -69,7 +69,7 @@ class FencedOff(msgspec.Struct, frozen=True):
     rank: int
 
 
-Landed = ChunkLanded | UnitsStaged
+Landed = ChunkLanded | UnitsRelayed
 ReceiverEvent = PeerReady | PromiseAck | Landed | Outcome | Drained | Fail | FencedOff | RoomTick
 
 # --- actions --------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ class ReceiverMachine:
         self._unacked.discard(event.rank)
         self.poll = KVPoll.TRANSFERRING
         landings = self._landings[event.rank]
-        if isinstance(event, UnitsStaged):
+        if isinstance(event, UnitsRelayed):
             landings.num_units += event.num_units
         else:
             landings.take(event)
@@ -427,7 +427,7 @@ class ReceiverMachine:
         KVPoll.BOOTSTRAPPING: {
             PeerReady: Step(_on_peer_ready, {KVPoll.WAITING_FOR_INPUT}),
             # No rank knows the room: these are frames about an earlier use of its number.
-            **ignored(PromiseAck, ChunkLanded, UnitsStaged, Outcome, Drained, FencedOff),
+            **ignored(PromiseAck, ChunkLanded, UnitsRelayed, Outcome, Drained, FencedOff),
             Fail: Step(_fail, {KVPoll.FAILED}),
             RoomTick: Step(_tick_open, {KVPoll.BOOTSTRAPPING, KVPoll.FAILED}),
         },
@@ -435,7 +435,7 @@ class ReceiverMachine:
             PromiseAck: Step(_on_promise_acked, {KVPoll.WAITING_FOR_INPUT}),
             # The last notification may come after the last outcome.
             ChunkLanded: Step(_on_landed, _LANDED | {KVPoll.WAITING_FOR_INPUT}),
-            UnitsStaged: Step(_on_landed, _LANDED | {KVPoll.WAITING_FOR_INPUT}),
+            UnitsRelayed: Step(_on_landed, _LANDED | {KVPoll.WAITING_FOR_INPUT}),
             Outcome: Step(_on_outcome, {KVPoll.WAITING_FOR_INPUT, KVPoll.SUCCESS, KVPoll.FAILED}),
             # None was asked for, so it answers an abort of an earlier use of the number, and proves
             # nothing of the writes of this one.
@@ -447,7 +447,7 @@ class ReceiverMachine:
         KVPoll.TRANSFERRING: {
             PromiseAck: Step(_on_promise_acked, {KVPoll.TRANSFERRING}),
             ChunkLanded: Step(_on_landed, _LANDED),
-            UnitsStaged: Step(_on_landed, _LANDED),
+            UnitsRelayed: Step(_on_landed, _LANDED),
             Outcome: Step(_on_outcome, {KVPoll.TRANSFERRING, KVPoll.SUCCESS, KVPoll.FAILED}),
             **ignored(Drained),  # as above
             FencedOff: Step(_on_fenced, {KVPoll.TRANSFERRING, KVPoll.FAILED}),
@@ -457,7 +457,7 @@ class ReceiverMachine:
         KVPoll.SUCCESS: {
             Outcome: Step(_on_late_outcome, {KVPoll.SUCCESS}),  # our answer was lost
             # Frames and notifications that outcomes have overtaken.
-            **ignored(PromiseAck, ChunkLanded, UnitsStaged, Drained),
+            **ignored(PromiseAck, ChunkLanded, UnitsRelayed, Drained),
             # An abort, a fence and a wake-up that were on their way as the room ended.
             **ignored(Fail, FencedOff, RoomTick),
         },
@@ -468,7 +468,7 @@ class ReceiverMachine:
             RoomTick: Step(_tick_draining, {KVPoll.FAILED}),
             PeerReady: Step(_on_late_ready, {KVPoll.FAILED}),
             # Sent before the peer heard of our abort: neither proves anything.
-            **ignored(PromiseAck, ChunkLanded, UnitsStaged),
+            **ignored(PromiseAck, ChunkLanded, UnitsRelayed),
             Fail: Step(_on_late_fail, {KVPoll.FAILED}),
         },
     }

@@ -15,11 +15,13 @@ import logging
 import os
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
+from prefixkv.config import ControlConfig
 from prefixkv.control.effects import (
     AddPeer,
     AgentDestroyed,
@@ -41,16 +43,22 @@ from prefixkv.control.effects import (
     Tick,
 )
 from prefixkv.control.inbox import ControlInbox
+from prefixkv.control.lives import PeerChange
 from prefixkv.errors import ClosedError, ConfigError
 from prefixkv.protocol.events import HostCopyDone, RoomEvent
+from prefixkv.protocol.ids import PeerId
+from prefixkv.protocol.messages import ProcessLife
 from prefixkv.runtime.channel import DealerChannel, RouterChannel
-from prefixkv.runtime.logs import PeerLog
-from prefixkv.runtime.prover import Prover
+from prefixkv.threads import Inbox
 from prefixkv.transport.base import Settled, WriteJob
 from prefixkv.transport.transports import Transports
-from prefixkv.wakeups import Inbox
 
 _log = logging.getLogger("prefixkv.control")
+_news_log = logging.getLogger("prefixkv.peers")
+
+REPEAT_S: Final = 60.0
+_MAX_KEYS: Final = 4096
+_CALM: Final = {"met", "heard", "left", "forgotten"}
 
 _FAREWELL_S = 0.5  # seconds in which the last frames of a node that closes may leave
 _RETRY_PAUSE_S = 0.01  # pause after a step that failed as a whole, lest it fail in a busy loop
@@ -268,3 +276,71 @@ class ControlThread(Generic[Command]):
                 cast(DealerChannel, self.channel).disconnect(effect.address)
             case _:  # the copies' own
                 self._copies.do(effect)
+
+
+class Prover:
+    """The kernel's part of proofs that a process is dead: there are none, so the
+    fence of a peer is the word of the caller alone.
+
+    A part that looks at processes overrides these; `Transfers.prover` makes it.
+    """
+
+    def __init__(
+        self, name: str, timing: ControlConfig, is_written_to: bool, tell: Callable[[PeerId], None]
+    ) -> None:
+        """`tell` takes each peer that is dead and has nothing on its way here. `is_written_to`:
+        peers write into memory of this process."""
+
+    @property
+    def life(self) -> ProcessLife | None:
+        """Identity of this process for Hello, None if it is not said."""
+        return None
+
+    def submit(self, peer: PeerId, life: ProcessLife) -> None:
+        """Have a peer's process looked at soon. No-op while that is under way."""
+
+    def close(self, *, ended: bool = True) -> None:
+        """Let the identity go, if writes have `ended`. Idempotent."""
+
+
+class PeerLog:
+    """Writes what becomes of peers to the logger `prefixkv.peers`. What becomes of one again and
+    again, of a refused one in whatever life, is one line per minute. Owned by a control thread;
+    `name` is the worker's.
+
+    An exception of a log handler comes out of `write`; the lines behind it are lost.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        # By kind and peer: when a line was written last, and how many were left out since. The
+        # oldest comes first; bounded, since peers choose their names.
+        self._written: OrderedDict[tuple[str, PeerId | str], tuple[float, int]] = OrderedDict()
+
+    def write(self, news: list[PeerChange], now_s: float) -> None:
+        """Write the lines that are due; may raise what a log handler raises."""
+        for one in news:
+            # Repeats are counted, not written.
+            if (more := self._more(one, now_s)) is not None:
+                level = logging.INFO if one.kind in _CALM else logging.WARNING
+                again = f" ({more} more since the last line)" if more else ""
+                _news_log.log(
+                    level, "%s: %s: %s %s%s", self._name, one.kind, one.peer, one.why, again
+                )
+
+    def _more(self, one: PeerChange, now_s: float) -> int | None:
+        """Return how many such changes were left out since the last line; None: this one too."""
+        # A refused peer is known by its name alone: each restart is another life.
+        peer = one.peer
+        if one.kind == "refused" and isinstance(peer, PeerId):
+            peer = peer.name
+        key = one.kind, peer
+        last_s, more = self._written.get(key, (now_s - REPEAT_S, 0))
+        if now_s < last_s + REPEAT_S:
+            self._written[key] = last_s, more + 1
+            return None
+        self._written[key] = now_s, 0
+        self._written.move_to_end(key)
+        if len(self._written) > _MAX_KEYS:
+            self._written.popitem(last=False)
+        return more

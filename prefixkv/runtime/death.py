@@ -32,7 +32,7 @@ from typing import Final, NamedTuple
 from prefixkv.config import ControlConfig
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.messages import ProcessLife
-from prefixkv.runtime.prover import Prover
+from prefixkv.runtime.control_thread import Prover
 
 _log = logging.getLogger("prefixkv.control")
 

@@ -10,10 +10,9 @@ from contextlib import ExitStack
 from typing import Any, ClassVar
 
 from prefixkv.config import DecodeConfig, HostConfig
-from prefixkv.decode import journal as decode_journal
-from prefixkv.decode.request import DecodeRequest
+from prefixkv.decode.request import DecodeRequest, timeline
 from prefixkv.decode.scheduler import DecodeParts, DecodeScheduler
-from prefixkv.decode.workers import Workers
+from prefixkv.decode.waiting import Workers
 from prefixkv.errors import ConfigError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
@@ -125,7 +124,7 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, DecodeEvent], DecodeSchedule
                 self._host.start(self.transfers.thread.events.put)
             undo.callback(self.close)
             self._lead(spec, 0 if host is None else host.num_pages)
-            self._observe(decode_journal.timeline)
+            self._observe(timeline)
             undo.pop_all()
 
     @property

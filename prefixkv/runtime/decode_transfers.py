@@ -6,8 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import cast
 
-from prefixkv.addresses import check_prefill
-from prefixkv.config import DecodeConfig, Way
+from prefixkv.config import DecodeConfig, Way, check_prefill
 from prefixkv.control.decode.control import DecodeControl
 from prefixkv.digest import check_digest
 from prefixkv.errors import ConfigError, RequestError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import time
@@ -23,13 +24,13 @@ from prefixkv.protocol.commands import Fence
 from prefixkv.protocol.events import HostCopy, RoomEvent
 from prefixkv.protocol.ids import PeerId
 from prefixkv.request import Request
-from prefixkv.runtime.logs import RequestLog
 from prefixkv.runtime.rank_spec import RankSpec
 from prefixkv.runtime.transfers import OfTransfers, Transfers, peer_id
 from prefixkv.settings import at_least, check_flag, check_timeout
 from prefixkv.stats import Histogram
 
 _log = logging.getLogger("prefixkv.cache")
+_request_log = logging.getLogger("prefixkv.requests")
 
 Config: TypeAlias = DecodeConfig | PrefillConfig
 E = TypeVar("E", bound=RoomEvent)  # events of rooms, for the scheduler
@@ -300,7 +301,7 @@ class Node(OfTransfers, PagedScheduler[Req, Command], Generic[Req, Command, E]):
             **self.counters,
             **self.transfers.stats(),
             **{f"pages_{state}": number for state, number in states.items()},
-            "locks": page_manager.cache.stats().num_locks,
+            "locks": page_manager.cache.num_locks,
             "protected_pages": page_manager.cache.protected_pages,
             "evictable_pages": page_manager.cache.evictable_pages,
             "evicted_pages": page_manager.evicted_pages,
@@ -399,6 +400,45 @@ class Node(OfTransfers, PagedScheduler[Req, Command], Generic[Req, Command, E]):
         """Return, by rank, how many rooms wait for what it alone has not said. A rank that stays
         there is dead (`fence_rank`), or a peer that it sends to or gets from (its `lost_peers`)."""
         return self.leader.awaited()
+
+
+class RequestLog:
+    """The `on_ended` of a journal. Costs little while the logger is off, and nothing listens.
+
+    Logger `prefixkv.requests` has a record per request that has ended, level INFO, a JSON object:
+
+        {"side": "decode", "rid": "r1", "room": 7, ..., "hit_tokens": 6144,
+         "arrived_at": 1763740000.1, "admitted_s": 0.0021, ..., "ended_s": 2.5}
+
+    Times are seconds since the arrival. `room` and `generation` join decode's record to prefill's.
+    `decode/request.py` and `prefill/request.py` say what each field is. The log record has it as
+    `request`.
+
+    Each of `listeners` gets every record, and when its request arrived, by `time.monotonic`.
+    """
+
+    def __init__(self, me: PeerId, timeline: Callable[[Any], dict[str, Any]]) -> None:
+        self._me = me
+        self._timeline = timeline
+        self.listeners: list[Callable[[dict[str, Any], float], object]] = []
+
+    def __call__(self, req: Any, now_s: float) -> None:
+        # Before anything is computed: this runs on the scheduler's thread, for each request.
+        is_logged = _request_log.isEnabledFor(logging.INFO)
+        if not is_logged and not self.listeners:
+            return
+        record = {
+            "node": self._me.name,
+            "incarnation": self._me.incarnation,
+            **self._timeline(req),
+            # Requests have the monotonic clock; an operator wants the time of day.
+            "arrived_at": round(time.time() - (now_s - req.arrived_s), 6),
+        }
+        # Listeners first: a handler of the logger that raises is one of the user's.
+        for listener in self.listeners:
+            listener(record, req.arrived_s)
+        if is_logged:
+            _request_log.info("%s", json.dumps(record), extra={"request": record})
 
 
 def check_windows(pages: PageManager) -> None:

@@ -8,7 +8,7 @@ from numbers import Real
 from typing import NamedTuple, cast
 
 from prefixkv.config import PrefillConfig, Way
-from prefixkv.control.effects import StagingSlots
+from prefixkv.control.effects import RelaySlots
 from prefixkv.control.handshake import OurSide
 from prefixkv.control.prefill.control import PrefillControl
 from prefixkv.digest import check_digest
@@ -112,10 +112,10 @@ class PrefillTransfers(Transfers[PrefillCommand, PrefillEvent]):
             libraries=loaded_libraries(),
             place=spec.place,
         )
-        slots: StagingSlots | None = None
+        slots: RelaySlots | None = None
         if self._area is not None:
             num_slots = sizes.staging_bytes // sizes.lease_bytes
-            slots = StagingSlots(num_slots, sizes.lease_bytes, _STAGING_WINDOW)
+            slots = RelaySlots(num_slots, sizes.lease_bytes, _STAGING_WINDOW)
         where, version = ("", *self._endpoints), config.model.weights_version
         return PrefillControl(self.peer_id, ours, self._control, where, slots, version)
 

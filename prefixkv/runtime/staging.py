@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from prefixkv.config import TransportConfig
 from prefixkv.control.decode.control import DecodeControl
-from prefixkv.control.effects import STAGING, AddPeer, CopyDone, Staging
+from prefixkv.control.effects import RELAYS, AddPeer, CopyDone, Relay
 from prefixkv.control.prefill.control import PrefillControl
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.kv_pool import StagingBuffer
@@ -76,7 +76,7 @@ class StagingCopies:
 
     def add_peer(self, added: AddPeer) -> None:
         """Prepare the gathers for a peer, if it is staged to."""
-        if added.staged and added.memory.parts is not None:
+        if added.relayed and added.memory.parts is not None:
             self.to_peers[added.peer] = self._copy_of(added.memory.parts[0], added.unit_tokens)
 
     def remove_peer(self, peer: PeerId) -> None:
@@ -145,8 +145,6 @@ def _tell(control: DecodeControl, said: ToRoom, now_s: float) -> None:
 
 
 def install() -> None:
-    STAGING[:] = [
-        Staging(StagingSender, StagingReceiver, LeaseCut.into, StagingPlan.of, make_copies)
-    ]
+    RELAYS[:] = [Relay(StagingSender, StagingReceiver, LeaseCut.into, StagingPlan.of, make_copies)]
     PrefillControl.INSIDE |= {SendLeaseAsk: _ask}
     DecodeControl.INSIDE |= {Grant: _grant, ToRoom: _tell}

@@ -18,9 +18,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
-from prefixkv.addresses import is_loopback
-from prefixkv.config import DecodeConfig, PrefillConfig, Way, check_version
-from prefixkv.control.effects import STAGING, CopyDone
+from prefixkv.config import DecodeConfig, PrefillConfig, Way, check_version, is_loopback
+from prefixkv.control.effects import RELAYS, CopyDone
 from prefixkv.control.lives import LostPeers
 from prefixkv.errors import ClosedError, ConfigError, InternalError, RequestError, shown, travels
 from prefixkv.memory.kv_pool import KVPool, StagingBuffer
@@ -35,11 +34,11 @@ from prefixkv.runtime.control_thread import (
     Control,
     ControlFailed,
     ControlThread,
+    Prover,
 )
-from prefixkv.runtime.one_thread import OneThread
-from prefixkv.runtime.prover import Prover
 from prefixkv.runtime.rank_spec import RankSpec
 from prefixkv.settings import check_timeout
+from prefixkv.threads import OneThread
 from prefixkv.transport.base import RankMemory, Sink
 from prefixkv.transport.nixl.ucx import check_interface
 from prefixkv.transport.transports import Transports, make_transports
@@ -97,7 +96,7 @@ class Transfers(OneThread, Generic[C, E]):
         self._num_slots, self._windows = spec.num_slots, layout.windows
         self._buffer: StagingBuffer | None = None
         if self._transport.staging_bytes:
-            if not STAGING:
+            if not RELAYS:
                 raise ConfigError("staging_bytes: this installation has no part for it")
             self._buffer = StagingBuffer(
                 self._transport.staging_bytes,
@@ -137,7 +136,7 @@ class Transfers(OneThread, Generic[C, E]):
         if self._buffer is None:
             return None
         what = self._layout, self._buffer, self._transport, self._name
-        return STAGING[0].copies(*what, sink)
+        return RELAYS[0].copies(*what, sink)
 
     def _check_interface(self, what: str, address: str) -> None:
         """Raise ConfigError where KV could not come from, or go to, another machine: no interface
@@ -234,7 +233,7 @@ class Transfers(OneThread, Generic[C, E]):
         """Return the counters: control object, staging, sockets and thread. Any thread may ask."""
         control = self.thread.control
         # Copies made in one step: the control thread counts on.
-        staging = {} if control.staging is None else dict(control.staging.counters)
+        staging = {} if control.relay is None else dict(control.relay.counters)
         return {
             **control.counters,
             **{f"staging_{name}": number for name, number in staging.items()},

@@ -10,10 +10,10 @@ has no worker, requests wait as long as one is being started. Used on one event 
 from __future__ import annotations
 
 import asyncio
-import math
 import contextlib
 import io
 import logging
+import math
 import time
 from collections.abc import (
     AsyncGenerator,

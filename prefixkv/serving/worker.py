@@ -27,7 +27,7 @@ from starlette.routing import Route
 
 from prefixkv import DecodeConfig, PrefillConfig, PrefixKVError
 from prefixkv.engines.hf.requests import AnswerToken, Generate, PrefillJob
-from prefixkv.errors import CallerError, CapacityError, ClosedError, ConfigError, DrainingError
+from prefixkv.errors import CallerError, CapacityError, ClosedError, DrainingError
 from prefixkv.serving.client import make_client, pieces_of
 from prefixkv.serving.config import (
     OPTION_NAMES,
@@ -545,21 +545,14 @@ def _model(settings: WorkerSettings, node: C) -> tuple[Any, C]:
     import torch
 
     from prefixkv.engines.hf import load_model
-    from prefixkv.engines.hf.models import (
-        ExtraState,
-        check_checkpoints,
-        extra_state_of,
-        no_windows,
-    )
+    from prefixkv.engines.hf.models import ExtraState, check_extra, extra_state_of
     from prefixkv.engines.hf.small import small_model
 
     models = settings.models
     extra = ExtraState.NONE
     if models.model:
         extra = extra_state_of(models.model, models.context or None)
-    if settings.window_pages and extra is not ExtraState.WINDOWS:
-        raise ConfigError(no_windows(settings.window_pages))
-    check_checkpoints(node, extra)
+    check_extra(extra, node.checkpoints, settings.window_pages)
     if models.threads:
         torch.set_num_threads(models.threads)
     options: dict[str, Any] = {"device": models.device, "context": models.context or None}

@@ -23,7 +23,7 @@ from prefixkv.protocol.events import RoomDrained, RoomEnded, RoomOverdue
 from prefixkv.protocol.ids import ChunkTag, KVPoll, RoomKey
 from prefixkv.protocol.machine import Fail
 from prefixkv.protocol.messages import Hello, HelloReply, LeaseAsk, LeaseGrant, Promise
-from prefixkv.protocol.receiver_machine import UnitsStaged
+from prefixkv.protocol.receiver_machine import UnitsRelayed
 from prefixkv.staging.leases import Lease, LeaseCut, LeaseState, LeaseTable, Section
 
 
@@ -79,7 +79,7 @@ class ToRoom:
     since it cannot succeed. That comes once, and not for a held back end."""
 
     key: RoomKey
-    event: UnitsStaged | Fail
+    event: UnitsRelayed | Fail
 
 
 Ending = RoomEnded | RoomDrained | RoomOverdue
@@ -257,7 +257,7 @@ class StagingReceiver:
             self._say(Scatter(lease.lease_id, units, unit_tokens, sections, parts))
         self._send_grants(granted)
         # Last: the room may end by it, and the actions above would then be of a closed room.
-        self._say(ToRoom(lease.key, UnitsStaged(rank, piece.num_units)))
+        self._say(ToRoom(lease.key, UnitsRelayed(rank, piece.num_units)))
 
     def _num_landed(self, room: _StagedRoom) -> int:
         leases = self.leases.of_room(room.key)

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from prefixkv.control.effects import Cancel, StagingSlots
+from prefixkv.control.effects import Cancel, RelaySlots
 from prefixkv.errors import AbortedError, InternalError, PeerLostError, check_laws
 from prefixkv.memory.staging_area import BLOCK_BYTES
 from prefixkv.paging import Pages
@@ -133,7 +133,7 @@ class StagingSender:
     """
 
     def __init__(
-        self, me: PeerId, rank: int, slots: StagingSlots, resend_s: float, next_id: NextId,
+        self, me: PeerId, rank: int, slots: RelaySlots, resend_s: float, next_id: NextId,
         say: Callable[[StagedWriteAction], None],
     ) -> None:  # fmt: skip
         """Begin without readers. `next_id` names gathers, writes and the machines' jobs, so that no

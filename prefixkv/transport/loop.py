@@ -25,10 +25,10 @@ from prefixkv.errors import (
     TransferTimeoutError,
 )
 from prefixkv.protocol.ids import PeerId
+from prefixkv.threads import Inbox
 from prefixkv.transport.base import PeerMemory, RankMemory, Sink, TransportEvent, WriteJob
 from prefixkv.transport.jobs import ActiveJob, JobTable, Outbox
 from prefixkv.transport.runs import Routes
-from prefixkv.wakeups import Inbox
 
 _log = logging.getLogger("prefixkv.transport")
 

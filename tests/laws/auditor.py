@@ -130,7 +130,7 @@ def assert_at_rest(scheduler: DecodeScheduler | PrefillScheduler) -> None:
             assert not len(host), "T6: copies are under way"
             assert host.cache.protected_pages == host.allocator.owned_pages == 0, "T6"
     assert pages.cache.protected_pages == 0
-    assert pages.cache.stats().num_locks == 0
+    assert pages.cache.num_locks == 0
     assert pages.allocator.owned_pages == 0
     assert pages.allocator.held_pages == 0
     assert pages.allocator.quarantined_pages == 0

@@ -18,7 +18,6 @@ from hypothesis.stateful import (
 import prefixkv.assembly  # noqa: F401 - its parts, also where no conftest is loaded
 from prefixkv.cache.events import NO_PARENT, Cleared, EventFeed, Removed, Stored, page_key
 from prefixkv.cache.eviction.adaptive import Adaptive
-from prefixkv.cache.eviction.plain import ByPriority
 from prefixkv.cache.eviction.policy import make_policy
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
@@ -31,7 +30,7 @@ from tests.laws.adaptive_model import (
     AdaptiveModel,
 )
 from tests.laws.ghost_model import BLOCK_PAGES, GHOST_PAGES, STRIDE_PAGES
-from tests.laws.radix_model import RANKS, TTL_S, RadixModel
+from tests.laws.radix_model import RANKS, RadixModel
 
 POOL_PAGES = 4096
 NAMESPACES = st.sampled_from([None, "lora", 7])
@@ -52,9 +51,7 @@ def make_pair(policy: str, page_size: int) -> tuple[RadixCache, RadixModel]:
         "stride_blocks": STRIDE_PAGES // BLOCK_PAGES,
     }  # fmt: skip
     chosen: Any = policy
-    if policy == "priority-ttl":
-        chosen = ByPriority(ttl_s=TTL_S)
-    elif policy == "adaptive":
+    if policy == "adaptive":
         chosen = Adaptive(
             short_tokens=TINY_PAGES * page_size,
             long_tokens=LONG_PAGES * page_size, trust=TRUST, period=PERIOD,

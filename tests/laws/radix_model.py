@@ -70,14 +70,7 @@ RANKS: dict[str, Callable[[ModelPage, float], object]] = {
     "lfu": lambda page, now_s: (visits(page), page.last.tick),
     "slru": lambda page, now_s: (visits(page) > 1, page.last.tick),
     "priority": lambda page, now_s: (priority(page), page.last.tick),
-    "priority-ttl": lambda page, now_s: (
-        (float("-inf"), page.last.tick)
-        if now_s - page.last.now_s > TTL_S
-        else (priority(page), page.last.tick)
-    ),
 }
-
-TTL_S = 25.0
 
 
 class RadixModel:

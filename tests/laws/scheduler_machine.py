@@ -25,7 +25,7 @@ from prefixkv.decode.host_tier import HostPages
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.decode.sources import Sources
-from prefixkv.decode.workers import Workers
+from prefixkv.decode.waiting import Workers
 from prefixkv.errors import NotFiniteError, PrefixKVError
 from prefixkv.pages.allocator import PageState
 from prefixkv.pages.manager import PageManager
@@ -135,8 +135,6 @@ class Engine(DecodeEngine):
         continues = self.sim.random.choice([None, None, True, False])
         keep = self.sim.random.choice([None, None, req.prompt_len, req.kv_len - 1])
         self.scheduler.finish(req, self.sim.device_work(), continues, keep)
-        if not self.sim.random.randrange(4):
-            self.scheduler.announce("s1", req.key.namespace)
 
     def retract(self, rid: str) -> None:
         self._is_sampled_from(self.scheduler.requests[rid])
@@ -347,6 +345,9 @@ class SchedulerSim(PairSim):
         pages.allocator.uncache(freed)
         pages.allocator.free(freed)
         pages.version += 1
+        # One of them says that it comes back: it is loaded ahead.
+        for session in ("s1", "s2"):
+            self.decode.scheduler.announce(session, self.random.choice([None, "lora"]))
         return _DECODE
 
     def host_is_ready(self) -> int:

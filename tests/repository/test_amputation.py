@@ -26,9 +26,9 @@ ORGANS = {
     "kv_events": ["kv_events"],
     "record": ["runtime/record.py"],
     "death": ["runtime/death.py"],
-    "ranks": ["ranks", "runtime/following_rank.py", "runtime/groups.py"],
+    "ranks": ["ranks", "runtime/ranks.py"],
     "staging": ["staging", "runtime/staging.py"],
-    "compute": ["decode/compute_source.py", "decode/state_checkpoints.py"],
+    "compute": ["decode/compute_source.py"],
     "host": [
         "decode/host_tier.py",
         "memory/host_pool.py",

@@ -13,7 +13,7 @@ import pytest
 
 import prefixkv
 from prefixkv import DecodeNode, PrefillNode, config
-from prefixkv.decode import journal as decode_journal
+from prefixkv.decode import request as decode_request
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.requests import PagedRequest
@@ -75,8 +75,8 @@ def test_each_counter_of_staging_has_a_sentence(node: type, source: str) -> None
 def test_each_field_of_the_request_log_has_a_sentence() -> None:
     pages = PageManager(8, 4, 4)
     request = Request("r1", [1, 2, 3], room=7, prefill="tcp://127.0.0.1:1")
-    decode = decode_journal.timeline(DecodeRequest(request, pages, 0.0), 1, 1)
+    decode = decode_request.timeline(DecodeRequest(request, pages, 0.0), 1, 1)
     prefill = prefill_request.timeline(PrefillRequest(request, pages, 0.0), 1, 1)
     both = PagedRequest.timeline
-    assert decode.keys() <= keys_of(both, decode_journal.timeline)
+    assert decode.keys() <= keys_of(both, decode_request.timeline)
     assert prefill.keys() <= keys_of(both, prefill_request.timeline)

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from prefixkv.memory.kv_layout import KVLayout
-from prefixkv.memory.shared import SharedBlock, block_of
+from prefixkv.memory.kv_pool import SharedBlock, block_of
 from prefixkv.protocol.ids import PeerId
 from prefixkv.transport.base import PeerMemory
 from prefixkv.transport.shm.wire import MAGIC, TOKEN_BYTES, ShmOffer, listen, pack_offer

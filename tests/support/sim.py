@@ -302,7 +302,7 @@ class Sim:
             copy_id = rank.copies.jobs[number][0]
             scatter = rank.scatters.pop(copy_id)
             fold = rank.memory.layout.page_size // scatter.unit_tokens
-            lease = rank.control.staging.leases.get(copy_id)
+            lease = rank.control.relay.leases.get(copy_id)
             self.may_write(RoomKey(*lease.key), np.unique(scatter.units // fold), "a scatter")
         rank.copies.run(number, error)
 
@@ -333,7 +333,7 @@ class Sim:
         """Called as bytes land in a staging area."""
         for rank in self.readers:
             if rank.me == target:
-                staging = rank.control.staging
+                staging = rank.control.relay
                 assert staging is not None
                 lease = staging.leases.get(tag.lease_id)
                 assert lease is not None, "a write lands in a lease that has ended"

@@ -23,7 +23,7 @@ import benchmarks.policies.gittins  # noqa: F401
 from prefixkv.config import ModelConfig, PageOptions
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.scheduler import DecodeScheduler
-from prefixkv.decode.workers import Workers
+from prefixkv.decode.waiting import Workers
 from prefixkv.errors import (
     HandshakeError,
     NotFiniteError,
@@ -938,14 +938,16 @@ _STATE = (StateTensor("a", 0, 1, (8,)), StateTensor("b", 0, 2, (3,), "uint8"))
 
 
 def _lies(raw: bytes, damaged: bytes) -> bool:
-    """Whether a flipped bit gave decode's engine another aux: no protocol sees that, and no wire
-    that is checked does it."""
+    """Whether a flipped bit gave decode's engine another aux, or made another process answer its
+    Hello, whose word it then waits for: no protocol sees that, and no wire that is checked does
+    it."""
     try:
-        said, heard = messages.decode(raw).body, messages.decode(damaged).body
+        said, heard = messages.decode(raw), messages.decode(damaged)
     except ProtocolError:
         return False
-    is_outcome = isinstance(said, messages.Outcome) and isinstance(heard, messages.Outcome)
-    return is_outcome and said.aux != heard.aux
+    if isinstance(said.body, messages.Outcome) and isinstance(heard.body, messages.Outcome):
+        return said.body.aux != heard.body.aux
+    return isinstance(said.body, messages.HelloReply) and said.sender != heard.sender
 
 
 @dataclass

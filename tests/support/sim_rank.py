@@ -17,7 +17,7 @@ from prefixkv.config import ControlConfig, TransportConfig
 from prefixkv.conformance.hashing import Hashes
 from prefixkv.control import effects
 from prefixkv.control.decode.control import DecodeControl
-from prefixkv.control.effects import StagingSlots
+from prefixkv.control.effects import RelaySlots
 from prefixkv.control.handshake import OurSide
 from prefixkv.control.prefill.control import PrefillControl
 from prefixkv.memory.kv_layout import PageGroup
@@ -268,8 +268,8 @@ class SimRank:
                 raise AssertionError(f"nothing carries out {effect}")
 
     def check(self) -> None:
-        if self.control.staging is not None:
-            self.control.staging.check_invariants()
+        if self.control.relay is not None:
+            self.control.relay.check_invariants()
 
     def check_memory(self) -> None:
         self.check()
@@ -302,7 +302,7 @@ class PrefillRank(SimRank):
         config, slots = side.transport, None
         if self.buffer is not None:
             num_slots = config.staging_bytes // config.lease_bytes
-            slots = StagingSlots(num_slots, config.lease_bytes, side.staging_window)
+            slots = RelaySlots(num_slots, config.lease_bytes, side.staging_window)
         endpoints = addresses if rank == 0 else ()
         ours = OurSide(side.digest, side.topology, rank)
         what = endpoints, slots, world.prefill_version
@@ -323,8 +323,8 @@ class PrefillRank(SimRank):
             "in flight": self.world.fabric.in_flight(self.me),
             "unproven": self.transport._unproven,
         }  # fmt: skip
-        if control.staging is not None and self.staging is not None:
-            machine = control.staging
+        if control.relay is not None and self.staging is not None:
+            machine = control.relay
             taken = machine.num_slots - len(machine.free_slots)
             left["staged"] = len(machine.jobs) + taken
             left["forgotten peers"] = set(machine.peers) - {peer.id for peer in peers}
@@ -365,7 +365,7 @@ class DecodeRank(SimRank):
             "rooms of links": [link.address for link in control._links.all() if link.waiting],
             "orders": list(self.orders), "for rank 0": list(self.for_rank_0),
         }  # fmt: skip
-        if (staging := control.staging) is not None:
+        if (staging := control.relay) is not None:
             left |= {
                 "staged rooms": staging.num_rooms, "leases": staging.leases.all(),
                 "waiting": staging.num_waiting,

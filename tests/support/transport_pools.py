@@ -58,7 +58,7 @@ Zeros = Callable[[tuple[int, ...], Any], npt.NDArray[np.uint8]]
 
 def shared_zeros(shape: tuple[int, ...], dtype: Any = np.uint8) -> npt.NDArray[np.uint8]:
     """As np.zeros, in memory that another process may map."""
-    from prefixkv.memory.shared import shared_bytes
+    from prefixkv.memory.kv_pool import shared_bytes
 
     array: npt.NDArray[np.uint8] = shared_bytes(prod(shape)).numpy().view(dtype).reshape(shape)
     return array

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import zmq
 
-from prefixkv import connections
-from prefixkv.connections import Newcomers, is_empty, set_bounds
+from prefixkv.runtime import channel as connections
+from prefixkv.runtime.channel import Newcomers, is_empty, set_bounds
 from tests.support.patience import PATIENCE_S, until
 
 MOST = 16

@@ -24,7 +24,7 @@ from prefixkv.cache.eviction.hazards import Hazards
 from prefixkv.cache.eviction.least_worth import LeastWorth
 from prefixkv.cache.eviction.policy import Use, register_policy
 from prefixkv.cache.eviction.queues import EvictionQueue
-from prefixkv.cache.node import Mark, TreeNode
+from prefixkv.cache.node import TreeNode
 from prefixkv.settings import Count, CountOrZero, check_order
 
 COUNTS = (0, 0, 1, 2, 3, 3, 4)
@@ -228,9 +228,6 @@ class Adaptive(GhostPolicy):
             return tick, visits + lower[1], now_s, of_use, end, trunk
         tick, visits, now_s, of_use, end, trunk = lower
         return tick, upper[1] + visits, now_s, of_use, end, trunk
-
-    def describe(self, history: Mark) -> str:
-        return f", turn {history[3].turn}, {history[1]} visits"
 
     # --- evictions --------------------------------------------------------------------------------
 

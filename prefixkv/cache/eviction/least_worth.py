@@ -19,8 +19,9 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from prefixkv.cache.eviction.hazards import EDGES_S, Hazards
-from prefixkv.cache.eviction.queues import LeafOrders, LeafRank, forget
+from prefixkv.cache.eviction.queues import LeafRank, forget
 from prefixkv.cache.node import TreeNode
+from prefixkv.paging import MAX_INDEX
 
 Entry: TypeAlias = tuple[int, TreeNode, "LeastWorth", int]
 """(tick, leaf, queue, class)."""
@@ -113,14 +114,106 @@ def _stands(entry: Entry) -> bool:
     return True
 
 
-class LeastWorth(LeafOrders):
+class Batches:
+    """The base of queues in which the order changes as time passes. Within a batch time stands
+    still, so before a large batch the leaves are sorted by their rank. A leaf's entry is (key,
+    node, queue, ...)."""
+
+    most_pages = MAX_INDEX
+
+    def __init__(self) -> None:
+        self._num_entries = 0  # living
+        self._num_dead = 0
+        self._batch_s: float | None = None  # the time of the batch under way, if it is large
+        self._run: list[tuple[Any, ...]] = []  # entries of its leaves, falling in rank
+        self._late: list[
+            tuple[LeafRank, TreeNode, Any]
+        ] = []  # those that became leaves in it: a heap
+
+    def choose(self, now_s: float) -> TreeNode | None:
+        """Return the leaf that is evicted first."""
+        raise NotImplementedError
+
+    def rank_at(self, leaf: TreeNode, now_s: float) -> LeafRank:
+        """Return a leaf's rank at `now_s`; the lowest goes first, and no two are equal."""
+        raise NotImplementedError
+
+    def ranked(self, now_s: float) -> list[Any]:
+        """Return all leaves' entries, falling in rank at `now_s`. O(leaves log leaves)."""
+        raise NotImplementedError
+
+    def _entries(self) -> Iterable[tuple[Any, ...]]:
+        """Each entry once, dead ones too."""
+        raise NotImplementedError
+
+    def _sweep(self) -> None:
+        """Drop the dead entries."""
+        raise NotImplementedError
+
+    def first(self, now_s: float) -> TreeNode | None:
+        """Return the leaf that goes first: of a large batch's run, else by `choose`."""
+        if self._batch_s is None:
+            return self.choose(now_s)
+        # 1. The first of the run that is still an evictable leaf.
+        run, late = self._run, self._late
+        first: TreeNode | None = None
+        while run:
+            entry = run[-1]
+            node = entry[1]
+            if node.entry is entry and not node.lock_ref and not node.children:
+                first = node
+                break
+            run.pop()
+        # 2. As a rule no leaf has come since. Else the first of those may go before it.
+        while late:
+            rank, node, entry = late[0]
+            if node.entry is entry and not node.lock_ref and not node.children:
+                if first is None or rank < self.rank_at(first, self._batch_s):
+                    return node
+                break
+            heappop(late)
+        return first
+
+    def count_dead(self) -> None:
+        """Count a dead entry; sweep, except within a batch, when the dead outnumber the living."""
+        self._num_entries -= 1
+        self._num_dead += 1
+        if self._num_dead > 1024 and self._num_dead > self._num_entries and self._batch_s is None:
+            self._num_dead = 0
+            self._sweep()
+
+    def expect(self, num_leaves: int, now_s: float) -> None:
+        """Begin a large batch by sorting all leaves at its time, or end it."""
+        if num_leaves > 64 and 4 * num_leaves > self._num_entries:
+            self._run = self.ranked(now_s)
+            self._batch_s = now_s
+        # The batch has killed many entries, and none was swept meanwhile.
+        elif self._batch_s is not None and not num_leaves:
+            self._batch_s = None
+            self._run, self._late, self._num_dead = [], [], 0
+            self._sweep()
+
+    def broken_laws(self) -> list[str]:
+        found, living = 0, 0
+        for entry in self._entries():
+            found += 1
+            living += entry is entry[1].entry
+        laws = {
+            f"the living entries are counted: {living}": living == self._num_entries,
+            f"most dead entries are swept: {found - living}": self._batch_s is not None
+            or found - living <= 1 + max(1024, living),
+        }
+        return [law for law, holds in laws.items() if not holds]
+
+
+class LeastWorth(Batches):
     """A line of leaves, and an offer, per class. Marks are (tick, anything, now_s, ...).
 
     `class_of` returns the class of a leaf.
     """
 
     def __init__(self, hazards: Hazards, class_of: Callable[[TreeNode], int]) -> None:
-        super().__init__(0)
+        super().__init__()
         num_kinds = len(hazards.worth)
         self._hazards = hazards
         self._class_of = class_of
@@ -159,6 +252,7 @@ class LeastWorth(LeafOrders):
             or (self._hazards.peak[kind] and self._worth[kind][0] < self._least[kind])
         ):
             self._holds_s[kind] = self._all_hold_s = AT_ONCE
+        # A parent may become a leaf in the middle of a batch, and may be due at once.
         if self._batch_s is not None:
             heappush(self._late, (self.rank_at(leaf, self._batch_s), leaf, entry))
 
@@ -277,4 +371,3 @@ class LeastWorth(LeafOrders):
     def _sweep(self) -> None:
         for line in self._lines:
             line.sweep()
-        self._num_dead = 0

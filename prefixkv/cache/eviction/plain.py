@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from math import inf
 
 from prefixkv.cache.eviction.policy import Policy, Use, register_policy
-from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, LeafOrders, LeafPlace, LeafRank
-from prefixkv.cache.node import Mark, TreeNode
-from prefixkv.settings import at_least
+from prefixkv.cache.eviction.queues import LeafRank
+from prefixkv.cache.node import Mark
 
 
 @register_policy
@@ -73,9 +72,6 @@ class LeastFrequentlyUsed(Summing):
         first = (use.num_pages, (1, use.tick))
         return (first,) if use.visit else ((use.old_pages, (-1, use.tick)), first)
 
-    def describe(self, history: Mark) -> str:
-        return f", {history[0]} visits"
-
 
 @register_policy
 class SegmentedLru(LeastFrequentlyUsed):
@@ -119,55 +115,17 @@ class FirstInLastOut(FirstInFirstOut):
 
 @register_policy
 class ByPriority(Policy):
-    """The lowest priority goes first, among equals the least recently used.
-
-    A mark is (priority, last tick, last time). `ttl_s`: pages that were not used for this long lose
-    their priority, and go before all others. None: never. Raises ConfigError below 0.
-    """
+    """The lowest priority goes first, among equals the least recently used. A mark is (priority,
+    last tick)."""
 
     name = "priority"
 
-    def __init__(self, ttl_s: float | None = None) -> None:
-        at_least(0, ttl_s=ttl_s or 0)
-        self.ttl_s = ttl_s
-
     def mark(self, use: Use) -> Mark:
         # A lock has no priority of its own: it must not raise or lower that of the pages.
-        return (-inf if use.priority is None else use.priority, use.tick, use.now_s)
+        return (-inf if use.priority is None else use.priority, use.tick)
 
     def fold(self, upper: Mark, lower: Mark) -> Mark:
-        last = upper if upper[1] > lower[1] else lower
-        return (max(upper[0], lower[0]), last[1], last[2])
-
-    def rank(self, history: Mark) -> LeafRank:
-        return history[:2]
+        return (max(upper[0], lower[0]), max(upper[1], lower[1]))
 
     def last_tick(self, history: Mark) -> int:
         return history[1]  # type: ignore[no-any-return]
-
-    def make_queue(self) -> EvictionQueue:
-        """Return a heap by priority, or two orders if priorities expire."""
-        return LeafHeap(self.rank) if self.ttl_s is None else _ExpiringQueue(self.ttl_s)
-
-
-class _ExpiringQueue(LeafOrders):
-    """Two orders over the same leaves: 0 by last use, to see what has expired, and 1 by rank."""
-
-    def __init__(self, ttl_s: float) -> None:
-        super().__init__(2)
-        self._ttl_s = ttl_s
-
-    def place(self, history: Mark) -> LeafPlace:
-        return 1, history[:2], (0, history[1])
-
-    def choose(self, now_s: float) -> TreeNode | None:
-        # If the least recently used leaf has not expired, none has.
-        oldest = self.head(0)
-        if oldest is not None and now_s - oldest.mark[2] > self._ttl_s:
-            return oldest
-        return self.head(1)
-
-    def rank_at(self, leaf: TreeNode, now_s: float) -> LeafRank:
-        history = leaf.mark
-        expired = now_s - history[2] > self._ttl_s
-        return (0, 0, history[1]) if expired else (1, *history[:2])

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple, Protocol
 from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, LeafRank
 from prefixkv.cache.node import Mark, Packed, Root, TreeNode
 from prefixkv.errors import ConfigError
-from prefixkv.registry import Registry
+from prefixkv.settings import Registry
 
 
 @dataclass(slots=True, eq=False)
@@ -124,10 +124,6 @@ class Policy(ABC):
     @abstractmethod
     def last_tick(self, history: Mark) -> int:
         """Return the tick of the last use in a history."""
-
-    def describe(self, history: Mark) -> str:
-        """Return text about a history for a dump; it begins with a comma unless it is empty."""
-        return ""
 
     def make_queue(self) -> EvictionQueue:
         """Return an empty queue for the leaves. One order, by rank, is enough for most policies."""

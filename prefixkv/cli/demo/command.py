@@ -1,25 +1,23 @@
-"""`prefixkv demo`: make a model, start its workers, play chats with decode's cache on and off, and
-compare every answer with that of transformers by itself."""
+"""`prefixkv demo`: chats with a small model over worker processes, decode's cache on and off. Every
+answer is compared with that of transformers by itself."""
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
+from prefixkv.cli.demo.links import HERE, LinkRate
 from prefixkv.cli.demo.play import play, small_vocabulary
 from prefixkv.cli.demo.report import (
-    HERE,
     DemoPass,
     DemoReport,
-    LinkRate,
     draw,
     machine,
     picture,
@@ -28,7 +26,7 @@ from prefixkv.cli.demo.report import (
 )
 from prefixkv.cli.demo.workers import PREFILL, ChatAnswer, ModelWorkers
 from prefixkv.cli.demo.workload import Workload, chat
-from prefixkv.cli.outputs import check_writable, write_text, writing
+from prefixkv.cli.outputs import write_json
 from prefixkv.engines.hf.reference import Reference
 from prefixkv.engines.hf.small import small_model, small_tokenizer
 from prefixkv.serving import interrupts
@@ -43,8 +41,8 @@ CHATS: Final = {
 }  # fmt: skip
 SETTINGS: Final = {"page_size": 16, "num_pages": 640}
 PASSES: Final = 2  # of each kind over each link, turn about: first tokens differ from pass to pass
-LINKS: Final = ("1Gbit", "10Gbit")  # that the chats are played over beside this machine's own
 _MIN_TOKENS: Final = 16  # prompt of each request that comes before those that count
+_SENT: Final = 'prefixkv_sent_bytes_total{node="prefill"}'
 _DECODE: Final = {True: "decode-0", False: "decode-1"}  # workers by whether they have a cache
 
 _DEFINITIONS: Final = {
@@ -62,23 +60,17 @@ _DEFINITIONS: Final = {
 }
 
 
-def run(
-    seed: int, links: Sequence[LinkRate], json_path: Path | None, plot_path: Path | None
-) -> int:
+def run(seed: int, links: Sequence[LinkRate], json_file: Path | None, plot: Path | None) -> int:
     """Returns the exit status: 0, or 1 if anything is wrong with a pass. Raises ConfigError before
     anything is started; ModelWorkerError, WorkerFailedError."""
-    check_writable("--json", json_path)
-    check_writable("--plot", plot_path)
     console = Console(highlight=False, markup=False, soft_wrap=True)
     report = run_chats(seed, links, console)
     for lines in (picture(report.by_turn()), table(report.rows())):
         console.print("\n" + "\n".join(lines))
-    if json_path is not None:
-        text = json.dumps(report.as_json(), indent=1, allow_nan=False)
-        write_text("--json", json_path, text + "\n")
-    if plot_path is not None:
-        with writing("--plot", plot_path):
-            draw(report.by_turn(), plot_path)
+    if json_file is not None:
+        write_json(json_file, report.as_json())
+    if plot is not None:
+        draw(report.by_turn(), plot)
     for complaint in report.complaints():
         console.print(f"WRONG: {complaint}")
     return int(bool(report.complaints()))
@@ -109,65 +101,51 @@ def run_chats(
     }
     recipe["versions"]["transformers"] = version("transformers")
     report = DemoReport(recipe)
+    total = workload.num_requests * 2 * passes * (1 + len(links))
     console.print(
         f"a Llama of {parameters / 1e6:.1f} million random parameters, seed {seed}, "
         f"{kv_bytes // 1024} KiB of KV per token; {workload.num_requests} turns of "
-        f"{len(workload.sessions)} chats, {2 * passes * (1 + len(links))} times"
+        f"{len(workload.sessions)} chats, {total // workload.num_requests} times"
     )
-    total = workload.num_requests * 2 * passes * (1 + len(links))
     # The workers are processes of their own, so the model reaches them as files.
     with (
-        tempfile.TemporaryDirectory(prefix="prefixkv-demo-") as folder,
+        tempfile.TemporaryDirectory(prefix="prefixkv-demo-") as name,
         _Screen(console, total) as screen,
     ):
-        reference.save(Path(folder))
-        small_tokenizer().save(str(Path(folder) / "tokenizer.json"))
+        folder = Path(name)
+        reference.save(folder)
+        small_tokenizer().save(str(folder / "tokenizer.json"))
         for link in (HERE, *links):
             # Workers of their own for each link: the rate is a setting of theirs.
             screen.begin("starting a prefill and two decode workers")
-            interrupts.run(
-                partial(_play_passes, Path(folder), workload, screen, link, passes, report)
-            )
+            interrupts.run(partial(_play_passes, folder, workload, screen, link, passes, report))
     # After the workers have ended, so that the comparison takes no time from the figures.
     console.print("comparing every answer with transformers' generate()")
     compare(report, reference)
     return report
 
 
-class _Screen:
+class _Screen(Progress):
     """What is seen while the chats are played: a bar with the time left, and turns as they come."""
 
     def __init__(self, console: Console, total: int) -> None:
-        self._console = console
-        self._progress = Progress(
+        super().__init__(
             "{task.description}", BarColumn(), MofNCompleteColumn(), "turns,",
             TimeRemainingColumn(), "left", console=console, transient=True,
             disable=not console.is_terminal,
         )  # fmt: skip
-        self._task = self._progress.add_task("", total=total)
+        self._turns = self.add_task("", total=total)
         self._decode = small_tokenizer().decode
-        self._title = ""
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._progress.stop()
 
     def begin(self, title: str) -> None:
-        self._title = title
-        self._progress.update(self._task, description=title)
-
-    def say(self, text: str) -> None:
-        self._console.print(text)
+        self.update(self._turns, description=title)
 
     def turn(self, shown: bool, number: int, at: int, answer: ChatAnswer) -> None:
-        self._progress.update(self._task, advance=1)
+        self.advance(self._turns)
         if shown:
             text = self._decode(answer.tokens).strip()[:20].rpartition(" ")[0]
             split = split_of(answer)
-            self.say(
+            self.console.print(
                 f"  chat {number + 1}, turn {at + 1}: {split.hit:4} tokens hit, {split.sent:4} "
                 f"sent, {answer.ttft_s * 1e3:4.0f} ms  {split.bar(1000)}  {text} ..."
             )
@@ -185,38 +163,33 @@ async def _play_passes(
         for name in decode:  # so that no pass includes the first connection of two nodes
             await workers.ask(name, "first", [*range(_MIN_TOKENS)], 2, f"first {name}")
         # Turn about, the order changed each time: what slows the machine meanwhile slows both.
-        for number in range(passes):
-            for on in (True, False) if number % 2 == 0 else (False, True):
-                title = f"{link.name}, cache {'on' if on else 'off'}"
-                screen.begin(title)
-                if number == 0:
-                    screen.say(f"{title}, {workload.num_requests} turns")
-                # Bytes are counted from settled to settled state: no write of another pass is among
-                # them.
-                before, _ = await workers.settled(PREFILL)
-                shown = partial(screen.turn, number == 0 and link == HERE)
-                # A salt of its own for each pass, so that none finds the KV of another.
-                played = await play(
-                    workers, _DECODE[on], workload, spell, f"{on}.{number}", on_answer=shown
-                )
-                after, pages = await workers.settled(PREFILL)
-                sent = int(_bytes_sent(after) - _bytes_sent(before))
-                report.passes.append(DemoPass(link, on, played, sent))
-                # Each pass must leave no page in use, on either side.
-                for name, left in (
-                    (PREFILL, pages), (_DECODE[on], (await workers.settled(_DECODE[on]))[1]),
-                ):  # fmt: skip
-                    report.left += [
-                        f"{title}: {num} pages left {state} on {name}"
-                        for state, num in left.items()
-                    ]
+        for number, on in [
+            (one, on) for one in range(passes) for on in (one % 2 == 0, one % 2 == 1)
+        ]:
+            title = f"{link.name}, cache {'on' if on else 'off'}"
+            screen.begin(title)
+            if number == 0:
+                screen.console.print(f"{title}, {workload.num_requests} turns")
+            # Bytes are counted from settled to settled state: no write of another pass is among
+            # them.
+            before, _ = await workers.settled(PREFILL)
+            shown = partial(screen.turn, number == 0 and link == HERE)
+            # A salt of its own for each pass, so that none finds the KV of another.
+            salt = f"{on}.{number}"
+            played = await play(workers, _DECODE[on], workload, spell, salt, on_answer=shown)
+            after, pages = await workers.settled(PREFILL)
+            sent = int(after[_SENT] - before[_SENT])
+            report.passes.append(DemoPass(link, on, played, sent))
+            # Each pass must leave no page in use, on either side.
+            _, on_decode = await workers.settled(_DECODE[on])
+            report.left += [
+                f"{title}: {num} pages left {state} on {name}"
+                for name, left in ((PREFILL, pages), (_DECODE[on], on_decode))
+                for state, num in left.items()
+            ]
         # A retry would hide in the latencies: it counts as a defect.
         if workers.retried:
             report.left.append(f"{workers.retried} requests were not answered at first")
-
-
-def _bytes_sent(figures: dict[str, float]) -> float:
-    return figures['prefixkv_sent_bytes_total{node="prefill"}']
 
 
 def compare(report: DemoReport, reference: Reference) -> None:

@@ -7,15 +7,10 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from prefixkv.cli.demo.workers import ChatAnswer, ModelWorkers
 from prefixkv.cli.demo.workload import Run, Turn, Workload
-
-Speller = Callable[[Turn, bool], list[int]]
-"""Returns the tokens of a turn's text; its second argument is True for the first turn."""
-
-OnAnswer = Callable[[int, int, ChatAnswer], object]
-"""Hears each answer at its end: the number of its conversation, of its turn, and the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +36,11 @@ class Vocabulary:
     def __call__(self, turn: Turn, is_first: bool) -> list[int]:
         """Return the tokens that follow the answer before, up to where the model continues. The
         first run of the first turn is the system's."""
-        runs = list(turn.text)
-        said = [self.system, *self._words(runs.pop(0)), self.stop] if is_first else []
+        runs = [self._words(run) for run in turn.text]
+        said = [self.system, *runs.pop(0), self.stop] if is_first else []
         # The answer before may have ended at its length, without a stop mark: the user's mark
         # follows either way.
-        words = [word for run in runs for word in self._words(run)]
-        return [*said, self.user, *words, self.stop, self.assistant]
+        return [*said, self.user, *chain(*runs), self.stop, self.assistant]
 
     def _words(self, run: Run) -> list[int]:
         found: list[int] = (run.tokens() % (self.end - self.first) + self.first).tolist()
@@ -62,14 +56,16 @@ def small_vocabulary() -> Vocabulary:
 
 
 async def play(
-    workers: ModelWorkers, decode: str, workload: Workload, speller: Speller, salt: str,
-    ignore_end: bool = False, on_answer: OnAnswer = lambda *_: None,
+    workers: ModelWorkers, decode: str, workload: Workload, spell: Vocabulary, salt: str,
+    ignore_end: bool = False,
+    on_answer: Callable[[int, int, ChatAnswer], object] = lambda *_: None,
 ) -> Played:  # fmt: skip
     """Play all conversations at once against one decode worker; a turn is sent as soon as the turn
     before it is answered. Raises ModelWorkerError; the other conversations are ended.
 
     Args:
         salt: of all requests; passes with different salts share nothing.
+        on_answer: hears the numbers of conversation and turn with each answer.
     """
     begun_s = time.perf_counter()
 
@@ -77,7 +73,7 @@ async def play(
         conversation: list[int] = []
         answers: list[ChatAnswer] = []
         for at, turn in enumerate(turns):
-            conversation += speller(turn, at == 0)
+            conversation += spell(turn, at == 0)
             rid = f"{salt}.{number}.{at}"
             answer = await workers.ask(decode, rid, conversation, turn.output_len, salt, ignore_end)
             answers.append(answer)

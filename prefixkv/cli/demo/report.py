@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,46 +11,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from prefixkv.cli.demo.links import HERE, LinkRate
 from prefixkv.cli.demo.play import Played
 from prefixkv.cli.demo.workers import ChatAnswer
-from prefixkv.errors import ConfigError
-
-_FORM: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([mg])bit(?:/s)?", re.IGNORECASE)
-LEAST_BITS: Final = 10**8
-"""Slowest link of the demo, bits a second: its turns then take half a minute in all."""
+from prefixkv.cli.outputs import aligned, drawing
 
 _ALIKE_RATIO: Final = 1.1
 """Sides whose medians have a smaller ratio are alike, however close their own passes are."""
 
 _BAR: Final = 48  # characters of the longest prompt
-
-
-class LinkRate(NamedTuple):
-    """A network that the KV travels on; a rate of 0: no limit."""
-
-    name: str
-    bytes_per_s: int
-
-
-HERE: Final = LinkRate("this machine", 0)
-
-
-def link_of(text: str) -> LinkRate:
-    """Return the link of a text such as "10Gbit", in bits a second.
-
-    >>> link_of("2.5Gbit")
-    LinkRate(name='2.5 Gbit/s', bytes_per_s=312500000)
-
-    Raises: ConfigError for another form, or a rate below `LEAST_BITS`.
-    """
-    match = _FORM.fullmatch(text.strip())
-    if match is None:
-        raise ConfigError(f"--link: {text!r} is no rate: 1Gbit, 2.5Gbit or 500Mbit are")
-    number, unit = float(match[1]), match[2].upper()
-    bits = number * (10**9 if unit == "G" else 10**6)
-    if not LEAST_BITS <= bits < 10**15:
-        raise ConfigError(f"--link: {text!r} is not in [{LEAST_BITS // 10**6}Mbit, 1000000Gbit)")
-    return LinkRate(f"{number:g} {unit}bit/s", int(bits / 8))
 
 
 def machine() -> dict[str, Any]:
@@ -225,12 +193,7 @@ class DemoReport:
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    heads = ("", "cache on", "off", "")
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    return [
-        f"{what:<{widths[0]}}  {on:>{widths[1]}}  {off:>{widths[2]}}  {words}".rstrip()
-        for what, on, off, words in (heads, *rows)
-    ]
+    return aligned([("", "cache on", "off", ""), *rows], "<>><")
 
 
 def picture(turns: Sequence[tuple[Split, Split]]) -> list[str]:
@@ -244,24 +207,15 @@ def picture(turns: Sequence[tuple[Split, Split]]) -> list[str]:
 
 def draw(turns: Sequence[tuple[Split, Split]], path: Path) -> None:
     """Draw hit and sent tokens by turn. Needs matplotlib."""
-    import matplotlib as mpl
-
-    # A backend without a display; it must be chosen before pyplot is imported.
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, panels = plt.subplots(1, 2, figsize=(9, 4), sharey=True)
     parts = (("hit on decode", "C2"), ("on their way for another chat", "C8"), ("sent", "C3"))
     at = range(1, len(turns) + 1)
-    for side, (panel, title) in enumerate(zip(panels, ("cache on", "cache off"), strict=True)):
-        below = [0.0] * len(turns)
-        for part, (label, colour) in enumerate(parts):
-            heights = [sides[side][part] for sides in turns]
-            panel.bar(at, heights, bottom=below, label=label, color=colour)
-            below = [low + height for low, height in zip(below, heights, strict=True)]
-        panel.set(title=title, xlabel="turn", xticks=[*at])
-    panels[0].set_ylabel("tokens of a prompt, mean")
-    panels[0].legend(fontsize="small")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    with drawing(path, ncols=2, figsize=(9, 4), sharey=True) as panels:
+        for side, (panel, title) in enumerate(zip(panels, ("cache on", "cache off"), strict=True)):
+            below = [0.0] * len(turns)
+            for part, (label, colour) in enumerate(parts):
+                heights = [sides[side][part] for sides in turns]
+                panel.bar(at, heights, bottom=below, label=label, color=colour)
+                below = [low + height for low, height in zip(below, heights, strict=True)]
+            panel.set(title=title, xlabel="turn", xticks=[*at])
+        panels[0].set_ylabel("tokens of a prompt, mean")
+        panels[0].legend(fontsize="small")

@@ -7,7 +7,6 @@ import asyncio
 import os
 import secrets
 import time
-import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from typing import Any, Final, Self
 
 from prefixkv import PrefixKVError
 from prefixkv.engines.hf.requests import Sampling
+from prefixkv.serving.client import make_client
 from prefixkv.serving.config import KINDS
 from prefixkv.serving.fleet import Fleet
 from prefixkv.serving.http import ApiError
@@ -28,7 +28,6 @@ PREFILL: Final = "prefill"  # the name of the prefill worker
 _END_S: Final = 15.0
 _START_S: Final = 300.0
 _SETTLE_S: Final = 10.0
-_ANSWER_S: Final = 5.0  # time-out for a page of metrics
 _BUSY: Final = ("owned", "held", "quarantined")  # states of pages that requests still use
 
 
@@ -39,8 +38,8 @@ class ModelWorkerError(PrefixKVError):
 @dataclass(slots=True)
 class ChatAnswer:
     """Outcome of one request. Of its prompt, the KV of the first `hit_tokens` was cached on decode,
-    and that of the next `shared_tokens` was arriving
-    there for another request. Prefill had that of the first `prefill_hit_tokens` cached."""
+    and that of the next `shared_tokens` was arriving there for another request. Prefill had that of
+    the first `prefill_hit_tokens` cached."""
 
     prompt: list[int]
     max_new_tokens: int
@@ -48,8 +47,9 @@ class ChatAnswer:
     hit_tokens: int = 0
     prefill_hit_tokens: int = 0
     shared_tokens: int = 0
-    ttft_s: float = 0.0  # from when it was sent to its first token
-    itl_s: list[float] = field(default_factory=list)  # between two of its tokens
+    # By the client's clock: from sending to the first token, then between two tokens.
+    ttft_s: float = 0.0
+    itl_s: list[float] = field(default_factory=list)
 
     @property
     def computed_tokens(self) -> int:
@@ -90,6 +90,7 @@ class ModelWorkers:
         self._infos: dict[str, WorkerInfo] = {}
 
     async def __aenter__(self) -> Self:
+        self._client = make_client(self._key, _SETTLE_S)
         try:
             # One by one: where the settings of one are refused, those before it have to be ended.
             for name in self._settings:
@@ -105,21 +106,21 @@ class ModelWorkers:
     async def __aexit__(self, *failed: Any) -> None:
         for fleet in self._fleets.values():
             await fleet.close()
+        await self._client.close()
         # After a failure nothing is worth a drain.
         grace_s = 0 if any(failed) else _END_S
         await asyncio.gather(*(child.end(grace_s) for child in self._children))
 
     def _start(self, name: str) -> Child:
         """Keep the fleets that use the worker up to date."""
-        role = PREFILL if name == PREFILL else "decode"
+        is_prefill = name == PREFILL
+        role = PREFILL if is_prefill else "decode"
         settings = {
             "name": name, "model": str(self._folder), "threads": 1, "api_key": self._key,
             "parent": os.getpid(), **self._settings[name],
         }  # fmt: skip
         environ = without_settings(os.environ) | as_environ(KINDS[role], settings)
-        fleets = [
-            fleet for decode, fleet in self._fleets.items() if role == PREFILL or decode == name
-        ]
+        fleets = [*self._fleets.values()] if is_prefill else [self._fleets[name]]
 
         def ready(info: WorkerInfo) -> None:
             self._infos[name] = info
@@ -156,8 +157,6 @@ class ModelWorkers:
                     now_s = time.perf_counter()
                     if output.finish in ("abort", "error") or output.token is None:
                         raise ModelWorkerError(f"request {rid}: {output.error or output.finish}")
-                    # Token times are the client's: from sending to the first token, then between
-                    # two tokens.
                     if answer.tokens:
                         answer.itl_s.append(now_s - last_s)
                     else:
@@ -178,7 +177,8 @@ class ModelWorkers:
     # --- figures ----------------------------------------------------------------------------------
 
     async def figures(self, name: str) -> dict[str, float]:
-        text = await asyncio.to_thread(_get, f"{self._infos[name].status_url}/metrics", self._key)
+        async with self._client.get(f"{self._infos[name].status_url}/metrics") as answer:
+            text = await answer.text()
         lines = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
         return {metric: float(number) for metric, _, number in lines}
 
@@ -196,12 +196,3 @@ class ModelWorkers:
             if not any(pages.values()) or time.monotonic() > end_s:
                 return figures, {state: num for state, num in pages.items() if num}
             await asyncio.sleep(0.05)
-
-
-def _get(url: str, key: str) -> str:
-    request = urllib.request.Request(url, headers={"authorization": f"Bearer {key}"})
-    # No proxy of the environment: the workers are on this machine.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(request, timeout=_ANSWER_S) as answer:
-        text: str = answer.read().decode()
-        return text

@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 Tokens = npt.NDArray[np.int32]
-Seconds = npt.NDArray[np.float64]
 
 VOCABULARY: Final = 128_000  # token ids of runs are below it
 
@@ -40,25 +39,16 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`num_requests` counts turns; `max_request_tokens` is the longest prompt with its answer."""
-
     sessions: tuple[tuple[Turn, ...], ...]
 
     @property
     def num_requests(self) -> int:
         return sum(map(len, self.sessions))
 
-    @property
-    def max_request_tokens(self) -> int:
-        return max(
-            sum(turn.output_len + sum(run.length for run in turn.text) for turn in turns)
-            for turns in self.sessions
-        )
-
 
 def chat(
     seed: int, conversations: int, turns: int, *, system_tokens: int, user_tokens: int,
-    output_tokens: int, requests: int | None = None,
+    output_tokens: int,
 ) -> Workload:  # fmt: skip
     """Make conversations that share a system prompt; user texts and answers have log-normal
     lengths.
@@ -67,7 +57,6 @@ def chat(
         system_tokens: length of the system prompt, the first part of every first turn.
         user_tokens, output_tokens: medians; a draw is kept within a quarter and four times of its
             median.
-        requests: cut to this many turns in all, the later turns of all conversations first.
     """
     draw = np.random.default_rng([seed, 1])
 
@@ -75,16 +64,14 @@ def chat(
         drawn = np.exp(draw.normal(math.log(median), 0.5, (conversations, turns))).round()
         return np.clip(drawn, max(1, median // 4), median * 4).astype(np.int64)
 
-    users, answers = lengths(user_tokens), lengths(output_tokens)
-    total = conversations * turns if requests is None else min(requests, conversations * turns)
-    system = Run((seed, 0), system_tokens)
-    sessions = []
-    for c in range(conversations):
-        session = []
-        for t in range(total // conversations + (c < total % conversations)):
-            user = Run((seed, 1, c, t), int(users[c, t]))
-            text = (system, user) if t == 0 else (user,)
-            session.append(Turn(text, int(answers[c, t])))
-        if session:
-            sessions.append(tuple(session))
-    return Workload(tuple(sessions))
+    users, answers = lengths(user_tokens).tolist(), lengths(output_tokens).tolist()
+    system = (Run((seed, 0), system_tokens),)
+    return Workload(
+        tuple(
+            tuple(
+                Turn(system * (t == 0) + (Run((seed, 1, c, t), users[c][t]),), answers[c][t])
+                for t in range(turns)
+            )
+            for c in range(conversations)
+        )
+    )

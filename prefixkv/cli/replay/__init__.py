@@ -16,11 +16,11 @@ All but the command works without the extra `cli`; docs/traces.md has an example
 from __future__ import annotations
 
 from prefixkv.cli.replay.check import TraceCheck, check_trace
-from prefixkv.cli.replay.curves import RequestHits, replay_curves
+from prefixkv.cli.replay.curves import replay_curves
 from prefixkv.cli.replay.optimum import OPTIMUM, replay_optimum
 from prefixkv.cli.replay.readers import make_trace, read_trace
 from prefixkv.cli.replay.report import draw
-from prefixkv.cli.replay.run import ReplayResult, replay_policy
+from prefixkv.cli.replay.run import ReplayResult, RequestHits, replay_policy
 from prefixkv.cli.replay.tiers import HostResult
 from prefixkv.cli.replay.trace import Trace, TraceRequest, client_hints
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Final
 
+from prefixkv.cli.replay.report import amount
 from prefixkv.cli.replay.trace import MOONCAKE, RECORD, TOKENS, Trace, TraceRequest, block_names
 from prefixkv.spi import TOKEN_BYTES
 
@@ -33,6 +34,36 @@ class TraceCheck:
     lru_blocks: int  # with so many lru finds a block; 0: no cache does
     why_nothing: tuple[str, ...]  # why no cache can find a block, a sentence each
     doubts: tuple[str, ...]  # what looks wrong, a sentence each
+
+    def __str__(self) -> str:
+        size = f"; KV of a token: {amount(self.bytes_per_token)}" if self.bytes_per_token else ""
+        lines = [
+            f"{self.trace}: {self.kind}",
+            f"{self.requests:,} requests in {self.seconds:,.1f} s, namespaces: "
+            f"{self.namespaces:,}; the longest prompt has {self.longest_tokens:,} tokens{size}",
+            f"blocks of {self.block_tokens:,} tokens: {self.asked_blocks:,} asked for, "
+            f"{self.whole_blocks:,} of them whole, {self.different_blocks:,} different; at most "
+            f"{self.largest_blocks:,} in a prompt",
+            f"repeats: {self.block_bound:.1%} of the blocks, {self.token_bound:.1%} of the tokens; "
+            "no cache finds more",
+        ]
+        if not self.why_nothing:
+            lines.append(f"lru finds some from {self.lru_blocks:,} blocks on")
+        return "\n  ".join([*lines, *(self.why_nothing or self.doubts)])
+
+    def why_nothing_at(self, capacity: int) -> list[str]:
+        """Say why policies find no block at this capacity."""
+        if self.why_nothing:
+            return [*self.why_nothing]
+        enough, kept = self.lru_blocks, self.different_blocks
+        found = f"With all blocks kept ({kept:,}) {self.block_bound:.1%} would be found."
+        if enough <= capacity:
+            return [found, f"lru finds some with {enough:,} blocks."]
+        return [
+            found,
+            f"Between a prompt and the next that begins like it {enough:,} different blocks are "
+            f"asked for, or more, and {capacity:,} fit: lru finds some from {enough:,} blocks on.",
+        ]
 
 
 def check_trace(trace: Trace, warm: float = 0.0) -> TraceCheck:
@@ -97,23 +128,6 @@ _SMALLER: Final = {
     RECORD: "Record with smaller ones: DecodeConfig(record_block_tokens=16).",
     MOONCAKE: "Smaller ones need ids of their own: docs/traces.md says how to make them.",
 }
-
-
-def why_nothing_here(check: TraceCheck, capacity: int) -> list[str]:
-    """Say why policies find no block at this capacity."""
-    if check.why_nothing:
-        return [*check.why_nothing]
-    enough = check.lru_blocks
-    found = (
-        f"With all blocks kept ({check.different_blocks:,}) {check.block_bound:.1%} would be found."
-    )
-    if enough <= capacity:
-        return [found, f"lru finds some with {enough:,} blocks."]
-    return [
-        found,
-        f"Between a prompt and the next that begins like it {enough:,} different blocks are asked "
-        f"for, or more, and {capacity:,} fit: lru finds some from {enough:,} blocks on.",
-    ]
 
 
 def _doubts(trace: Trace, seconds: float) -> list[str]:

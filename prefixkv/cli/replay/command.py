@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
-from prefixkv.cli.outputs import check_plot, check_writable, write_text, writing
-from prefixkv.cli.replay.check import TraceCheck, check_trace, why_nothing_here
-from prefixkv.cli.replay.curves import Makers, capacities_for, maker_of, replays
+from prefixkv.cli.outputs import check_outputs, write_json
+from prefixkv.cli.replay.check import check_trace
+from prefixkv.cli.replay.curves import capacities_for, makers_of, replay_curves
 from prefixkv.cli.replay.optimum import OPTIMUM
 from prefixkv.cli.replay.readers import read_trace
-from prefixkv.cli.replay.report import (
-    TraceResults,
-    amount,
-    draw,
-    sentence,
-    table,
-)
+from prefixkv.cli.replay.report import TraceResults, draw, sentence, table
 from prefixkv.cli.replay.run import ReplayResult
-from prefixkv.cli.replay.tiers import host_size
-from prefixkv.cli.replay.trace import Trace, client_hints, footprint
+from prefixkv.cli.replay.trace import client_hints, footprint
 from prefixkv.errors import ConfigError, check_range
 from prefixkv.spi import policy_names
 
@@ -112,12 +106,14 @@ def replay(
     """Replay recorded traces through the cache: hit rate by policy and capacity, the optimum that
     no policy exceeds, and a recommendation."""
     # Everything that can be refused is refused here, before minutes of replay.
-    makers = _makers(policy or [ALL])
+    every = [*policy_names(), OPTIMUM]
+    named = [name.strip() for text in policy or [ALL] for name in text.split(",") if name.strip()]
+    policies = [*dict.fromkeys(one for name in named for one in (every if name == ALL else [name]))]
+    if not policies:
+        raise ConfigError("--policy names no policy")
+    makers_of(policies)
     given = _capacities(capacity)
-    hosts = [host_size("--host", size) for text in host or [] for size in text.split(",")]
-    check_writable("--json", json_file)
-    check_writable("--plot", plot)
-    check_plot(plot)
+    check_outputs(json_file, plot)
     if check and plot:
         raise ConfigError("--check replays nothing: leave out --plot")
     console = Console(soft_wrap=True, highlight=False, markup=False)
@@ -127,11 +123,9 @@ def replay(
         loaded = [replace(trace, bytes_per_token=bytes_per_token) for trace in loaded]
     if check:
         checks = [check_trace(trace, warm) for trace in loaded]
-        for found in checks:
-            console.print(_said(found))
+        console.print("\n".join(map(str, checks)))
         if json_file is not None:
-            rows = [asdict(found) for found in checks]
-            write_text("--json", json_file, json.dumps(rows, indent=1) + "\n")
+            write_json(json_file, [asdict(found) for found in checks])
         return
     results: list[ReplayResult] = []
     for trace in loaded:
@@ -145,8 +139,12 @@ def replay(
             f"{trace.block_tokens} tokens. Of the blocks asked for are found:"
         )
         told = None if hints is None else client_hints(trace, hints)
-        mine = _replayed(console, trace, makers, sorted({*sizes}), warm=warm, hints=told,
-                         running=running, hosts=hosts)  # fmt: skip
+        with _progress(console, trace.name, len({*sizes}) * len(policies)) as advance:
+            mine = replay_curves(
+                trace, policies, sizes, warm=warm, hints=told, running=running,
+                hosts=[size for text in host or [] for size in text.split(",")],
+                on_result=advance,
+            )  # fmt: skip
         here = TraceResults(trace, mine)
         console.print("\n".join(f"  {line}" for line in table(here)))
         at_pool = [one for one in mine if one.capacity_blocks == asked]
@@ -154,7 +152,7 @@ def replay(
             console.print(sentence(here, asked) + "\n")
         else:
             # Nothing to choose by, but the reason is worth more than a row of zeros.
-            reasons = why_nothing_here(check_trace(trace, warm), asked)
+            reasons = check_trace(trace, warm).why_nothing_at(asked)
             console.print(
                 f"{trace.name}, {asked:,} blocks: no policy found anything, so none is "
                 f"recommended. {' '.join(reasons)}\n"
@@ -163,61 +161,20 @@ def replay(
     # Files last: results are on the screen even if writing fails.
     if json_file is not None:
         how = {} if hints is None else {"hints_minutes": hints}
-        rows = [asdict(result) | how for result in results]
-        write_text("--json", json_file, json.dumps(rows, indent=1) + "\n")
+        write_json(json_file, [asdict(result) | how for result in results])
     if plot is not None:
-        with writing("--plot", plot):
-            draw(results, plot)
+        draw(results, plot)
 
 
-def _replayed(
-    console: Console, trace: Trace, makers: Makers, sizes: list[int], **options: Any
-) -> list[ReplayResult]:
-    """Replay with a bar that has the time left."""
-    mine = []
+@contextmanager
+def _progress(console: Console, name: str, total: int) -> Iterator[Callable[[object], None]]:
+    """Show a bar that has the time left, and yield what advances it."""
     with Progress(
         "{task.description}", BarColumn(), TimeRemainingColumn(), console=console, transient=True,
         disable=not console.is_terminal,
     ) as progress:  # fmt: skip
-        task = progress.add_task(trace.name, total=len(sizes) * len(makers))
-        for result in replays(trace, makers, sizes, **options):
-            mine.append(result)
-            progress.update(task, advance=1)
-    return mine
-
-
-def _said(check: TraceCheck) -> str:
-    size = f"; KV of a token: {amount(check.bytes_per_token)}" if check.bytes_per_token else ""
-    lines = [
-        f"{check.trace}: {check.kind}",
-        f"{check.requests:,} requests in {check.seconds:,.1f} s, namespaces: "
-        f"{check.namespaces:,}; the longest prompt has {check.longest_tokens:,} tokens{size}",
-        f"blocks of {check.block_tokens:,} tokens: {check.asked_blocks:,} asked for, "
-        f"{check.whole_blocks:,} of them whole, {check.different_blocks:,} different; at most "
-        f"{check.largest_blocks:,} in a prompt",
-        f"repeats: {check.block_bound:.1%} of the blocks, {check.token_bound:.1%} of the tokens; "
-        "no cache finds more",
-    ]
-    if not check.why_nothing:
-        lines.append(f"lru finds some from {check.lru_blocks:,} blocks on")
-    return "\n  ".join([*lines, *(check.why_nothing or check.doubts)])
-
-
-def _makers(given: list[str]) -> Makers:
-    """Raises ConfigError."""
-    every = [*policy_names(), OPTIMUM]
-    names = (name.strip() for text in given for name in text.split(","))
-    chosen: dict[str, None] = {}
-    for name in filter(None, names):
-        chosen |= dict.fromkeys(every if name == ALL else [name])
-    for name in chosen:
-        if name not in every and ":" not in name:
-            raise ConfigError(
-                f"--policy {name!r} is not one of {', '.join(every)}, nor MODULE:CLASS"
-            )
-    if not chosen:
-        raise ConfigError("--policy names no policy")
-    return {name: maker_of(name) for name in chosen}
+        task = progress.add_task(name, total=total)
+        yield lambda _: progress.advance(task)
 
 
 def _capacities(text: str) -> list[int]:

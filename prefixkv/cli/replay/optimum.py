@@ -11,23 +11,22 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import Any
 
-from prefixkv.cli.replay.run import Each, Hits, ReplayResult
+from prefixkv.cli.replay.run import Hits, ReplayResult, RequestHits
 from prefixkv.cli.replay.trace import Trace, block_names
 
 OPTIMUM = "optimum"
 
 
 def replay_optimum(
-    trace: Trace,
-    capacity: int,
-    warm: float = 0.0,
-    each: Each | None = None,
-    running: int = 1,
-) -> ReplayResult:
+    trace: Trace, capacity: int, warm: float = 0.0,
+    each: Callable[[RequestHits], object] | None = None, running: int = 1,
+    name: str = OPTIMUM,
+) -> ReplayResult:  # fmt: skip
     """No cache of this capacity hits more often. O(blocks log blocks). See `replay_policy`."""
-    hits = Hits(trace, warm, each, running)
+    hits = Hits(trace, name, capacity, warm, running, each)
     paths = [block_names(request.whole_key, trace.page_size) for request in trace.requests]
     counted = running > 0
     never = len(paths)
@@ -90,4 +89,4 @@ def replay_optimum(
         # One that runs alone has ended before the next comes.
         if running == 1:
             end()
-    return hits.result(OPTIMUM, capacity, evicted)
+    return hits.result(evicted)

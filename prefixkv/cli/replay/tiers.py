@@ -9,7 +9,7 @@ host.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
@@ -21,50 +21,28 @@ from prefixkv.spi import InsertResult, Policy, PrefixLock, RadixCache, RadixKey
 _MOST_BLOCKS: Final = 10**9
 
 
-class HostSize(NamedTuple):
-    """`number` of `unit`: "x" (times the device's capacity), "" (blocks) or "bytes"."""
+def host_blocks(size: str | int, capacity: int, block_bytes: int) -> int:
+    """Return the size of a host tier in whole blocks, rounded down: "4x" (of the capacity),
+    "64GiB", or blocks. `block_bytes` of 0: not known. Raises ConfigError.
 
-    text: str
-    number: float
-    unit: str
-
-    def blocks(self, capacity: int, block_bytes: int) -> int:
-        """Return the size in whole blocks, rounded down. `block_bytes` of 0: not known.
-
-        Raises ConfigError for a size in bytes, if `block_bytes` is unknown or larger than that.
-
-        >>> HostSize("4x", 4.0, "x").blocks(1000, 0)
-        4000
-        """
-        if self.unit == "bytes" and not block_bytes:
-            raise ConfigError(
-                f"a host tier of {self.text}: the trace does not say what the KV of a token takes, "
-                "--bytes-per-token does"
-            )
-        scaled = {"x": self.number * capacity, "bytes": self.number / max(1, block_bytes)}
-        found = int(scaled.get(self.unit, self.number))
-        if self.number and not found and self.unit == "bytes":
-            raise ConfigError(
-                f"a host tier of {self.text} has no room for a block of {block_bytes:,} bytes"
-            )
-        check_range(f"a host tier of {self.text}", found, 0, _MOST_BLOCKS)
-        return found
-
-
-def host_size(setting: str, given: str | int) -> HostSize:
-    """Read the size of a host tier. Raises ConfigError, which names the setting.
-
-    >>> host_size("--host", "1.5GiB").number
-    1610612736.0
+    >>> host_blocks("4x", 1000, 0), host_blocks("1.5GiB", 1000, 1 << 20)
+    (4000, 1536)
     """
-    size = None if isinstance(given, bool) else parse_size(str(given))
-    if size is None:
+    name = f"a host tier of {size}"
+    parsed = None if isinstance(size, bool) else parse_size(str(size))
+    if parsed is None or not (parsed[1] or parsed[0].is_integer()):
+        raise ConfigError(f"{name}: a size is 4x (times the capacity), 64GiB, or whole blocks")
+    number, unit = parsed
+    if unit == "bytes" and not block_bytes:
         raise ConfigError(
-            f"{setting} {given!r} is no size: 4x (times the capacity), 64GiB, or blocks"
+            f"{name}: the trace does not say what the KV of a token takes, --bytes-per-token does"
         )
-    if not size[1] and not size[0].is_integer():
-        raise ConfigError(f"{setting} {given!r}: blocks are whole")
-    return HostSize(str(given), *size)
+    scaled = {"x": number * capacity, "bytes": number / max(1, block_bytes)}
+    found = int(scaled.get(unit, number))
+    if unit == "bytes" and number and not found:
+        raise ConfigError(f"{name} has no room for a block of {block_bytes:,} bytes")
+    check_range(name, found, 0, _MOST_BLOCKS)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

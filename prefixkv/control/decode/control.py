@@ -17,7 +17,7 @@ from prefixkv.control import handshake
 from prefixkv.control.decode.links import Link, Links
 from prefixkv.control.decode.rooms import ReceiverRooms, Room, lost_peers
 from prefixkv.control.effects import (
-    STAGING,
+    RELAYS,
     AgentDestroyed,
     ConnectFailed,
     CopyDone,
@@ -103,10 +103,10 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
     ) -> None:
         super().__init__(me, timing, option_names)
         area = hello.staging
-        self.staging = None if area is None else STAGING[0].receiver(area, self.say)
+        self.relay = None if area is None else RELAYS[0].receiver(area, self.say)
         self._page_size = hello.topology.page_size
         self._links = Links(hello, self, born_s)
-        self._rooms = ReceiverRooms(self, self._links, self.staging)
+        self._rooms = ReceiverRooms(self, self._links, self.relay)
         self._lives = IncarnationHistory(self.news)
         # By address that the scheduler asked about: was PrefillReady the last answer?
         self._asked_workers: dict[str, bool] = {}
@@ -256,12 +256,12 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
             part = tag.rank, tag.chunk, tag.part, tag.num_parts
             landed = receiver.ChunkLanded(*part, num_units=tag.num_pages)
             self._rooms.on(room, landed, now_s)
-        elif self.staging is not None:
-            self.staging.on_arrival(tag)
+        elif self.relay is not None:
+            self.relay.on_arrival(tag)
 
     def _scattered(self, done: CopyDone, now_s: float) -> None:
-        if self.staging is not None:
-            self.staging.on_scattered(done.copy_id, done.error)
+        if self.relay is not None:
+            self.relay.on_scattered(done.copy_id, done.error)
 
     def _tick(self, tick: Tick, now_s: float) -> None:
         def look(key: str | RoomKey) -> None:
@@ -374,10 +374,10 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
         room = self._room_of(link, ask)
         if room is None:
             return
-        if self.staging is None:
+        if self.relay is None:
             raise ProtocolError("a lease is asked for where there is no staging")
         try:
-            self.staging.on_ask(ask.rank, ask)
+            self.relay.on_ask(ask.rank, ask)
         except ProtocolError as error:  # and the frame is counted as dropped
             self._rooms.on(room, Fail(error), now_s)
             raise
@@ -521,8 +521,8 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
                 room.peers[rank] = link.peer
             # Staging knows the room before the promise is out: a lease may be asked for right away.
             if leader.plan is not None and not room.poll.ended:
-                assert self.staging is not None
-                self.staging.open(room.promise, self._page_size, leader.plan)
+                assert self.relay is not None
+                self.relay.open(room.promise, self._page_size, leader.plan)
             self._rooms.on(room, receiver.PeerReady(tuple(links)), now_s)
 
     def _refuse_peer(

@@ -316,7 +316,7 @@ class Links(dict[str, Link]):
             return None
         # Computed once per set of replies, since rooms ask for it each time: see `accept`.
         if not leader.planned:
-            leader.plan = handshake.staging_plan(self._hello, leader.reply, replies)
+            leader.plan = handshake.relay_plan(self._hello, leader.reply, replies)
             leader.planned = True
         return links
 

@@ -111,20 +111,20 @@ class ReceiverRooms(dict[RoomKey, Room]):
     """The rooms of one decode rank that are open or not drained. Owned by a `DecodeControl`.
     What is to be done is said, in order.
 
-    `timers` wake rooms by key; links share them. `staging`: None where no slices are staged.
+    `timers` wake rooms by key; links share them. `relay`: None where all goes straight into pages.
     """
 
     def __init__(
         self,
         inbox: ControlInbox[Any, Any],
         links: Links,
-        staging: Any,
+        relay: Any,
     ) -> None:
         self.num_expected = 0  # rooms with pages that a peer may be writing now
         self._timing = inbox.timing
         self._timers = inbox.timers
         self._links = links
-        self._staging = staging
+        self._relay = relay
         self._news = inbox.news
         self._say = inbox.say
 
@@ -148,7 +148,7 @@ class ReceiverRooms(dict[RoomKey, Room]):
                     continue
                 # Staging sees the end of a room first: it may still hold leases that peers write,
                 # and passes RoomDrained on only when these are free.
-                pass_on = self._say if self._staging is None else self._staging.pass_on
+                pass_on = self._say if self._relay is None else self._relay.pass_on
                 pass_on(action)
                 if isinstance(action, RoomOverdue):
                     room.tell_overdue(self._news)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, assert_never
 from prefixkv.config import ControlConfig, short_key
 from prefixkv.control import handshake
 from prefixkv.control.effects import (
-    STAGING,
+    RELAYS,
     AgentDestroyed,
     Cancel,
     ConnectFailed,
@@ -24,10 +24,10 @@ from prefixkv.control.effects import (
     FrameReceived,
     Freed,
     Reached,
+    RelaySlots,
+    RelayTick,
     RemovePeer,
     Renew,
-    StagingSlots,
-    StagingTick,
     Tick,
     Unreached,
 )
@@ -106,7 +106,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
     Args:
         ours: the rank as a handshake needs it, but for the size of its slots.
         endpoints: the addresses of all ranks, by rank; "" for its own.
-        staging: None where slices are written one by one.
+        relay: None where slices are written one by one.
     """
 
     def __init__(
@@ -115,26 +115,26 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         ours: OurSide,
         timing: ControlConfig,
         endpoints: tuple[str, ...] = (),
-        staging: StagingSlots | None = None,
+        relay: RelaySlots | None = None,
         weights_version: str = "",
     ) -> None:
         super().__init__(me, timing, ours.option_names)
-        self._ours = ours._replace(slot_bytes=0 if staging is None else staging.slot_bytes)
+        self._ours = ours._replace(slot_bytes=0 if relay is None else relay.slot_bytes)
         self._rank = ours.rank
         self._weights_version = weights_version
         self._peers = Peers(self._ours, endpoints, self)
         self._tombs = Tombs(timing.max_parked_per_peer, timing.parked_timeout_s)
         self._rooms = SenderRooms(ours, self, self._peers, self._tombs)
-        self.staging: Any = None
-        if staging is not None:
+        self.relay: Any = None
+        if relay is not None:
             resend_s, next_id = timing.resend_s, self._rooms.next_job_id
-            self.staging = STAGING[0].sender(me, ours.rank, staging, resend_s, next_id, self.say)
+            self.relay = RELAYS[0].sender(me, ours.rank, relay, resend_s, next_id, self.say)
 
     @property
     def wake_s(self) -> float:
         """Time at which the next Tick is wanted, infinity if never."""
         wake_s = min(self.timers.next_s, self._peers.deaths.due_s, self._tombs.due_s)
-        return wake_s if self.staging is None else min(wake_s, self.staging.wake_s)
+        return wake_s if self.relay is None else min(wake_s, self.relay.wake_s)
 
     @property
     def num_rooms(self) -> int:
@@ -333,8 +333,8 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         self._tombs.expire(now_s)
         self._peers.deaths.tick(now_s)
         # Behind what rooms cancel now, so that staging repeats no ask for that.
-        if self.staging is not None:
-            self.say(StagingTick())
+        if self.relay is not None:
+            self.say(RelayTick())
 
     # --- frames -----------------------------------------------------------------------------------
 
@@ -417,10 +417,10 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
                 if room is not None and named and room.ticket == body.ticket:
                     self._rooms.on(room, sender.OutcomeAcked(peer.hello.rank), now_s)
             case LeaseGrant():
-                if self.staging is not None:
+                if self.relay is not None:
                     room = self._rooms.get(peer.key(body))
                     stream = None if room is None else room.streams.get(peer.id)
-                    self.staging.on_grant(stream, body)
+                    self.relay.on_grant(stream, body)
             case messages.Fenced():
                 self._peers.lives.end(peer.id, LEFT)
                 self._lose_peer(peer, PeerLostError(f"{peer.id} {LEFT}", peer.id), now_s)
@@ -453,7 +453,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         if peer is not None and peer.id == frame.sender:
             peer.live.take(frame, now_s)
             peer.route = route
-            self._peers.reply(route, hello, staged=peer.accepted.cut is not None)
+            self._peers.reply(route, hello, relayed=peer.accepted.cut is not None)
             return
         # 2. It has to repeat a number that was made after its predecessor was known, so that a late
         # Hello of a process that is gone cannot replace a live one.
@@ -481,7 +481,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         # a write must not be asked for before its target is known.
         if accepted.added is not None:
             self.say(accepted)
-        self._peers.reply(route, hello, staged=accepted.cut is not None)
+        self._peers.reply(route, hello, relayed=accepted.cut is not None)
         # 6. Requests that are older than this life are most likely not its own.
         if hello.rank == 0 and hello.age_ms is not None:
             self._life_began(frame.sender, now_s - hello.age_ms / 1000, now_s)
@@ -690,10 +690,10 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
 
     def _post(self, post: PostWrite, now_s: float) -> None:
         """By staging if the peer takes slices of what we hold, else into pages."""
-        staging = self.staging
+        relay = self.relay
         # Pages of groups are never staged: they go straight where they belong.
-        if staging is not None and post.peer in staging.peers and post.group < 0:
-            staging.write(post, self._rooms.jobs[post.job_id].streams, now_s)
+        if relay is not None and post.peer in relay.peers and post.group < 0:
+            relay.write(post, self._rooms.jobs[post.job_id].streams, now_s)
             return
         pages = post.src_pages, post.dst_pages
         route: Route = "pages"
@@ -706,8 +706,8 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
 
     def _cancel(self, cancel: CancelWrite, now_s: float) -> None:
         # The job is either staging's or the transport's; the other one does not know it.
-        if self.staging is not None:
-            self.staging.cancel(cancel.job_id)
+        if self.relay is not None:
+            self.relay.cancel(cancel.job_id)
         self._out.append(Cancel(cancel.job_id))
 
     def _write_done(self, done: WriteDone, now_s: float) -> None:
@@ -723,8 +723,8 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
 
     def _job_ended(self, end: JobEnded, now_s: float) -> None:
         """Of a staged piece, or of a job of a room."""
-        if self.staging is not None and self.staging.owns(end.job_id):
-            self.staging.on_write_ended(end.job_id, end.error, end.drained, now_s)
+        if self.relay is not None and self.relay.owns(end.job_id):
+            self.relay.on_write_ended(end.job_id, end.error, end.drained, now_s)
         else:
             self._rooms.on_job(end, now_s)
 
@@ -733,18 +733,18 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         self._job_drained(JobDrained(proof.job_id), now_s)
 
     def _job_drained(self, proof: JobDrained, now_s: float) -> None:
-        if self.staging is not None and self.staging.owns(proof.job_id):
-            self.staging.on_write_drained(proof.job_id)
+        if self.relay is not None and self.relay.owns(proof.job_id):
+            self.relay.on_write_drained(proof.job_id)
         else:
             self._rooms.on_job(proof, now_s)
 
     def _gathered(self, done: CopyDone, now_s: float) -> None:
-        if self.staging is not None:
-            self.staging.on_gathered(done.copy_id, done.error)
+        if self.relay is not None:
+            self.relay.on_gathered(done.copy_id, done.error)
 
-    def _tick_staging(self, tick: StagingTick, now_s: float) -> None:
-        assert self.staging is not None
-        self.staging.tick(now_s)
+    def _tick_relay(self, tick: RelayTick, now_s: float) -> None:
+        assert self.relay is not None
+        self.relay.tick(now_s)
 
     # --- the transport's peers --------------------------------------------------------------------
 
@@ -752,19 +752,19 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         # The transport must know the peer before anything is written to it.
         assert accepted.added is not None
         self._out.append(accepted.added)
-        if self.staging is not None and accepted.cut is not None:
-            self.staging.add_peer(accepted.added.peer, accepted.cut)
+        if self.relay is not None and accepted.cut is not None:
+            self.relay.add_peer(accepted.added.peer, accepted.cut)
 
     def _remove(self, removed: RemovePeer, now_s: float) -> None:
         self._out.append(removed)
         self._tombs.forget(removed.peer)
-        if self.staging is not None:
-            self.staging.remove_peer(removed.peer)
+        if self.relay is not None:
+            self.relay.remove_peer(removed.peer)
 
     def _free(self, freed: Freed, now_s: float) -> None:
         # None of the room's writes is under way, so staging has no job of it either.
-        if self.staging is not None:
-            self.staging.forget(freed.streams)
+        if self.relay is not None:
+            self.relay.forget(freed.streams)
         self._out.append(freed.source)
 
     def _unreachable(self, what: PeerUnreachable, now_s: float) -> None:
@@ -811,7 +811,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         CancelWrite: _cancel,
         JobEnded: _job_ended,
         JobDrained: _job_drained,
-        StagingTick: _tick_staging,
+        RelayTick: _tick_relay,
         Freed: _free,
         RoomEnded: ControlInbox._end,
         Accepted: _accept,

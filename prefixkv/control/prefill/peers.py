@@ -340,11 +340,11 @@ class Peers(dict[str, Peer]):
     # --- what is said -----------------------------------------------------------------------------
 
     def reply(
-        self, route: bytes, hello: Hello | None, refused: str = "", staged: bool = False
+        self, route: bytes, hello: Hello | None, refused: str = "", relayed: bool = False
     ) -> None:
         """Answer a Hello, or refuse it or another frame."""
         ours, known = self._ours, hello.known if hello is not None else 0
-        said = refused[:1000], ours.rank, staged, known
+        said = refused[:1000], ours.rank, relayed, known
         most = ours.max_tokens
         body = HelloReply(ours.digest, ours.topology, self._endpoints, *said, ours.life, most)
         self._send(route, body)

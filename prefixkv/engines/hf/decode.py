@@ -7,14 +7,12 @@ otherwise. `docs/engine.md` shows the loop.
 
 from __future__ import annotations
 
-import math
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
-import numpy as np
 from msgspec import structs
 
 from prefixkv import (
@@ -22,15 +20,13 @@ from prefixkv import (
     DecodeNode,
     DecodeRequest,
     KVPool,
-    NotFiniteError,
     OutOfPagesError,
     PrefillAsk,
     PrefixKVError,
     Request,
 )
-from prefixkv.engines.hf.loop import NodeEngine
+from prefixkv.engines.hf.engine import NodeEngine, Work
 from prefixkv.engines.hf.models import PagedModel
-from prefixkv.engines.hf.recurrent import NO_SLOT, StateMemory, StateRows
 from prefixkv.engines.hf.requests import (
     Choice,
     Finish,
@@ -42,46 +38,33 @@ from prefixkv.engines.hf.requests import (
     pack_first,
     unpack_first,
 )
-from prefixkv.engines.hf.sampling import choose, chosen_logprobs
+from prefixkv.engines.hf.rows import Row
 from prefixkv.engines.hf.text import AnswerText
 from prefixkv.engines.hf.thinking import KeepThinking, Markers
 from prefixkv.errors import ConfigError, RequestError
-from prefixkv.spi import secret_number, whole_number
+from prefixkv.spi import MAX_INDEX, DeviceEvent, secret_number, whole_number
 
 OnOutput = Callable[[Output], None]
 
 _BLOCKED_S: Final = 0.01  # rest while pages are missing that come back by themselves
-_IDLE_S: Final = 0.1  # longest rest, after which deadlines are checked
-_AT_ONCE: Final = 4  # samples of a request that are never held
-_MOST_WAITING: Final = 16  # of the others that wait on the node
+_MOST_WAITING: Final = 16  # held samples that wait for their first token, divided among requests
+_AT_ONCE: Final = 4  # samples of one request that may wait in any case
 _LEAST_S: Final = 0.001  # deadline of a sample whose time was over while it was held
-
-
-# A token that was sampled for a request, and its log-probabilities where they are wanted.
-_Sampled = tuple[DecodeRequest, int, TokenLogprob | None]
-
-
-class _Chunk(NamedTuple):
-    """The tokens [start, end) of a prompt that one forward computes."""
-
-    req: DecodeRequest
-    start: int
-    end: int
-
-    @property
-    def gives_token(self) -> bool:
-        return self.end == self.req.fill_len and not self.req.resumed
 
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """A client's request. Its samples from `next_sample` on are held, and not on the node yet."""
+    """A client's request. Its samples from `next_sample` on are held, and not on the node yet;
+    `waiting` are on the node without a token. `left` samples have not ended."""
 
     ask: Generate
     on_output: OnOutput
     ends: frozenset[int]  # tokens that end an answer
-    begun_s: float
+    left: int
+    begun_s: float = field(default_factory=time.monotonic)
     next_sample: int = 0
+    has_token: bool = False  # of any sample
+    waiting: list[DecodeRequest] = field(default_factory=list)
 
     @property
     def holds_samples(self) -> bool:
@@ -92,17 +75,15 @@ class _Asked:
 class _Answer:
     asked: _Asked
     choice: Choice  # the choice of its first token
-    req: DecodeRequest
     text: AnswerText | None
     aborted: bool = False  # by its client
-    error: Exception | None = None  # an error that this engine found, not the node
     prefill_hit_tokens: int = 0
 
 
 class DecodeEngine(NodeEngine):
     """A model on a `DecodeNode`. Used from one thread. It owns the model from now on.
 
-    Of a request with many samples, later ones are held here and take turns with other requests, so
+    Of a request with many samples, later ones are held here until earlier ones have a token, so
     none waits behind all of them.
 
     Args:
@@ -120,6 +101,7 @@ class DecodeEngine(NodeEngine):
     """
 
     node: DecodeNode
+    side = "decode"
 
     def __init__(
         self,
@@ -130,43 +112,34 @@ class DecodeEngine(NodeEngine):
         thinking: KeepThinking = "on",
         shared_states: bool = False,
     ) -> None:
-        self.model, self._tokenizer = model, tokenizer
-        self._flat = model.flat_pool(pool)
-        layout = pool.layout
-        config = model.configured(config or DecodeConfig(), layout.num_pages, layout.page_size)
+        num_pages = pool.layout.num_pages
+        super().__init__(model, pool, num_pages * pool.layout.page_size)
+        self._tokenizer = tokenizer
+        config = self._configured(model, pool, config or DecodeConfig())
         self._computes = config.compute is not None
-        self.states: StateMemory | None = None
-        # Most tokens of one prompt per forward: a row of the window group has pages for no more.
-        most = layout.num_pages * layout.page_size
-        self._step_tokens = min([most, *(group.step_tokens for group in pool.groups)])
-        if model.has_states:
-            num_slots = min(config.max_running, layout.num_pages)
-            self.states = model.make_states(num_slots + config.checkpoints, shared_states)
         if config.compute is not None:
             config = replace(config, compute=replace(config.compute, ask="late"))
+        if model.layers.parts:
+            num_slots = min(config.max_running, num_pages) + config.checkpoints
+            self.states = model.make_states(num_slots, shared_states)
         if thinking not in ("on", "off"):
             raise ConfigError(f"thinking is {thinking!r}, must be on or off")
         # Of thinking that is left out of the cache; None: all is kept.
         self._markers: Markers | None = None
         if thinking == "off" and tokenizer is not None:
-            self._markers = Markers(tokenizer) or None
+            self._markers = Markers(tokenizer)
         # Last of what may raise: it has threads.
         state = None if self.states is None else self.states.pool
         self.node = DecodeNode(pool, config, state=state)
+        self._asked: dict[str, _Asked] = {}  # by the client's id
+        self._held: list[_Asked] = []  # those whose samples are not all on the node
         self._answers: dict[str, _Answer] = {}  # by the node's id of the request
-        # Requests whose samples are not all on the node, and samples there that were held and have
-        # no output yet.
-        self._held: deque[_Asked] = deque()
-        self._waiting: list[DecodeRequest] = []
         self._outputs: list[tuple[OnOutput, Output]] = []  # that the end of `step` reports
-        self._samples: dict[str, list[str]] = {}  # the node's ids by the client's id
         # Requests with all their KV here but the newest token's: one forward each step.
         self._running: list[DecodeRequest] = []
-        # Requests that are computed here, with the tokens that have KV, oldest first.
-        self._local: dict[DecodeRequest, int] = {}
         # Tokens that are not appended yet, with their log-probabilities. Not empty between two
         # steps only where pages are missing: then no forward runs until they are appended.
-        self._sampled: list[_Sampled] = []
+        self._sampled: list[tuple[DecodeRequest, int, TokenLogprob | None]] = []
         self._jobs: list[PrefillJob] = []
         # A former life of this worker may still have rooms on prefill, so no number is used twice.
         self._rooms = secret_number()
@@ -183,100 +156,86 @@ class DecodeEngine(NodeEngine):
         It is called at the end of `step`; it may call `submit` and `abort`, and must not raise.
         Raises RequestError, TokenError or DrainingError, with nothing changed.
         """
-        self._check(ask)
+        if not isinstance(ask.rid, str) or "/" in ask.rid:
+            raise RequestError(f'rid is {ask.rid!r}, a string without "/" is needed')
+        if ask.rid in self._asked:
+            raise RequestError(f"request {ask.rid!r} is here already")
+        if not isinstance(ask.sampling, Sampling):
+            raise RequestError(f"sampling is {ask.sampling!r}, a Sampling is needed")
+        if ask.sampling.stop and self._tokenizer is None:
+            raise RequestError("stop strings need an engine with a tokenizer")
         ends = ask.sampling.ends(self.model.end_tokens)
-        asked = _Asked(ask, on_output, ends, time.monotonic())
-        answers: list[_Answer] = []
-        try:
-            while len(answers) < min(ask.num_samples, _AT_ONCE):
-                answers.append(self._add_sample(asked))
-        except PrefixKVError:
-            # All of these samples or none. The aborted ones come out of `pop_failed`, where
-            # `_failed` finds no answer for them.
-            for answer in answers:
-                self.node.abort(answer.req.rid)
-            raise
-        self._samples[ask.rid] = [f"{ask.rid}/{i}" for i in range(ask.num_samples)]
-        for answer in answers:
-            self._begin_to_answer(answer)
+        if ask.sampling.min_tokens and len(ends) >= self.model.vocab_size:
+            raise RequestError("every token ends the answer, so it cannot have min_tokens")
+        whole_number("num_samples", ask.num_samples, 1, 1025)
+        asked = _Asked(ask, on_output, ends, left=ask.num_samples)
+        self._add_sample(asked)
+        self._asked[ask.rid] = asked
         if asked.holds_samples:
             self._held.append(asked)
 
-    def _add_sample(self, asked: _Asked) -> _Answer:
+    def _add_sample(self, asked: _Asked) -> None:
         """Raises as `submit` does; the sample is not held in any case."""
-        ask, i = asked.ask, asked.next_sample
+        ask, sample = asked.ask, asked.next_sample
         asked.next_sample += 1
         deadline_s = ask.deadline_s
         if deadline_s is not None:
             deadline_s = max(deadline_s - (time.monotonic() - asked.begun_s), _LEAST_S)
         request = Request(
-            f"{ask.rid}/{i}", ask.tokens, ask.max_new_tokens, room=self._rooms,
+            f"{ask.rid}/{sample}", ask.tokens, ask.max_new_tokens, room=self._rooms,
             prefill=ask.prefill, namespace=ask.namespace, cacheable=ask.cacheable,
             priority=ask.priority, deadline_s=deadline_s,
         )  # fmt: skip
-        prompt = request.key.tokens()
-        self._check_tokens(ask, prompt)
-        choice = Choice(ask.sampling, ask.sampling.seeded(ask.rid), i)
+        if why := self._why_refused(request.key, ask.max_new_tokens):
+            raise RequestError(why)
+        choice = Choice(ask.sampling, ask.sampling.seeded(ask.rid), sample)
         req = self.node.add(request)
         self._rooms += 1
-        text = self._tokenizer and AnswerText(self._tokenizer, ask.sampling.stop, prompt)
-        return _Answer(asked, choice, req, text)
-
-    def _begin_to_answer(self, answer: _Answer) -> None:
-        req = answer.req
-        self._answers[req.rid] = answer
+        text = self._tokenizer and AnswerText(
+            self._tokenizer, ask.sampling.stop, request.key.tokens()
+        )
+        self._answers[req.rid] = _Answer(asked, choice, text)
+        asked.waiting.append(req)
         # Else the node asks for it, if this engine does not compute it.
         if not self._computes:
-            self._queue_job(answer, PrefillAsk(req, self.node.peer_id.name, req.prompt_len))
+            self._queue_job(PrefillAsk(req, self.node.peer_id.name, req.prompt_len))
 
-    def _add_held(self, most: float = _MOST_WAITING) -> None:
-        """Add held samples, one of each request in turn, while fewer than `most` wait for their
-        prefill worker; only one, so that they go on, while a request that is never held waits for
-        that worker. So a worker that stands still holds up its own alone. O(answers)."""
-        self._waiting = [req for req in self._waiting if _waits(req)]
-        waiting = Counter(req.prefill for req in self._waiting)
-        others = (one.req for one in self._answers.values() if one.choice.sample < _AT_ONCE)
-        busy = {req.prefill for req in others if _waits(req)} if most == _MOST_WAITING else ()
-        num_passed = 0  # one behind the other, whose workers have enough
-        while num_passed < len(self._held):
-            asked = self._held.popleft()
-            address = asked.ask.prefill
-            if waiting[address] >= (1 if address in busy else most):
-                self._held.append(asked)
-                num_passed += 1
-                continue
-            num_passed = 0
-            waiting[address] += 1
-            try:
-                answer = self._add_sample(asked)
-                self._waiting.append(answer.req)
-                self._begin_to_answer(answer)
-            except PrefixKVError as error:
-                self._end_held(asked, asked.next_sample - 1, "error", error)
-            if asked.holds_samples:
-                self._held.append(asked)
+    def _add_held(self, draining: bool = False) -> None:
+        """Add held samples while few of their request wait; all of them for a drain. So a worker
+        that stands still holds up its own alone. O(requests)."""
+        silent = Counter(one.ask.prefill for one in self._asked.values() if not one.has_token)
+        share = max(_AT_ONCE, _MOST_WAITING // max(1, len(self._held)))
+        for asked in self._held:
+            asked.waiting = [r for r in asked.waiting if not r.output and not r.state.ended]
+            # Others may overtake a request that waits for its first token: let them be few.
+            is_late = silent[asked.ask.prefill] > (not asked.has_token)
+            at_once = MAX_INDEX if draining else 1 if is_late else share
+            while asked.holds_samples and len(asked.waiting) < at_once:
+                try:
+                    self._add_sample(asked)
+                except PrefixKVError as error:
+                    self._end_held(asked, asked.next_sample - 1, "error", error)
+        self._held = [asked for asked in self._held if asked.holds_samples]
 
     def _end_held(
         self, asked: _Asked, sample: int, finish: Finish, error: Exception | None = None
     ) -> None:
-        rid = asked.ask.rid
-        self._outputs.append((asked.on_output, Output(sample, finish=finish, rid=rid, error=error)))
-        self._forget_name(rid, f"{rid}/{sample}")
+        self._report(asked, Output(sample, finish=finish, rid=asked.ask.rid, error=error))
 
     def abort(self, rid: str) -> bool:
         """End all answers; the next `step` reports it. False if unknown or ended."""
+        if (asked := self._asked.get(rid)) is None:
+            return False
         # The node must not reuse their pages before the device has finished with them.
         after = self.model.event()
-        names = self._samples.get(rid, []).copy()
-        for asked in [asked for asked in self._held if asked.ask.rid == rid]:
-            self._held.remove(asked)
-            for sample in range(asked.next_sample, asked.ask.num_samples):
-                self._end_held(asked, sample, "abort")
-        for name in names:
-            if (answer := self._answers.get(name)) is not None:
+        for sample in range(asked.next_sample):
+            if (answer := self._answers.get(f"{rid}/{sample}")) is not None:
                 answer.aborted = True
-                self.node.abort(name, after)
-        return bool(names)
+                self.node.abort(f"{rid}/{sample}", after)
+        while asked.holds_samples:
+            asked.next_sample += 1
+            self._end_held(asked, asked.next_sample - 1, "abort")
+        return True
 
     def take_prefill_jobs(self) -> list[PrefillJob]:
         """Return the new jobs; the caller brings each to the `PrefillEngine` at `job.prefill`."""
@@ -288,8 +247,8 @@ class DecodeEngine(NodeEngine):
         again, computed here, or its answer fails, as the config says. False if the answer has
         ended, or the job is not its last attempt."""
         name = "/".join(job.rid.rsplit("/", 2)[1:]).rpartition(".")[0]
-        answer = self._answers.get(name)
-        if answer is None or answer.req.generation != job.generation:
+        req = self.node.requests.get(name)
+        if req is None or req.generation != job.generation:
             return False
         return self.node.give_up_prefill(name, reason)
 
@@ -313,14 +272,14 @@ class DecodeEngine(NodeEngine):
             self._add_held()
         node.pop_preallocated()
         for ask in node.pop_needs_prefill():
-            self._queue_job(self._answers[ask.rid], ask)
+            self._queue_job(ask)
         arrived = node.pop_transferred()
         for req in arrived:
             self._begin(req)
         for req in node.pop_local():
             self._begin_local(req)
         # The event stands behind all chunks of those that failed.
-        for req in node.pop_failed(self.model.event() if self._local else None):
+        for req in node.pop_failed(self.model.event() if self._computing else None):
             self._failed(req)
         # 2. Append first tokens, and tokens that had no page at the last step: the forward needs
         # each request's newest token, and a page for its KV.
@@ -328,41 +287,20 @@ class DecodeEngine(NodeEngine):
             return False
         # 3. One forward. An aborted request's pages may belong to another request by now.
         self._running = [req for req in self._running if not req.state.ended]
-        if not self._running and not self._local:
+        if not self._running and not self._computing:
             return bool(arrived or self._outputs or self._jobs)
-        self._forward(self._running.copy(), self._next_chunks())
+        self._forward()
         self._append()
         return True
 
-    def _next_chunks(self) -> list[_Chunk]:
-        """The oldest prompts come first, each as far as the node allows."""
-        chunks: list[_Chunk] = []
-        if not self._local:
-            return chunks
-        left = self.node.chunk_tokens
-        for req, start in self._local.items():
-            if left > 0 and not req.state.ended:
-                end = min(start + min(left, self._step_tokens), req.fill_len)
-                if self.model.window:  # a window is kept at a chunk's end
-                    end = next((at for at in req.stops if start < at <= end), end)
-                chunks.append(_Chunk(req, start, end))
-                left -= end - start
-        return chunks
-
     def _begin_local(self, req: DecodeRequest) -> None:
         if req.prefix_len < req.fill_len:
-            self._local[req] = req.prefix_len
-            answer = self._answers[req.rid]
+            self._computing[req] = req.prefix_len
             if not req.resumed:
-                answer.prefill_hit_tokens = 0  # an attempt before this one may have had some
-            # Prefill has sent all but the end, and knew the token behind that.
-            if req.aux and not req.resumed:
-                try:
-                    _, answer.prefill_hit_tokens, _ = unpack_first(
-                        req.aux, self.model.vocab_size, req.prefix_len
-                    )
-                except ValueError as error:
-                    self._abort_for(answer, error)
+                self._answers[req.rid].prefill_hit_tokens = 0  # those of an attempt before this one
+                # Prefill has sent all but the end, and knew the token behind that.
+                if req.aux:
+                    self._read_first(req, req.prefix_len, None)
             return
         # It lacks no KV: its window is there, or its state in a checkpoint.
         if self.states is not None:
@@ -372,105 +310,70 @@ class DecodeEngine(NodeEngine):
             self._begin(whole)
 
     def _begin(self, req: DecodeRequest) -> None:
-        answer = self._answers[req.rid]
-        try:
-            # A resumed one continues from its newest token, which decode knows already.
-            if not req.resumed:
-                token, answer.prefill_hit_tokens, logprob = unpack_first(
-                    req.aux, self.model.vocab_size, req.prompt_len, answer.choice.sampling.logprobs
-                )
-                self._sampled.append((req, token, logprob))
-        except ValueError as error:
-            self._abort_for(answer, error)
-            return
+        # A resumed one continues from its newest token, which decode knows already.
+        if not req.resumed:
+            num_top = self._answers[req.rid].choice.sampling.logprobs
+            self._sampled += self._read_first(req, req.prompt_len, num_top)
         self._running.append(req)
 
-    def _abort_for(self, answer: _Answer, error: ValueError) -> None:
-        answer.error = error
-        self.node.abort(answer.req.rid, self.model.event())
-
-    def _forward(self, reqs: list[DecodeRequest], chunks: list[_Chunk]) -> None:
-        """Write each newest token's KV and the chunks', and sample the next tokens."""
-        # 1. What is sampled comes from the first rows of the logits: of those that run, then of the
-        # chunks that complete a prompt.
-        starts = [req.kv_len for req in reqs]
-        firsts = [chunk for chunk in chunks if chunk.gives_token]
-        sampled = [*reqs, *(chunk.req for chunk in firsts)]
-        computed = [*reqs, *(chunk.req for chunk in chunks)]
-        not_finite: list[int] = []
-        tokens = [np.array([req.output[-1] for req in reqs], np.int32)]
-        tokens += [one.req.key.tokens()[one.start : one.end] for one in chunks]
-        logits = self.model.forward(
-            self._flat,
-            np.concatenate(tokens),
-            [req.pages for req in computed],
-            starts + [chunk.start for chunk in chunks],
-            [start + 1 for start in starts] + [chunk.end for chunk in chunks],
-            [*range(len(reqs)), *(len(reqs) + chunks.index(one) for one in firsts)],
-            states=self._state_rows(reqs, chunks),
-            windows=self.model.window_pages(computed),
-            not_finite=not_finite,
-        )
-        self._counters["steps"] += bool(reqs)
-        # 2. Before anything of it is handed over: those end whose numbers are not finite, and the
-        # others go on without them.
-        if not_finite:
-            self._fail([computed[at] for at in not_finite])
-            logits = logits[[at for at, req in enumerate(sampled) if not req.state.ended]]
-            sampled, reqs = _living(sampled), _living(reqs)
-            firsts, chunks = (
-                [chunk for chunk in some if not chunk.req.state.ended] for some in (firsts, chunks)
+    def _read_first(
+        self, req: DecodeRequest, prompt_len: int, num_top: int | None
+    ) -> list[tuple[DecodeRequest, int, TokenLogprob | None]]:
+        """Return the first token that came with the KV; none for bytes that are no token, with
+        which the request has failed."""
+        try:
+            token, hit_tokens, logprob = unpack_first(
+                req.aux, self.model.vocab_size, prompt_len, num_top
             )
-        choices = [
-            structs.replace(self._answers[req.rid].choice, position=len(req.output))
-            for req in sampled
-        ]
-        found = choose(logits, choices, self.model.end_tokens)
-        logprobs = chosen_logprobs(logits, found, choices)
-        num = len(reqs)
-        self._sampled = list(zip(reqs, found[:num], logprobs[:num], strict=True))
-        # 3. The chunks. A first token takes the way of those that prefill sends.
-        aux = {
-            chunk.req: pack_first(token, self._answers[chunk.req.rid].prefill_hit_tokens, logprob)
-            for chunk, token, logprob in zip(firsts, found[num:], logprobs[num:], strict=True)
-        }
-        event = self.model.event() if chunks else None
-        for chunk in chunks:
-            self._local[chunk.req] = chunk.end
-            if chunk.end == chunk.req.fill_len:
-                del self._local[chunk.req]
-            self.node.computed(chunk.req, chunk.end, aux.get(chunk.req, b""), event)
-        # 4. What is whole now runs, and its first token goes out with this pass.
+        except ValueError as error:
+            self._fail(req, error, self.model.event())
+            return []
+        self._answers[req.rid].prefill_hit_tokens = hit_tokens
+        return [(req, token, logprob)]
+
+    def _forward(self) -> None:
+        """Write each newest token's KV and the chunks', and sample the next tokens."""
+        if self.states is not None:  # a step replaces each state in its slot
+            self.states.copy(self.node.save_states(self._running))
+        chunks = self._next_chunks(self.node.chunk_tokens) if self._computing else []
+        work = [self._next_token(req) for req in self._running] + chunks
+        self._counters["steps"] += bool(self._running)
+        work, event = self._compute(work)
+        for one in work:
+            req = one.req
+            if req not in self._computing:
+                assert one.drawn is not None
+                self._sampled.append((req, *one.drawn))
+                continue
+            # A first token takes the way of those that prefill sends.
+            aux = b""
+            self._computing[req] = one.row.end
+            if one.drawn is not None:
+                token, logprob = one.drawn
+                aux = pack_first(token, self._answers[req.rid].prefill_hit_tokens, logprob)
+            if one.row.end == req.fill_len:
+                del self._computing[req]
+            self.node.computed(req, one.row.end, aux, event)
+        # What is whole now runs, and its first token goes out with this pass.
         if chunks:
             for req in self.node.pop_transferred():
                 self._begin(req)
 
-    def _fail(self, reqs: list[DecodeRequest]) -> None:
-        after = self.model.event()
-        for req in reqs:
-            error = NotFiniteError(f"decode computed NaN or infinity for request {req.rid!r}")
-            self.node.fail(req.rid, error, after)
+    def _next_token(self, req: DecodeRequest) -> Work:
+        choice = structs.replace(self._answers[req.rid].choice, position=len(req.output))
+        pages, window, slot = req.pages, self._window(req), req.state_slot
+        row = Row(req.output[-1:], req.kv_len, pages, window, source=slot, slot=slot)
+        return Work(req, row, choice)
 
-    def _state_rows(self, reqs: list[DecodeRequest], chunks: list[_Chunk]) -> StateRows | None:
-        """A step replaces each state in its slot, and a prompt's first chunk goes on from a
-        checkpoint. Copies the states that are kept of requests that run."""
-        if self.states is None:
-            return None
-        self.states.copy(self.node.save_states(reqs))
-        slots = [req.state_slot for req in reqs]
-        sources = slots.copy()
-        # The slots are asked for before the forward: once a chunk is told its stops are over.
-        saves: dict[int, dict[int, int]] = {}
-        for req, start, end in chunks:
-            sources.append(req.checkpoint_slot if start == req.prefix_len else req.state_slot)
-            for at in [at for at in req.stops if start <= at <= end]:
-                slot = self.node.save_state(req, at)
-                if slot != NO_SLOT and at == start:  # what prefill has sent
-                    self.states.copy([(req.state_slot, slot)])
-                elif slot != NO_SLOT:
-                    saves.setdefault(len(slots), {})[at] = slot
-            slots.append(req.state_slot)
-        return StateRows(self.states, sources, slots, saves)
+    def _slot(self, req: Any) -> int:
+        slot: int = req.state_slot
+        return slot
+
+    def _first_choice(self, req: Any) -> Choice | None:
+        return None if req.resumed else self._answers[req.rid].choice
+
+    def _fail(self, req: Any, error: Exception, after: DeviceEvent | None) -> None:
+        self.node.fail(req.rid, error, after)
 
     def _append(self) -> bool:
         """Append the sampled tokens on the node, and report them to clients.
@@ -495,7 +398,7 @@ class DecodeEngine(NodeEngine):
         appended, self._sampled = self._sampled, []
         for req, token, logprob in appended:
             if not req.state.ended:
-                self._report_token(req, token, logprob)
+                self._take_token(req, token, logprob)
         return True
 
     def _retract(self, rid: str) -> None:
@@ -505,7 +408,7 @@ class DecodeEngine(NodeEngine):
         self._running = [req for req in self._running if req.rid != rid]
         self._sampled = [one for one in self._sampled if one[0].rid != rid]
 
-    def _report_token(self, req: DecodeRequest, token: int, logprob: TokenLogprob | None) -> None:
+    def _take_token(self, req: DecodeRequest, token: int, logprob: TokenLogprob | None) -> None:
         # In this order: a stop token, which is not shown; a stop string; the length.
         answer = self._answers[req.rid]
         finish: Finish | None = None
@@ -519,27 +422,31 @@ class DecodeEngine(NodeEngine):
             finish = "stop" if stopped else None
         if finish is None and len(req.output) >= req.max_new_tokens:
             finish = "length"
-        # The end releases text that was kept back; after a stop string nothing is left.
-        if finish is not None and answer.text is not None:
-            text += answer.text.end()
         self._counters["tokens"] += 1
-        self._report(answer, len(req.output) - 1, token, text, finish, logprob=logprob)
+        self._report_of(req, text, finish, token=token, logprob=logprob)
         if finish is not None:
             keep = None
-            if self._markers is not None:  # the prompt is copied to look at it
+            if self._markers:  # the prompt is copied to look at it
                 keep = self._markers.first_thought(req.request.key.tokens(), req.output)
-                if keep is not None:
-                    left_out = req.prompt_len + len(req.output) - keep
-                    self._counters["thinking_tokens_left_out"] += left_out
+            if keep is not None:
+                left_out = req.prompt_len + len(req.output) - keep
+                self._counters["thinking_tokens_left_out"] += left_out
             if self.states is not None:  # it may end at a page boundary
                 self.states.copy(self.node.save_states([req]))
             self.node.finish(req, self.model.event(), keep_tokens=keep)
             self._running.remove(req)
-            self._forget(answer)
 
-    # --- prefill ----------------------------------------------------------------------------------
+    def _failed(self, req: DecodeRequest) -> None:
+        if req in self._running:
+            self._running.remove(req)
+        self._computing.pop(req, None)
+        finish: Finish = "abort" if self._answers[req.rid].aborted else "error"
+        self._report_of(req, "", finish, error=req.error)
 
-    def _queue_job(self, answer: _Answer, ask: PrefillAsk) -> None:
+    # --- what is said -----------------------------------------------------------------------------
+
+    def _queue_job(self, ask: PrefillAsk) -> None:
+        answer = self._answers[ask.rid]
         self._jobs.append(
             PrefillJob(
                 f"{ask.decode}/{ask.rid}.{ask.generation}", ask.tokens, ask.prefill, ask.decode,
@@ -548,109 +455,54 @@ class DecodeEngine(NodeEngine):
             )
         )  # fmt: skip
 
-    # --- ends -------------------------------------------------------------------------------------
-
-    def _failed(self, req: DecodeRequest) -> None:
-        if req in self._running:
-            self._running.remove(req)
-        self._local.pop(req, None)
-        answer = self._answers.get(req.rid)
-        # A request of a `submit` that was undone has no answer. A later one may have its id.
-        if answer is None or answer.req is not req:
-            return
-        finish: Finish = "abort" if answer.aborted else "error"
-        text = "" if answer.text is None else answer.text.end()
-        self._report(answer, len(req.output), None, text, finish, answer.error or req.error)
-        self._forget(answer)
-
-    def _report(
-        self, answer: _Answer, position: int, token: int | None, text: str, finish: Finish | None,
-        error: Exception | None = None, logprob: TokenLogprob | None = None,
+    def _report_of(
+        self, req: DecodeRequest, text: str, finish: Finish | None, *, token: int | None = None,
+        logprob: TokenLogprob | None = None, error: Exception | None = None,
     ) -> None:  # fmt: skip
-        req, asked = answer.req, answer.asked
+        answer = self._answers[req.rid]
+        # The end releases text that was kept back; after a stop string nothing is left.
+        if finish is not None:
+            del self._answers[req.rid]
+            text += "" if answer.text is None else answer.text.end()
         output = Output(
-            answer.choice.sample, position, token, text, finish, req.hit_tokens,
-            answer.prefill_hit_tokens, req.shared_tokens, logprob, req.host_tokens,
-            req.decode_computed_tokens, rid=asked.ask.rid, error=error,
+            answer.choice.sample, len(req.output) - (token is not None), token, text, finish,
+            req.hit_tokens, answer.prefill_hit_tokens, req.shared_tokens, logprob,
+            req.brought.get("loaded", 0), req.brought.get("computed", 0),
+            rid=answer.asked.ask.rid, error=error,
         )  # fmt: skip
+        self._report(answer.asked, output)
+
+    def _report(self, asked: _Asked, output: Output) -> None:
         self._outputs.append((asked.on_output, output))
-
-    def _forget(self, answer: _Answer) -> None:
-        del self._answers[answer.req.rid]
-        self._forget_name(answer.asked.ask.rid, answer.req.rid)
-
-    def _forget_name(self, rid: str, name: str) -> None:
-        names = self._samples[rid]
-        names.remove(name)
-        if not names:
-            del self._samples[rid]
-
-    # --- checks -----------------------------------------------------------------------------------
-
-    def _check(self, ask: Generate) -> None:
-        if not isinstance(ask.rid, str) or "/" in ask.rid:
-            raise RequestError(f'rid is {ask.rid!r}, a string without "/" is needed')
-        if ask.rid in self._samples:
-            raise RequestError(f"request {ask.rid!r} is here already")
-        if not isinstance(ask.sampling, Sampling):
-            raise RequestError(f"sampling is {ask.sampling!r}, a Sampling is needed")
-        if ask.sampling.stop and self._tokenizer is None:
-            raise RequestError("stop strings need an engine with a tokenizer")
-        ends = ask.sampling.ends(self.model.end_tokens)
-        if ask.sampling.min_tokens and len(ends) >= self.model.vocab_size:
-            raise RequestError("every token ends the answer, so it cannot have min_tokens")
-        whole_number("num_samples", ask.num_samples, 1, 1025)
-
-    def _check_tokens(
-        self, ask: Generate, prompt: np.ndarray[tuple[int], np.dtype[np.int32]]
-    ) -> None:
-        """Raise RequestError for tokens outside the vocabulary, or too many for the context."""
-        if int(prompt.max()) >= self.model.vocab_size:
-            raise RequestError(
-                f"token {prompt.max()} is not in the vocabulary of {self.model.vocab_size}"
-            )
-        num = len(prompt) + ask.max_new_tokens
-        if num > self.model.context:
-            raise RequestError(
-                f"{len(prompt)} tokens and max_new_tokens={ask.max_new_tokens} are {num}, the "
-                f"model takes {self.model.context}"
-            )
+        asked.has_token |= output.token is not None
+        if output.finish is not None:
+            asked.left -= 1
+            if not asked.left:
+                del self._asked[output.rid]
 
     # --- the rest ---------------------------------------------------------------------------------
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait at most `timeout_s` until `step` may have something to do. Returns True if so."""
         # Blocked on pages: look again soon, with or without an event of the node.
         if self._sampled:
             self.node.wait(min(timeout_s, _BLOCKED_S))
             return True
-        busy = self._running or self._local or self._jobs or self._outputs
-        return bool(busy) or self.node.wait(timeout_s)
+        return super().wait(timeout_s)
 
     @property
     def idle_s(self) -> float:
-        """Longest time in seconds that a poller may wait."""
-        return _BLOCKED_S if self._sampled else _IDLE_S
+        return _BLOCKED_S if self._sampled else super().idle_s
+
+    @property
+    def _is_busy(self) -> bool:
+        parts = (self._running, self._sampled, self._computing, self._jobs, self._outputs)
+        return any(parts)
 
     def drain(self, timeout_s: float = 0.0) -> bool:
-        """Take no more requests. Call `step` and this until it returns True: all have ended."""
-        self._add_held(math.inf)  # the node takes none later
-        busy = self._running or self._sampled or self._local or self._outputs
-        return self.node.drain(0.0 if busy else timeout_s) and not self._jobs
+        self._add_held(draining=True)  # the node takes none later
+        return super().drain(timeout_s) and not self._jobs
 
     def stats(self) -> dict[str, int]:
         """Return the node's counters and these: "steps", "tokens", "retractions", "blocked_steps",
         "running", and "thinking_tokens_left_out" of the cache."""
-        return {
-            **self.node.stats(),
-            **self._counters,
-            "running": len(self._running),
-        }
-
-
-def _living(reqs: list[DecodeRequest]) -> list[DecodeRequest]:
-    return [req for req in reqs if not req.state.ended]
-
-
-def _waits(req: DecodeRequest) -> bool:
-    return not req.output and not req.state.ended
+        return {**self.node.stats(), **self._counters, "running": len(self._running)}

@@ -21,8 +21,10 @@ def check_folder(
         raise ConfigError(f"the model is {folder!r}, the path of a folder is needed")
     path = Path(folder)
     try:
-        if not path.is_dir():
-            raise ConfigError(_why_no_folder(path))
+        if path.exists() and not path.is_dir():
+            raise ConfigError(f"model {path} is no folder")
+        if not path.is_dir():  # what is meant may be a name on a hub
+            raise ConfigError(f"there is no model folder {path} (nothing is downloaded)")
         missing = [name for name in needed if not any(map(Path.is_file, path.glob(name)))]
         others = [one.name for pattern in _OTHER_WEIGHTS for one in sorted(path.glob(pattern))]
     except OSError as error:  # it may not be read
@@ -33,13 +35,6 @@ def check_folder(
             text += f"; {others[0]} is of a format that is not loaded"
         raise ConfigError(text)
     return path
-
-
-def _why_no_folder(path: Path) -> str:
-    if path.exists():
-        return f"model {path} is no folder"
-    # What is meant may be a name on a hub.
-    return f"there is no model folder {path} (nothing is downloaded)"
 
 
 def one_line(error: BaseException) -> str:

@@ -6,14 +6,14 @@ transformers reads the files. Nothing here imports torch.
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from prefixkv.engines.hf.folder import TOKENIZER_FILE, check_folder, one_line
+from prefixkv.engines.hf.requests import Sampling
 from prefixkv.engines.hf.text import load_auto_tokenizer
-from prefixkv.errors import ConfigError
+from prefixkv.errors import ConfigError, RequestError
 
 logger = logging.getLogger("prefixkv.model")
 
@@ -59,25 +59,14 @@ def load_sampling_defaults(folder: str | Path) -> SamplingDefaults:
     ]
     if ignored:
         logger.warning("%s: not served, answers come without: %s", file, ", ".join(ignored))
-
-    def number(name: str, is_in: Callable[[Any], bool], bounds: str) -> dict[str, Any]:
-        value = said.get(name)
-        if value is None:
-            return {}
-        if isinstance(value, bool) or not isinstance(value, int | float) or not is_in(value):
-            raise ConfigError(f"{file}: {name} is {value!r:.50}, must be {bounds}")
-        return {name: value}
-
-    found = {
-        **number("temperature", lambda one: 0 <= one < math.inf, "in [0, infinity)"),
-        **number(
-            "top_k", lambda one: one == int(one) and -1 <= one < 2**31, "a whole number from -1 on"
-        ),
-        **number("top_p", lambda one: 0 < one <= 1, "in (0, 1]"),
-    }
-    if "top_k" in found:
-        found["top_k"] = max(int(found["top_k"]), 0)  # -1 is as good as 0
-    return SamplingDefaults(**found)
+    drawn = {name: said[name] for name in SamplingDefaults._fields if name in said}
+    if drawn.get("top_k") == -1:  # as good as 0
+        del drawn["top_k"]
+    try:
+        Sampling(**drawn)
+    except RequestError as error:
+        raise ConfigError(f"{file}: {error}") from None
+    return SamplingDefaults(**drawn)
 
 
 def end_tokens(path: Path, model: Any) -> list[int]:
@@ -87,8 +76,10 @@ def end_tokens(path: Path, model: Any) -> list[int]:
     parts = [model.generation_config, config, config.get_text_config()]
     if (path / TOKENIZER_FILE).is_file():
         parts.append(load_auto_tokenizer(path))
-    found: set[int] = set()
-    for part in parts:
-        ends = getattr(part, "eos_token_id", None)
-        found.update(ends if isinstance(ends, Iterable) else () if ends is None else (ends,))
-    return sorted(found)
+    return sorted({token for part in parts for token in token_ids(part)})
+
+
+def token_ids(part: Any) -> list[int]:
+    """Return the end tokens that a config or a tokenizer names."""
+    ends = getattr(part, "eos_token_id", None)
+    return [] if ends is None else list(ends) if isinstance(ends, Iterable) else [ends]

@@ -11,15 +11,12 @@ import json
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import torch
 
-from prefixkv import DecodeConfig, ModelConfig, PrefillConfig
-from prefixkv.spi import default_topic
+from prefixkv import ModelConfig
 
-Config = TypeVar("Config", DecodeConfig, PrefillConfig)
 PIECE_BYTES: Final = 32 << 20
 """Bytes of a tensor that one thread hashes at a time."""
 _DIGEST_BYTES: Final = 16
@@ -31,15 +28,6 @@ def identity_of(model: Any) -> ModelConfig:
     """Return name and version, by config and weights. Reads all weights: see `weights_digest`."""
     kind = type(model).__name__
     return ModelConfig(f"{kind} {config_digest(model.config)}", weights_digest(model))
-
-
-def with_model(config: Config, identity: ModelConfig, name: str) -> Config:
-    """Return a config with the model's identity. Its cache events get the model's name as topic, by
-    which routers subscribe, unless a topic is set."""
-    events = config.kv_events
-    if events is not None and not events.topic:
-        events = replace(events, topic=default_topic(config.name, name))
-    return replace(config, model=identity, kv_events=events)
 
 
 def config_digest(config: Any) -> str:

@@ -9,10 +9,9 @@ shapes, and which module reads and writes the state.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 import torch
 from transformers import DynamicCache
@@ -48,13 +47,19 @@ class StatePart(NamedTuple):
     layer: int
     kind: StateKind
     number: int
-    shape: tuple[int, ...]
-    dtype: str
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
 
     @property
     def name(self) -> str:
         """Name of the tensor in a StatePool."""
         return f"{self.layer}.{self.kind}.{self.number}"
+
+    def of(self, layer: Any) -> dict[int, Any]:
+        """Return the tensors of this kind that a layer of transformers' cache has, by number; some
+        are None."""
+        states: dict[int, Any] = getattr(layer, f"{self.kind}_states")
+        return states
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +72,6 @@ class Layers:
     state; transformers' `cache` lends it the state of some sequences.
     """
 
-    num: int
     full: tuple[int, ...]
     parts: tuple[StatePart, ...] = ()
     mixers: tuple[tuple[int, Any], ...] = ()
@@ -80,12 +84,11 @@ class Layers:
         """As a StatePool has them: a recurrent part has its heads, a convolution's has one."""
         tensors = []
         for part in self.parts:
-            heads, head_shape = (
-                (part.shape[0], part.shape[1:]) if part.kind == "recurrent" else (1, part.shape)
-            )
+            recurs = part.kind == "recurrent"
+            heads, shape = (part.shape[0], part.shape[1:]) if recurs else (1, part.shape)
             # The KV layer that follows, or the last: state and KV are in one stage.
             at = min(sum(layer < part.layer for layer in self.full), len(self.full) - 1)
-            tensors.append(StateTensor(part.name, at, heads, head_shape, part.dtype))
+            tensors.append(StateTensor(part.name, at, heads, shape, part.dtype))
         return tensors
 
 
@@ -96,35 +99,36 @@ def find_layers(model: Any, context: int) -> Layers:
     that keeps something else, or whose state is not in transformers' cache.
     """
     config = model.config.get_text_config()
-    kind = config.model_type
-    num = int(config.num_hidden_layers)
     if not has_states(config):
         window, sliding = find_windows(config, context)
-        full = tuple(at for at in range(num) if at not in sliding)
-        return Layers(num, full, sliding=sliding, window=window)
+        full = tuple(at for at in range(int(config.num_hidden_layers)) if at not in sliding)
+        return Layers(full, sliding=sliding, window=window)
     # 1. By the cache that transformers makes for it.
     try:
         cache = DynamicCache(config=config)
     except Exception as error:  # whatever an unknown kind of layer raises
-        raise ConfigError(f"{kind} is not served: it has no cache: {error!r}") from error
+        raise ConfigError(f"it has no cache: {error!r}") from error
     names = [type(layer).__name__ for layer in cache.layers]
     if unknown := sorted({*names} - {*_KEEPS}):
-        raise ConfigError(f"{kind} is not served: it has layers of {', '.join(unknown)}")
+        raise ConfigError(f"it has layers of {', '.join(unknown)}")
     full = tuple(at for at, name in enumerate(names) if _KEEPS[name][0])
     recurrent = [at for at, name in enumerate(names) if _KEEPS[name][1]]
     # Pages are what a cache of prefixes consists of, and what a checkpoint of a state ends on.
     if not full:
-        raise ConfigError(f"{kind} is not served: none of its layers has KV")
+        raise ConfigError("none of its layers has KV")
     # 2. By a forward: shapes, and modules.
     try:
         mixers = _find_mixers(model, cache, recurrent)
-        parts = [part for at in recurrent for part in _parts(kind, at, cache.layers[at])]
+        parts = tuple(part for at in recurrent for part in _parts(at, cache.layers[at]))
     except (AttributeError, KeyError, TypeError) as error:  # another interface of transformers
-        raise ConfigError(f"{kind} is not served: its states are not found: {error!r}") from error
+        raise ConfigError(f"its states are not found: {error!r}") from error
     for at in recurrent:
         if at not in mixers or not cache_argument(mixers[at]):
-            raise ConfigError(f"{kind} is not served: layer {at} keeps its state by itself")
-    return Layers(num, full, tuple(parts), tuple(mixers.items()), cache)
+            raise ConfigError(f"layer {at} keeps its state by itself")
+    for part in parts:
+        if part.dtype not in DTYPES.values():
+            raise ConfigError(f"layer {part.layer} has {part.kind} of {part.dtype}")
+    return Layers(full, parts, tuple(mixers.items()), cache)
 
 
 def has_states(config: Any) -> bool:
@@ -156,59 +160,32 @@ def cache_argument(module: Any) -> str:
 
 def _find_mixers(model: Any, cache: Any, layers: Sequence[int]) -> dict[int, Any]:
     """Return by layer the module that writes its state, by a forward that fills the cache."""
-    running: list[Any] = []
-    found: dict[int, Any] = {}
+    mixers: dict[int, Any] = {}
 
-    @contextmanager
-    def watched(at: int) -> Iterator[None]:
-        layer = cache.layers[at]
-        for name in ("update_conv_state", "update_recurrent_state"):
-            # On this one object, in front of its class's.
-            setattr(layer, name, _noting(getattr(layer, name), at, running, found))
-        yield
-        del layer.update_conv_state, layer.update_recurrent_state
+    def note(module: Any, *_: Any) -> None:
+        # Called where a module has ended, so the innermost comes first.
+        at = module.layer_idx
+        if at in layers and at not in mixers and next(_parts(at, cache.layers[at]), None):
+            mixers[at] = module
 
-    with ExitStack() as stack:
-        for at in layers:
-            stack.enter_context(watched(at))
-        for module in model.modules():
-            if isinstance(getattr(module, "layer_idx", None), int):
-                before = module.register_forward_pre_hook(lambda one, _: running.append(one))
-                after = module.register_forward_hook(lambda *_: running.pop() and None)
-                stack.callback(before.remove)
-                stack.callback(after.remove)
-        device = next(model.parameters()).device
-        ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
-        given = {cache_argument(model): cache}
+    hooks = [
+        module.register_forward_hook(note)
+        for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)
+    ]  # fmt: skip
+    try:
+        ids = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
         with torch.no_grad():
-            model(input_ids=ids, use_cache=True, **given)
-    return found
+            model(input_ids=ids, use_cache=True, **{cache_argument(model): cache})
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return mixers
 
 
-def _noting(
-    call: Callable[..., Any], layer: int, running: list[Any], found: dict[int, Any]
-) -> Callable[..., Any]:
-    """Wrap a method of a cache's layer to note the module that calls it."""
-
-    def noting(*args: Any, **options: Any) -> Any:
-        if running:
-            found[layer] = running[-1]
-        return call(*args, **options)
-
-    return noting
-
-
-def _parts(kind: str, at: int, layer: Any) -> list[StatePart]:
-    """Return the tensors of one layer's state, as a forward has left them in the cache."""
-    parts = []
-    kinds: tuple[tuple[StateKind, dict[int, torch.Tensor | None]], ...] = (
-        ("conv", layer.conv_states), ("recurrent", layer.recurrent_states),
-    )  # fmt: skip
-    for name, states in kinds:
-        for number, state in states.items():
-            if state is None:  # a layer of convolutions alone
-                continue
-            if state.dtype not in DTYPES:
-                raise ConfigError(f"{kind} is not served: layer {at} has {name} of {state.dtype}")
-            parts.append(StatePart(at, name, number, tuple(state.shape[1:]), DTYPES[state.dtype]))
-    return parts
+def _parts(at: int, layer: Any) -> Iterator[StatePart]:
+    """Yield the tensors of one layer's state, as a forward has left them in the cache."""
+    for kind in get_args(StateKind):
+        for number, state in StatePart(at, kind, 0).of(layer).items():
+            if state is not None:  # a layer of convolutions alone
+                dtype = str(state.dtype).removeprefix("torch.")
+                yield StatePart(at, kind, number, tuple(state.shape[1:]), dtype)

@@ -28,23 +28,6 @@ class SteppedEngine(Protocol):
 E = TypeVar("E", bound=SteppedEngine)
 
 
-class NodeEngine:
-    """What is alike in the engines: calls that are their node's."""
-
-    node: Any
-
-    def fileno(self) -> int:
-        """Return a descriptor for a poller, to be polled while `step` is False."""
-        fd: int = self.node.fileno()
-        return fd
-
-    def audit(self) -> None:
-        self.node.audit()
-
-    def close(self) -> None:
-        self.node.close()
-
-
 class EngineLoop(Generic[E]):
     """A thread that steps an engine until it is drained or stopped, and then closes it. Any thread
     may call every method. The engine belongs to the loop's thread from `start` on, which calls

@@ -7,37 +7,31 @@ a trial, which compares its logits on the paged pool with those of the plain mod
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from prefixkv import (
-    DecodeConfig,
-    DecodeRequest,
-    KVPool,
-    ModelConfig,
-    PoolGroup,
-    PrefillConfig,
-    PrefillRequest,
-    StatePool,
-)
+from prefixkv import DecodeConfig, KVPool, ModelConfig, PoolGroup, PrefillConfig, StatePool
 from prefixkv.engines.hf.attention import NAME, FlatPool, Plan
 from prefixkv.engines.hf.folder import MODEL_FILES, check_folder, one_line
-from prefixkv.engines.hf.generation import end_tokens
-from prefixkv.engines.hf.identity import Config, identity_of, with_model
+from prefixkv.engines.hf.generation import end_tokens, token_ids
+from prefixkv.engines.hf.identity import identity_of
 from prefixkv.engines.hf.layers import DTYPES, find_layers, find_windows, has_states
-from prefixkv.engines.hf.recurrent import NO_SLOT, StateMemory, StateRows, page_mixers
+from prefixkv.engines.hf.recurrent import StateMemory, page_mixers
+from prefixkv.engines.hf.rows import NO_SLOT, Row
 from prefixkv.errors import CapacityError, ConfigError
-from prefixkv.spi import MAX_INDEX, GroupPages, Pages, as_pages, check_device, pages_for
+from prefixkv.spi import MAX_INDEX, GroupPages, as_pages, check_device, default_topic, pages_for
+
+Config = TypeVar("Config", DecodeConfig, PrefillConfig)
 
 # A small Llama: 1.2 million parameters.
 SMALL: Final[Mapping[str, Any]] = {
@@ -91,8 +85,7 @@ class PagedModel:
         name: str = "",
     ) -> None:
         # 1. Refuse by the config before anything costly: the identity reads all weights.
-        config = model.config.get_text_config()
-        self.config = config
+        self.config = config = model.config.get_text_config()
         with _as_config_error(f"{config.model_type} is not served"):
             self.context = check_served(model, context)
             self.name = name or str(config.model_type)
@@ -105,18 +98,17 @@ class PagedModel:
                     f"the model is of {self.dtype}, one of {', '.join(DTYPES.values())}"
                 )
             self.vocab_size = int(config.vocab_size)
-            self.num_heads = int(config.num_attention_heads)
-            self.num_kv_heads = int(getattr(config, "num_key_value_heads", None) or self.num_heads)
+            num_heads = int(config.num_attention_heads)
+            self.num_kv_heads = int(getattr(config, "num_key_value_heads", None) or num_heads)
             # transformers has an error of its own where layers differ.
-            with _as_config_error(f"{config.model_type} is not served: heads of several sizes"):
+            with _as_config_error("heads of several sizes"):
                 head_dim = getattr(config, "head_dim", None)
-            self.head_dim = int(head_dim or config.hidden_size // self.num_heads)
+            self.head_dim = int(head_dim or config.hidden_size // num_heads)
             # 2. What its layers keep, by a forward without pages.
             _attend_plainly(self.model)
             self.layers = find_layers(self.model, self.context)
             page_mixers(self.layers)
-            # 3. The trial needs the sizes above, and leaves the model with the paged attention or
-            # in an error; the last line sets that attention where there was no trial.
+            # 3. The trial begins without pages too, and needs the sizes above.
             if trial:
                 _run_trial(self)
             self.model.set_attn_implementation(NAME)
@@ -127,24 +119,15 @@ class PagedModel:
         return len(self.layers.full)
 
     @property
-    def has_states(self) -> bool:
-        return bool(self.layers.parts)
+    def window(self) -> int:
+        """Tokens that a token sees in layers with a window, itself among them; 0: none."""
+        return self.layers.window
 
     @property
     def extra_state(self) -> ExtraState:
-        if self.has_states:
+        if self.layers.parts:
             return ExtraState.STATES
         return ExtraState.WINDOWS if self.window else ExtraState.NONE
-
-    def configured(self, config: Config, num_pages: int, page_size: int) -> Config:
-        """Return a node's config with the model's identity, and with `num_checkpoints` where it
-        keeps some and does not say how many. Raises ConfigError."""
-        check_checkpoints(config, self.extra_state)
-        config = with_model(config, self.identity, self.name)
-        keeps = config.cache if isinstance(config, PrefillConfig) else config.compute is not None
-        if keeps and not config.checkpoints:
-            config = replace(config, checkpoints=self.num_checkpoints(num_pages, page_size))
-        return config
 
     @property
     def state_bytes(self) -> int:
@@ -154,13 +137,20 @@ class PagedModel:
     @property
     def end_tokens(self) -> tuple[int, ...]:
         """Token ids that end a text, from the model's own settings."""
-        ends = getattr(self.model.generation_config, "eos_token_id", None)
-        return () if ends is None else tuple(ends) if isinstance(ends, list | tuple) else (ends,)
+        return tuple(token_ids(self.model.generation_config))
 
-    @property
-    def window(self) -> int:
-        """Tokens that a token sees in layers with a window, itself among them; 0: none."""
-        return self.layers.window
+    def configured(self, config: Config, num_pages: int, page_size: int) -> Config:
+        """Return a node's config with the model's identity, and with `num_checkpoints` where it
+        keeps some and does not say how many. Raises ConfigError."""
+        check_extra(self.extra_state, config.checkpoints)
+        events = config.kv_events
+        if events is not None and not events.topic:  # by which routers subscribe
+            events = replace(events, topic=default_topic(config.name, self.name))
+        config = replace(config, model=self.identity, kv_events=events)
+        keeps = config.cache if isinstance(config, PrefillConfig) else config.compute is not None
+        if keeps and not config.checkpoints:
+            config = replace(config, checkpoints=self.num_checkpoints(num_pages, page_size))
+        return config
 
     def make_pool(
         self, num_pages: int, page_size: int = 16, order: str = "layer_major",
@@ -176,29 +166,24 @@ class PagedModel:
             window_pages: pages of the group. 0: as many as these need, but no more than the pool
                 has (no more memory than without windows), and enough for one request.
         """
-        window = self.layers.window
-        sizes: dict[str, Any] = {
-            "dtype": DTYPES[self.dtype], "order": order, "device": self._device_name,
-            "shared": shared,
-        }  # fmt: skip
-        heads = (self.num_kv_heads, self.head_dim)
-        pool = KVPool.create(num_pages, page_size, self.num_layers, *heads, **sizes)
-        if not window:
-            if window_pages:
-                raise ConfigError(no_windows(window_pages))
+        check_extra(self.extra_state, window_pages=window_pages)
+
+        def create(pages: int, layers: Sequence[int]) -> KVPool:
+            return KVPool.create(
+                pages, page_size, len(layers), self.num_kv_heads, self.head_dim,
+                dtype=DTYPES[self.dtype], order=order, device=str(self.device), shared=shared,
+            )  # fmt: skip
+
+        pool = create(num_pages, self.layers.full)
+        if not self.window:
             return pool
         if not window_pages:
-            of_one, kept = self._window_needs(page_size, step_tokens)
-            window_pages = min(num_pages, requests * of_one + checkpoints * kept)
-            window_pages = max(window_pages, of_one + kept)
-        last = KVPool.create(window_pages, page_size, len(self.layers.sliding), *heads, **sizes)
-        return pool.with_groups(PoolGroup(SLIDING, last, window, step_tokens))
-
-    def _window_needs(self, page_size: int, step_tokens: int) -> tuple[int, int]:
-        """Return the most pages of a request in the window group, and those of a checkpoint."""
-        window = self.layers.window
-        of_one = (window + step_tokens + page_size - 3) // page_size + 1
-        return of_one, pages_for(window - 1, page_size)
+            most = (self.window + step_tokens + page_size - 3) // page_size + 1  # of a request
+            kept = pages_for(self.window - 1, page_size)
+            window_pages = min(num_pages, requests * most + checkpoints * kept)
+            window_pages = max(window_pages, most + kept)
+        last = create(window_pages, self.layers.sliding)
+        return pool.with_groups(PoolGroup(SLIDING, last, self.window, step_tokens))
 
     def num_checkpoints(self, num_pages: int, page_size: int) -> int:
         """Return the default beside a pool of `num_pages`: as many checkpoints as a quarter of its
@@ -207,17 +192,10 @@ class PagedModel:
             return 0
         layer_bytes = 2 * page_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
         share = int(_CHECKPOINT_SHARE * num_pages * self.num_layers * layer_bytes)
-        num_bytes = self.state_bytes
-        if self.window:
-            _, kept = self._window_needs(page_size, 1)
-            num_bytes += kept * len(self.layers.sliding) * layer_bytes
+        kept = pages_for(self.window - 1, page_size) if self.window else 0
+        num_bytes = self.state_bytes + kept * len(self.layers.sliding) * layer_bytes
         least, most = _CHECKPOINTS
         return min(max(share // num_bytes, least), most)
-
-    @property
-    def _device_name(self) -> str:
-        device = self.device
-        return device.type if device.index is None else f"{device.type}:{device.index}"
 
     def flat_pool(self, pool: KVPool) -> FlatPool:
         """Raises as `FlatPool`, and for another window group than `make_pool` makes."""
@@ -231,68 +209,42 @@ class PagedModel:
         sliding = None if last is None else FlatPool(last, self.layers.sliding, window)
         return FlatPool(pool, self.layers.full, sliding=sliding)
 
-    def window_pages(self, reqs: Iterable[DecodeRequest | PrefillRequest]) -> list[GroupPages]:
-        """Return the requests' pages in the window group; none where the model has no windows."""
-        return [req.window_pages(SLIDING) for req in reqs] if self.window else []
-
     def make_states(self, num_slots: int, shared: bool = False) -> StateMemory:
         """Create the states on the model's device, one per slot. Raises as `StatePool.create`."""
         tensors = self.layers.tensors
-        pool = StatePool.create(tensors, num_slots, device=self._device_name, shared=shared)
+        pool = StatePool.create(tensors, num_slots, device=str(self.device), shared=shared)
         return StateMemory(pool, self.layers)
 
     @torch.inference_mode()
     def forward(
-        self,
-        flat: FlatPool,
-        tokens: Sequence[int] | np.ndarray[Any, Any],
-        rows: Sequence[Pages],
-        starts: Sequence[int],
-        ends: Sequence[int],
-        wanted: Sequence[int] | None = None,
-        also: Sequence[int] = (),
-        states: StateRows | None = None,
-        windows: Sequence[GroupPages] = (),
-        not_finite: list[int] | None = None,
-    ) -> torch.Tensor:
+        self, flat: FlatPool, rows: Sequence[Row], memory: StateMemory | None = None
+    ) -> tuple[torch.Tensor, list[int]]:
         """Run over new tokens of several sequences; their KV goes to pages, their states to slots.
-        On a GPU it returns before the device has finished, unless `not_finite` is asked for.
 
-        Args:
-            tokens: the new tokens of all sequences, one sequence after the other: [N].
-            rows, starts, ends, windows: see `Plan`.
-            wanted: indices of the sequences that need logits; None: all.
-            also: indices into `tokens` of further tokens that need logits.
-            not_finite: gets the indices of the sequences with NaN or infinity in a hidden state of
-                a new token or a logit (-inf rules a token out and is allowed). What they wrote is
-                zero then.
-        Returns: logits after the last new token of each wanted sequence, then after each token of
-        `also`: [wanted + also, vocabulary].
+        Returns the logits behind the wanted tokens of all rows, [wanted, vocabulary], and the rows
+        with NaN or infinity in a hidden state of a new token or a logit (-inf rules a token out and
+        is allowed): what these wrote is zero then.
         """
-        plan = Plan(flat, rows, starts, ends, self.device, states, windows)
-        ids = torch.as_tensor(np.asarray(tokens, np.int64)).to(self.device)[None]
-        keep = plan.last if wanted is None else plan.last[list(wanted)]
-        if also:
-            keep = torch.cat([keep, torch.tensor(also, dtype=keep.dtype, device=keep.device)])
-        given = {"input_ids": ids, "position_ids": plan.positions, "use_cache": False}
-        inner, rows_of = self.model.base_model, list[torch.Tensor]()
-        hook = inner.register_forward_hook(
-            lambda *call: rows_of.append(call[-1].last_hidden_state[0])
+        plan = Plan(flat, rows, memory, self.device)
+        ids = torch.from_numpy(np.concatenate([row.tokens for row in rows], dtype=np.int64))
+        ends = np.cumsum([len(row.tokens) for row in rows]).tolist()
+        at = [
+            end + place if place < 0 else end - len(row.tokens) + place
+            for row, end in zip(rows, ends, strict=True) for place in row.wanted
+        ]  # fmt: skip
+        keep = torch.tensor(at, dtype=torch.int64, device=self.device)
+        hidden: list[torch.Tensor] = []
+        hook = self.model.base_model.register_forward_hook(
+            lambda *call: hidden.append(call[-1].last_hidden_state[0])
         )
         try:
-            # No sequence is complete: the base model writes the KV, and the large head is not
-            # computed.
-            logits: torch.Tensor
-            if len(keep):
-                logits = self.model(**given, logits_to_keep=keep, prefixkv_plan=plan).logits[0]
-            else:
-                inner(**given, prefixkv_plan=plan)
-                logits = rows_of[0].new_empty(0, self.vocab_size)
+            logits: torch.Tensor = self.model(
+                input_ids=ids.to(self.device)[None], position_ids=plan.positions, use_cache=False,
+                logits_to_keep=keep, prefixkv_plan=plan,
+            ).logits[0]  # fmt: skip
         finally:
             hook.remove()
-        if not_finite is not None:
-            not_finite += _not_finite(plan, rows_of[0], logits, keep)
-        return logits
+        return logits, _not_finite(plan, hidden[0], logits, keep)
 
     def event(self) -> torch.cuda.Event | None:
         """Return a CUDA event after all work so far, for `ready=` and `after=`; None on the CPU."""
@@ -303,11 +255,15 @@ class PagedModel:
         return event
 
 
-def check_checkpoints(config: DecodeConfig | PrefillConfig, extra: ExtraState) -> None:
-    """Raise ConfigError for checkpoints where the model has none."""
-    if config.checkpoints and extra is ExtraState.NONE:
+def check_extra(extra: ExtraState, checkpoints: int = 0, window_pages: int = 0) -> None:
+    """Raise ConfigError for settings of what a model does not keep."""
+    if window_pages and extra is not ExtraState.WINDOWS:
         raise ConfigError(
-            f"checkpoints: {config.checkpoints} are of states and windows, and the model has "
+            f"window_pages: {window_pages} are of layers with a window, and the model has none"
+        )
+    if checkpoints and extra is ExtraState.NONE:
+        raise ConfigError(
+            f"checkpoints: {checkpoints} are of states and windows, and the model has "
             "neither recurrent layers nor windows"
         )
 
@@ -423,10 +379,6 @@ def extra_state_of(folder: str | Path, context: int | None = None) -> ExtraState
     return ExtraState.WINDOWS if find_windows(text, limit)[0] else ExtraState.NONE
 
 
-def no_windows(window_pages: int) -> str:
-    return f"window_pages: {window_pages} are of layers with a window, and the model has none"
-
-
 def _element(dtype: object) -> torch.dtype:
     """Raises ConfigError for a dtype that is not served."""
     names = {name: element for element, name in DTYPES.items()}
@@ -447,16 +399,14 @@ def _paged(model: Any, device: str, context: int | None, trial: bool, name: str)
 
 @contextmanager
 def _as_config_error(what: str) -> Iterator[None]:
-    """Raise ConfigError for whatever transformers raises, and CapacityError where the device has
-    not enough memory."""
+    """Raise ConfigError, which begins with `what`, for whatever is raised; CapacityError where the
+    device has not enough memory."""
     try:
         yield
-    except (ConfigError, CapacityError):
-        raise
-    except torch.OutOfMemoryError as error:
-        raise CapacityError(f"{what}: {one_line(error)}") from error
     except Exception as error:
-        raise ConfigError(f"{what}: {one_line(error)}") from error
+        is_full = isinstance(error, CapacityError | torch.OutOfMemoryError)
+        kind = CapacityError if is_full else ConfigError
+        raise kind(f"{what}: {one_line(error)}") from error
 
 
 def unpaged_copy(model: PagedModel) -> Any:
@@ -480,31 +430,27 @@ def check_served(model: Any, context: int | None) -> int:
     earlier tokens on pages of K and V.
     """
     config = model.config.get_text_config()
-    kind = config.model_type
-
-    def refuse(why: str) -> NoReturn:
-        raise ConfigError(f"{kind} is not served: {why}")
-
     # 1. Kinds of models that do not call our attention, or not for all of their text.
     if getattr(config, "is_encoder_decoder", False):
-        refuse("it has an encoder")
+        raise ConfigError("it has an encoder")
     # Some with recurrent layers do go through it and do not say so.
     can_set = getattr(model, "_can_set_attn_implementation", None)
     told = getattr(model, "_supports_attention_backend", False)
     if not told and not (has_states(config) and can_set is not None and can_set()):
-        refuse("its attention does not go through transformers' attention interface")
+        raise ConfigError("its attention does not go through transformers' attention interface")
     # 2. The length, which the checks of windows below need.
     limit = getattr(config, "max_position_embeddings", None)
     if context is None:
         context = limit
     if not isinstance(context, int) or not 0 < context <= (limit or MAX_INDEX):
+        kind = config.model_type
         raise ConfigError(f"context is {context!r}, {kind} was made for {limit} tokens")
     # 3. Attention of another kind.
     for name in ("attn_logit_softcapping", "kv_lora_rank", "attention_chunk_size"):
         if getattr(config, name, None):
-            refuse(f"{name} is {getattr(config, name)}")
+            raise ConfigError(f"{name} is {getattr(config, name)}")
     if getattr(config, "use_bidirectional_attention", False):
-        refuse("its tokens see later ones (use_bidirectional_attention)")
+        raise ConfigError("its tokens see later ones (use_bidirectional_attention)")
     # Pages of layers that keep every token are what a cache of prefixes consists of.
     window, sliding = find_windows(config, context)
     why = ""
@@ -513,7 +459,7 @@ def check_served(model: Any, context: int | None) -> int:
     elif sliding and has_states(config):
         why = "it has recurrent layers beside a window"
     if why:
-        refuse(
+        raise ConfigError(
             f"{why}: its sliding window has {window} tokens, the context {context}; with "
             f"context={window} it would be"
         )
@@ -522,63 +468,53 @@ def check_served(model: Any, context: int | None) -> int:
     ropes = getattr(config, "rope_parameters", None) or {}
     for rope in (ropes, *(one for one in ropes.values() if isinstance(one, dict))):
         if rope.get("rope_type") in _ROPE_BY_LENGTH:
-            refuse(f"its rope is {rope['rope_type']}: KV depends on the length of the text")
+            raise ConfigError(
+                f"its rope is {rope['rope_type']}: KV depends on the length of the text"
+            )
     return context
 
 
+@torch.inference_mode()
 def _run_trial(paged: PagedModel) -> None:
-    """Raise ConfigError where the logits on pages and those of the plain model differ. On pages,
-    two sequences are computed in chunks, packed, on pages out of order."""
-    # 1. The plain model, one sequence at a time; one is longer than a window.
-    model = paged.model
-    _attend_plainly(model)
-    window = paged.window if paged.window <= _LONG_TRIAL else 0
-    lens = (window + 11, 6)
-    tokens = [np.arange(n) * 7919 % paged.vocab_size for n in lens]
-    kind = paged.config.model_type
-    own = []
-    with torch.inference_mode():
-        for ids in tokens:
-            row = torch.as_tensor(ids)[None].to(paged.device)
-            own.append(model(input_ids=row, use_cache=False).logits[0, -1])
+    """Raise ConfigError where the logits on pages differ from the plain model's. Two texts, of
+    which one is longer than a window, are computed in chunks, packed, on pages out of order."""
+    # 1. By the plain model.
+    long = 11 + (paged.window if paged.window <= _LONG_TRIAL else 0)
+    texts = [np.arange(num) * 7919 % paged.vocab_size for num in (long, 6)]
+    plain = []
+    for text in texts:
+        ids = torch.as_tensor(text)[None].to(paged.device)
+        plain.append(paged.model(input_ids=ids, use_cache=False).logits[0, -1])
     # 2. On pages. The first chunks end within a page, so the second ones write to a used page.
-    model.set_attn_implementation(NAME)
-    size, num_pages = 4, pages_for(window, 4) + 8
-    pool = paged.make_pool(num_pages, size, window_pages=num_pages if paged.window else 0)
-    # In a window group the same ids: it is another memory.
-    num = pages_for(lens[0], size)
-    ids = np.array([5, 0, 3, *range(8, num_pages), 1, 7], np.int32)
-    rows = [as_pages(ids[:num]), as_pages(ids[-2:])]
-    windows = [GroupPages(0, row) for row in rows] if paged.window else []
+    paged.model.set_attn_implementation(NAME)
+    size, num = 4, pages_for(long, 4)
+    pool = paged.make_pool(num + 5, size, window_pages=num + 5 if paged.window else 0)
     flat = paged.flat_pool(pool)
-    begin = carry_on = None
-    if paged.has_states:
-        memory = paged.make_states(3)
-        begin = StateRows(memory, [NO_SLOT, NO_SLOT], [2, 0])
-        carry_on = StateRows(memory, [2, 0], [2, 1])
-    first = window + 5
-    try:
-        paged.forward(
-            flat, np.concatenate([tokens[0][:first], tokens[1][:5]]), rows, [0, 0], [first, 5],
-            states=begin, windows=windows,
-        )  # fmt: skip
-        new = np.concatenate([tokens[0][first:], tokens[1][5:]])
-        logits = paged.forward(flat, new, rows, [first, 5], lens, states=carry_on, windows=windows)
-    except ConfigError as error:  # of our attention
-        raise ConfigError(f"{kind} is not served: {error}") from error
+    memory = paged.make_states(3) if paged.layers.parts else None
+    order = [5, 0, 3, *range(8, num + 5), 1, 7]
+    pages = as_pages(order[:num]), as_pages(order[-2:])
+
+    def rows(begins: Sequence[int], ends: Sequence[int], *slots: Sequence[int]) -> list[Row]:
+        # In a window group the same pages: it is another memory.
+        return [
+            Row(text[begin:end], begin, own, GroupPages(0, own), source=source, slot=slot)
+            for text, own, begin, end, source, slot
+            in zip(texts, pages, begins, ends, *slots, strict=True)
+        ]  # fmt: skip
+
+    first = long - 6, 5
+    paged.forward(flat, rows((0, 0), first, (NO_SLOT, NO_SLOT), (2, 0)), memory)
+    logits, _ = paged.forward(flat, rows(first, (long, 6), (2, 0), (2, 1)), memory)
     # 3. Page 0 is in use, so each layer must have written to it: a layer that bypasses our
     # attention could agree on logits and still leave no KV to send.
-    of_layers = [(pool, paged.layers.full)]
-    if paged.window:
-        of_layers.append((pool.group(SLIDING), paged.layers.sliding))
-    for memory_of, layers in of_layers:
-        for place, layer in enumerate(layers):
-            if not bool(memory_of.k(place)[0].any()):
-                raise ConfigError(f"{kind} is not served: layer {layer} wrote no KV")
-    expected = torch.stack(own).float()
+    for part in (flat, flat.sliding) if flat.sliding is not None else (flat,):
+        for layer, kept in part.pages.items():
+            if not bool(kept[part.k_row].any()):
+                raise ConfigError(f"layer {layer} wrote no KV")
+    expected = torch.stack(plain).float()
     most = float((logits.float() - expected).abs().max())
     if not most <= _TOLERANCE[paged.dtype] * float(expected.abs().max()):
-        raise ConfigError(f"{kind} is not served: on pages its logits differ by {most:.3g}")
+        raise ConfigError(f"on pages its logits differ by {most:.3g}")
 
 
 transformers_logging.disable_progress_bar()

@@ -7,19 +7,15 @@ of the state in its source, and what it leaves goes to its slot: a checkpoint st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from prefixkv import StatePool
 from prefixkv.engines.hf.layers import Layers, StatePart, cache_argument
+from prefixkv.engines.hf.rows import NO_SLOT, Row
 from prefixkv.errors import ConfigError
-
-NO_SLOT: Final = -1
-"""Source of a sequence that begins: its state is zero."""
 
 
 class StateMemory:
@@ -37,26 +33,10 @@ class StateMemory:
         """Copy states from one slot to another each, all of them at once."""
         if not copies:
             return
-        sources, slots = np.array(copies).T
         for views in self.views.values():
             for _, view in views:
-                to = torch.from_numpy(slots.copy()).to(view.device)
-                view.index_copy_(0, to, view[torch.from_numpy(sources.copy()).to(view.device)])
-
-
-class StateRows(NamedTuple):
-    """The states of the sequences of a forward.
-
-    `sources`: the slot that has the state behind each sequence's `starts` tokens, NO_SLOT for one
-    that begins. `slots`: the one that gets the state behind its `ends`; it may be the source.
-    `saves`: by sequence, the slots that get its state besides, by number of tokens: above `starts`,
-    at most `ends`.
-    """
-
-    memory: StateMemory
-    sources: Sequence[int]
-    slots: Sequence[int]
-    saves: Mapping[int, Mapping[int, int]] = MappingProxyType({})
+                sources, slots = torch.tensor(copies, device=view.device).T
+                view.index_copy_(0, slots, view[sources])
 
 
 class _Group(NamedTuple):
@@ -65,59 +45,46 @@ class _Group(NamedTuple):
     tokens: torch.Tensor  # indices into the packed row: [sequences, new tokens of each]
     sources: torch.Tensor  # [sequences]; 0 for one that begins
     slots: torch.Tensor
-    save: int  # the slot that gets the state of a single sequence besides, or NO_SLOT
     begins: torch.Tensor | None  # bool [sequences]; None: none of them
+    save: int  # the slot that gets the state of a single sequence besides, or NO_SLOT
 
 
 class StatePlan:
-    """The states that one forward reads and writes, for every recurrent layer. The new tokens of
-    each sequence are [start, end), as in `Plan`."""
+    """The states that one forward reads and writes, for every recurrent layer."""
 
     def __init__(
-        self, rows: StateRows, starts: Sequence[int], ends: Sequence[int],
-        device: torch.device | str = "cpu",
-    ) -> None:  # fmt: skip
+        self, memory: StateMemory, rows: Sequence[Row], device: torch.device | str = "cpu"
+    ) -> None:
         # A state of a former owner, or none, would answer wrongly and raise nothing.
-        assert all(
-            (start == 0) == (source == NO_SLOT)
-            for start, source in zip(starts, rows.sources, strict=True)
-        ), (starts, rows.sources)
-        assert len({*rows.slots}) == len(starts), rows.slots
-        self._memory, self._device = rows.memory, device
-        lens = [end - start for start, end in zip(starts, ends, strict=True)]
-        firsts = np.cumsum([0, *lens[:-1]]).tolist()
+        assert all((row.start == 0) == (row.source == NO_SLOT) for row in rows), rows
+        assert len({row.slot for row in rows}) == len(rows), rows
+        self._memory, self._device = memory, device
+        self._groups: list[_Group] = []
         # Those with one new token and nothing to save as one group. The others one after the other,
         # cut where a state is saved: each part begins with what the one before has left in the
         # slot.
-        single = [at for at, num in enumerate(lens) if num == 1 and not rows.saves.get(at)]
-        self._groups = []
-        if single:
-            sources = [rows.sources[at] for at in single]
-            self._groups.append(
-                self._group(rows, single, sources, [firsts[at] for at in single], 1)
-            )
-        for at in sorted({*range(len(lens))} - {*single}):
-            begin, saves = starts[at], rows.saves.get(at, {})
-            for end in sorted({*saves, ends[at]}):
-                source = rows.sources[at] if begin == starts[at] else rows.slots[at]
-                place = firsts[at] + begin - starts[at]
-                save = saves.get(end, NO_SLOT)
-                self._groups.append(self._group(rows, [at], [source], [place], end - begin, save))
-                begin = end
+        singles: list[tuple[int, int, int]] = []
+        first = 0
+        for row in rows:
+            if len(row.tokens) == 1 and not row.saves:
+                singles.append((first, row.source, row.slot))
+            else:
+                begin, source = row.start, row.source
+                for end in sorted({*row.saves, row.end}):
+                    place = first + begin - row.start
+                    self._add([(place, source, row.slot)], end - begin, row.saves.get(end, NO_SLOT))
+                    begin, source = end, row.slot
+            first += len(row.tokens)
+        if singles:
+            self._add(singles, 1)
 
-    def _group(
-        self, rows: StateRows, members: list[int], sources: list[int], firsts: list[int], num: int,
-        save: int = NO_SLOT,
-    ) -> _Group:  # fmt: skip
-        """Plan one call of each layer: `num` new tokens of each member, from `firsts` on."""
-        begins = [source == NO_SLOT for source in sources]
-        return _Group(
-            (torch.tensor(firsts)[:, None] + torch.arange(num)).to(self._device),
-            torch.tensor([max(0, source) for source in sources], device=self._device),
-            torch.tensor([rows.slots[at] for at in members], device=self._device),
-            save,
-            torch.tensor(begins, device=self._device) if any(begins) else None,
-        )
+    def _add(self, members: Sequence[tuple[int, int, int]], num: int, save: int = NO_SLOT) -> None:
+        """Plan one call of each layer: `num` new tokens of each member, which is its first token's
+        place, its source and its slot."""
+        firsts, sources, slots = torch.tensor(members).T.to(self._device)
+        tokens = firsts[:, None] + torch.arange(num, device=self._device)
+        begins = sources == NO_SLOT if any(one[1] == NO_SLOT for one in members) else None
+        self._groups.append(_Group(tokens, sources.clamp(min=0), slots, begins, save))
 
     def mix(
         self, mixer: Any, forward: Callable[..., torch.Tensor],
@@ -151,21 +118,16 @@ class StatePlan:
             state = view.index_select(0, group.sources)
             if group.begins is not None:
                 state[group.begins] = 0
-            _states(layer, part)[part.number] = state
+            part.of(layer)[part.number] = state
         mixed = forward(rows, **options, **{mixer.cache_argument: self._memory.cache})
         if not isinstance(mixed, torch.Tensor):
             raise ConfigError(f"{type(mixer).__name__} returns a {type(mixed).__name__}")
         for part, view in views:
-            state = _states(layer, part)[part.number]
+            state = part.of(layer)[part.number]
             view.index_copy_(0, group.slots, state)
             if group.save != NO_SLOT:
                 view[group.save].copy_(state[0])
         return mixed
-
-
-def _states(layer: Any, part: StatePart) -> dict[int, torch.Tensor]:
-    states: dict[int, torch.Tensor] = getattr(layer, f"{part.kind}_states")
-    return states
 
 
 class PagedMixer:
@@ -193,11 +155,6 @@ def page_mixers(layers: Layers) -> None:
     """Let the recurrent layers compute on slots where they get a plan; else they are as before."""
     for _, mixer in layers.mixers:
         if not isinstance(mixer, PagedMixer):
-            mixer.__class__ = _paged(mixer)
-
-
-def _paged(mixer: Any) -> type:
-    """Return the layer's class with `PagedMixer` in front."""
-    kind = type(mixer)
-    named = {"cache_argument": cache_argument(mixer), "__module__": kind.__module__}
-    return type(kind.__name__, (PagedMixer, kind), named)
+            kind = type(mixer)
+            named = {"cache_argument": cache_argument(mixer), "__module__": kind.__module__}
+            mixer.__class__ = type(kind.__name__, (PagedMixer, kind), named)

@@ -76,18 +76,16 @@ class Sampling(msgspec.Struct, frozen=True):
             raise RequestError(f"top_p is {self.top_p!r}, must be in (0, 1]")
         whole_number("top_k", self.top_k, 0, 2**31)
         whole_number("min_tokens", self.min_tokens, 0, 2**31)
-        if self.seed is not None:
-            whole_number("seed", self.seed, 0, 2**64)
+        whole_number("seed", self.seed or 0, 0, 2**64)
+        whole_number("logprobs", self.logprobs or 0, 0, MAX_LOGPROBS + 1)
         for token in self.stop_tokens:
             whole_number("a stop token", token, 0, 2**31)
-        if self.logprobs is not None:
-            whole_number("logprobs", self.logprobs, 0, MAX_LOGPROBS + 1)
         if not all(isinstance(one, str) and one for one in self.stop):
             raise RequestError(f"stop is {self.stop!r}, strings that are not empty are needed")
 
     def ends(self, end_tokens: Iterable[int]) -> frozenset[int]:
         """Return the tokens that end an answer, the model's among them unless `ignore_end`."""
-        return frozenset(self.stop_tokens) | frozenset(() if self.ignore_end else end_tokens)
+        return frozenset(self.stop_tokens).union(() if self.ignore_end else end_tokens)
 
     def seeded(self, rid: str) -> int:
         """Return `seed`, or one from the request's id."""
@@ -222,15 +220,15 @@ def unpack_first(
         raise ValueError(f"aux of {len(aux)} bytes is no first token: {error}") from None
     if not 0 <= hit_tokens <= prompt_len:
         raise ValueError(f"{hit_tokens} tokens were hit, the prompt has {prompt_len}")
-    num = None if logprob is None else len(logprob.top)
-    if num != (None if num_top is None else min(num_top, vocab_size)):
-        raise ValueError(f"log-probabilities with {num} likely tokens, asked for were {num_top}")
-    pairs = [(token, 0.0)]
+    pairs, num = [(token, 0.0)], None
     if logprob is not None:
         pairs += [(logprob.token, logprob.logprob), *logprob.top]
-    for one, value in pairs:
-        if not 0 <= one < vocab_size:
-            raise ValueError(f"token {one} is not in [0, {vocab_size})")
+        num = len(logprob.top)
+    if num != (None if num_top is None else min(num_top, vocab_size)):
+        raise ValueError(f"log-probabilities with {num} likely tokens, asked for were {num_top}")
+    for token_id, value in pairs:
+        if not 0 <= token_id < vocab_size:
+            raise ValueError(f"token {token_id} is not in [0, {vocab_size})")
         # Written so that NaN fails too.
         if not LEAST <= value <= _ROUNDING:
             raise ValueError(f"log-probability {value} is not in [{LEAST}, 0]")

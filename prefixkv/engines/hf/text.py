@@ -8,6 +8,7 @@ completes it. A text that was given out is never taken back.
 from __future__ import annotations
 
 import json
+import re
 from codecs import utf_8_decode
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ _NO_CHARACTER: Final = "\ufffd"  # replaces bytes that are no character, and is 
 # one before the newest (a space between words), byte-level ones at three (a character of 4 bytes).
 _CONTEXT: Final = 4
 _MOST_UNITS: Final = 2 * _CONTEXT
+_BYTE: Final = re.compile("<0x([0-9A-Fa-f]{2})>")  # name of a token that is a byte
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
@@ -114,21 +116,27 @@ class AnswerText:
         if not stops:
             self._kept = ""
             return text, False
-        shown = _until(text, self._stop)
+        shown = self._until_stop(text)
         if shown < len(text):
             self._kept, self._shown = "", self._whole
             self._broken()
             return text[:shown], True
         # 3. Keep the longest end of the text that could begin a stop string.
-        kept = max((_begun(text, one) for one in self._stop), default=0)
-        self._kept = text[len(text) - kept :]
-        return text[: len(text) - kept], False
+        begun = (
+            num for stop in self._stop for num in range(1, len(stop)) if text.endswith(stop[:num])
+        )
+        certain = len(text) - max(begun, default=0)
+        self._kept = text[certain:]
+        return text[:certain], False
 
     def end(self) -> str:
         """Return the text that was kept back, at an end without a stop string."""
         self._units += self._broken()
         text, self._kept = self._kept + self._release(final=True), ""
-        return text[: _until(text, self._stop)]
+        return text[: self._until_stop(text)]
+
+    def _until_stop(self, text: str) -> int:
+        return min((at for at in map(text.find, self._stop) if at >= 0), default=len(text))
 
     # --- tokens to units --------------------------------------------------------------------------
 
@@ -146,15 +154,17 @@ class AnswerText:
         self._shown = self._whole + _NO_CHARACTER * len(self._begun)
 
     def _take(self, token: int) -> None:
-        byte = self._no_character and _named_byte(self._tokenizer.id_to_token(token) or "")
-        if not byte:
+        named = None
+        if self._no_character:
+            named = _BYTE.fullmatch(self._tokenizer.id_to_token(token) or "")
+        if named is None:
             self._units += [*self._broken(), [token]]
             return
         # 1. The bytes before it and this one are a character, or its beginning.
         # 2. They are none: the bytes before it are no character. Look at this one alone.
         # 3. This one alone is none either.
         for _ in range(2):
-            tokens, name = [*self._begun, token], self._bytes + byte
+            tokens, name = [*self._begun, token], self._bytes + bytes.fromhex(named[1])
             try:
                 # Strict and not final: raises as soon as no byte could complete the character.
                 char, _ = utf_8_decode(name, "strict", False)
@@ -199,20 +209,17 @@ class AnswerText:
             end -= 1
         # What is shown begins the whole, but where the prompt's last character was not complete.
         at = len(self._shown)
-        if not whole.startswith(self._shown):
-            at = _common(self._shown, whole)
+        while not whole.startswith(self._shown[:at]):
+            at -= 1
         new = whole[at:end]
         if new:
             self._shown = whole[:end]
-            if len(self._units) > _MOST_UNITS:
-                self._trim(len(whole) - end)
+            if len(self._units) > _MOST_UNITS:  # forget the oldest
+                waiting = len(whole) - end
+                del self._units[:-_CONTEXT]
+                self._whole = self._decode()
+                self._shown = self._whole[: len(self._whole) - waiting]
         return new
-
-    def _trim(self, waiting: int) -> None:
-        """Forget the oldest units. The last `waiting` characters are not released."""
-        del self._units[:-_CONTEXT]
-        self._whole = self._decode()
-        self._shown = self._whole[: len(self._whole) - waiting]
 
     def _decode(self) -> str:
         text: str = self._tokenizer.decode([token for unit in self._units for token in unit])
@@ -225,33 +232,3 @@ def _bytes_by_name(tokenizer: Any) -> list[int]:
     if None in tokens or tokenizer.decode(tokens) != _NO_CHARACTER:
         return []
     return tokens
-
-
-def _named_byte(name: str) -> bytes:
-    r"""Return the byte that a token's name gives, none for another token.
-
-    >>> _named_byte("<0xE6>")
-    b'\xe6'
-    """
-    if len(name) != 6 or not name.startswith("<0x") or not name.endswith(">"):
-        return b""
-    try:
-        return bytes((int(name[3:5], 16),))
-    except ValueError:
-        return b""
-
-
-def _common(one: str, other: str) -> int:
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
-def _until(text: str, stops: tuple[str, ...]) -> int:
-    return min((at for at in map(text.find, stops) if at >= 0), default=len(text))
-
-
-def _begun(text: str, stop: str) -> int:
-    for num in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:num]):
-            return num
-    return 0

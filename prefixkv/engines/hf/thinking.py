@@ -55,27 +55,17 @@ class Markers:
         # of a former turn that was cut off.
         last = prompt[-_PROMPT_END:]
         for begin, end in zip(self._begins, self._ends, strict=True):
-            if (place := _last(last, begin)) > _last(last, end):
+            place = max(_places(last, begin), default=-1)
+            if place > max(_places(last, end), default=-1):
                 return len(prompt) - len(last) + place
         answer = np.array(output, np.int32)
-        places = [place for begin in self._begins if (place := _first(answer, begin)) >= 0]
+        places = [place for begin in self._begins for place in _places(answer, begin)]
         return len(prompt) + min(places) if places else None
 
 
-def _places(tokens: Tokens, marker: Sequence[int]) -> Any:
+def _places(tokens: Tokens, marker: Sequence[int]) -> list[int]:
     if len(tokens) < len(marker):
-        return np.empty(0, np.intp)
-    found = tokens[: len(tokens) - len(marker) + 1] == marker[0]
-    for i, token in enumerate(marker[1:], 1):
-        found = found & (tokens[i : len(found) + i] == token)
-    return np.flatnonzero(found)
-
-
-def _first(tokens: Tokens, marker: Sequence[int]) -> int:
-    places = _places(tokens, marker)
-    return int(places[0]) if len(places) else -1
-
-
-def _last(tokens: Tokens, marker: Sequence[int]) -> int:
-    places = _places(tokens, marker)
-    return int(places[-1]) if len(places) else -1
+        return []
+    windows = np.lib.stride_tricks.sliding_window_view(tokens, len(marker))
+    places: list[int] = np.flatnonzero((windows == marker).all(1)).tolist()
+    return places

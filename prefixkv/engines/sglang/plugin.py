@@ -12,7 +12,7 @@ Settings are environment variables, since SGLang's command line takes no options
     PREFIXKV_TRANSFER   JSON, of the transfer backend: `transfer_options.py`
 
 A server that uses one of prefixkv's backends refuses variables of other names
-(`prefixkv/variables.py`).
+(`prefixkv/config.py`).
 """
 
 from __future__ import annotations

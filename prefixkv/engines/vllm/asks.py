@@ -14,8 +14,6 @@ from prefixkv.errors import RequestError
 from prefixkv.spi import shortened, whole_number
 
 MAX_NAME_CHARS = 256
-
-
 MAX_NONCE_CHARS = 64
 
 
@@ -77,32 +75,22 @@ def ask_of(params: Any, is_producer: bool, is_consumer: bool) -> Ask | None:
     # 4. A router has drawn the room: it must name the other server too.
     if params.get("room") is None:
         raise RequestError("kv_transfer_params has no room")
-    room, where = _room(params["room"]), _name(key, params.get(key))
-    return LoadAsk(room, where, _nonce(params.get("nonce"))) if loads else RoomSendAsk(room, where)
+    room = whole_number("room", params["room"], 0, 2**64)
+    where = _text(params, key, 1, MAX_NAME_CHARS)
+    if not loads:
+        return RoomSendAsk(room, where)
+    nonce = "" if params.get("nonce") is None else _text(params, "nonce", 0, MAX_NONCE_CHARS)
+    return LoadAsk(room, where, nonce)
 
 
-def _room(room: Any) -> int:
-    return whole_number("room", room, 0, 2**64)
-
-
-def _name(key: str, where: Any) -> str:
-    if not isinstance(where, str) or not 1 <= len(where) <= MAX_NAME_CHARS:
+def _text(params: Mapping[str, Any], key: str, least: int, most: int) -> str:
+    text = params.get(key)
+    if not isinstance(text, str) or not least <= len(text) <= most:
         raise RequestError(
-            f"{key} in kv_transfer_params is {repr(where)[:200]}, a string of 1 to "
-            f"{MAX_NAME_CHARS} characters is needed"
+            f"{key} in kv_transfer_params is {repr(text)[:200]}, a string of {least} to {most} "
+            "characters is needed"
         )
-    return where
-
-
-def _nonce(nonce: Any) -> str:
-    if nonce is None:
-        return ""
-    if not isinstance(nonce, str) or len(nonce) > MAX_NONCE_CHARS:
-        raise RequestError(
-            f"nonce in kv_transfer_params is {str(nonce)[:200]!r}, a string of at most "
-            f"{MAX_NONCE_CHARS} characters is needed"
-        )
-    return nonce
+    return text
 
 
 def ends_in_media(request: Any) -> bool:

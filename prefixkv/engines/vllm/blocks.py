@@ -7,12 +7,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Protocol
 
-from prefixkv.errors import InternalError, check_laws
+from prefixkv.errors import check_laws
 
 
 class BlockPool(Protocol):
-    """The part of vLLM's `BlockPool` that is used here."""
-
     blocks: list[Any]
 
     def touch(self, blocks: Sequence[Any]) -> None: ...
@@ -24,10 +22,11 @@ class BlockPool(Protocol):
 
 class Holds:
     """The connector's own references, by request. vLLM can hand a block out when both its own
-    references and these are gone. Used by `SchedulerSide` alone, in the engine's loop."""
+    references and these are gone. Used in the engine's loop."""
 
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
+    pool: BlockPool  # set before any request comes
+
+    def __init__(self) -> None:
         # Each entry stands for one reference in `block.ref_cnt`; `release` gives them all back.
         self._held: dict[str, list[Any]] = {}
 
@@ -39,38 +38,35 @@ class Holds:
     @property
     def num_free(self) -> int:
         """Blocks in the prefix cache are free too."""
-        return self._pool.get_num_free_blocks()
-
-    def is_cached(self, page: int) -> bool:
-        return self._pool.blocks[page].block_hash is not None
+        return self.pool.get_num_free_blocks()
 
     def hash_of(self, page: int) -> Hashable:
         """None for a block that is not cached."""
-        found: Hashable = self._pool.blocks[page].block_hash
+        found: Hashable = self.pool.blocks[page].block_hash
         return found
 
+    def is_cached(self, page: int) -> bool:
+        return self.hash_of(page) is not None
+
     def num_references(self, page: int) -> int:
-        """Return all references on this block, these included."""
-        return int(self._pool.blocks[page].ref_cnt)
+        return int(self.pool.blocks[page].ref_cnt)
 
     def take(self, rid: str, pages: Iterable[int]) -> None:
         """The blocks must be in use, or in the prefix cache."""
         # `touch` takes a cached block out of the free queue as well. A block that is free and not
         # cached might have been handed to another request already: hence the precondition.
-        blocks = [self._pool.blocks[page] for page in pages]
-        self._pool.touch(blocks)
+        blocks = [self.pool.blocks[page] for page in pages]
+        self.pool.touch(blocks)
         self._held.setdefault(rid, []).extend(blocks)
 
     def release(self, rid: str) -> None:
         """Give blocks back, after proof that no peer uses them. No-op for an unknown id. Reversed,
         so that the end of the prompt is evicted before its beginning, as in vLLM."""
-        self._pool.free_blocks(reversed(self._held.pop(rid, [])))
+        self.pool.free_blocks(reversed(self._held.pop(rid, [])))
 
     def check_invariants(self) -> None:
-        """Raise InternalError if a block is held and free. For tests."""
-        for rid, blocks in self._held.items():
-            if any(block.ref_cnt < 1 for block in blocks):
-                raise InternalError(f"a block that is held for {rid} is free")
+        held = [block for blocks in self._held.values() for block in blocks]
+        check_laws({"what is held is not free": all(block.ref_cnt > 0 for block in held)}, held)
 
 
 class Flights:
@@ -84,7 +80,6 @@ class Flights:
         return len(self._carrier)
 
     def begin(self, rid: str, hashes: Iterable[Hashable]) -> None:
-        """The request loads these blocks until `land`."""
         mine = self._blocks.setdefault(rid, [])
         for block in hashes:
             # Two requests load one block where they do not join. The first stays its carrier, so
@@ -94,7 +89,6 @@ class Flights:
                 mine.append(block)
 
     def carrier(self, block: Hashable) -> str | None:
-        """Return the request whose load brings this block."""
         return self._carrier.get(block)
 
     def land(self, rid: str) -> None:

@@ -1,14 +1,11 @@
-"""All that the connector imports, calls and replaces of vLLM.
-
-Importing it raises ImportError for a name that is not there, and ConfigError for a function that
-takes other arguments than it is called with (`CALLS`).
-"""
+"""All that the connector imports of vLLM. Importing it raises ImportError for a name that is not
+there, and ConfigError for a function whose stand-in takes other arguments."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final
+from typing import Any
 
 import torch
 from vllm import envs
@@ -30,64 +27,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tp_group
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.utils.network_utils import get_ip
-from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import (
     FreeKVCacheBlockQueue,
     get_block_hash,
     maybe_convert_block_hash,
 )
-from vllm.v1.core.sched.output import KVConnectorBlockState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import RequestStatus
 
 from prefixkv.engines.vllm.groups import BlockGroups
 from prefixkv.engines.vllm.host_events import HostEvent
 from prefixkv.engines.vllm.shadow import GovernedQueue
-from prefixkv.engines.vllm.versions import check_call, check_takes, installed_version
+from prefixkv.engines.vllm.versions import check_takes, installed_version
 
-CALLS: Final[tuple[tuple[Any, int, tuple[str, ...]], ...]] = (
-    (KVConnectorBlockState.get_block_ids, 1, ()),
-    (KVCacheBlocks.get_block_ids, 0, ()),
-    (KVConnectorTransferResults, 0, ("finished_recving", "failed_recving")),
-    (BlockPool.touch, 1, ()),
-    (BlockPool.free_blocks, 1, ()),
-    (BlockPool.get_num_free_blocks, 0, ()),
-    (BlockPool.evict_blocks, 1, ()),
-    (FreeKVCacheBlockQueue.popleft_n, 1, ()),
-    (FreeKVCacheBlockQueue.remove, 1, ()),
-    (KVCacheManager.get_computed_blocks, 1, ()),
-    (KVCacheManager.prefix_cache_lookup_enabled, 1, ()),
-    (KVCacheManager.create_kv_cache_blocks, 1, ()),
-    (KVCacheManager.get_block_ids, 1, ()),
-    (HybridKVCacheCoordinator.find_longest_cache_hit_per_group, 2, ()),
-    (Scheduler.finish_requests, 2, ()),
-    (Scheduler.update_from_output, 2, ()),
-    (EngineCoreProc._process_engine_step, 0, ()),
-    (EngineCore.set_weight_version, 1, ()),
-    (Request.get_finished_reason, 0, ()),
-    (Request.take_events, 0, ()),
-    (EngineCoreOutputs, 0, ()),
-    (EngineCoreOutput, 0, ("request_id", "new_token_ids", "finish_reason", "events",
-                           "kv_transfer_params", "trace_headers")),
-    (BlockRemoved, 0, ("block_hashes", "medium")),
-    (BlockStored, 0, ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id",
-                      "medium", "lora_name")),
-    (get_block_hash, 1, ()),
-    (maybe_convert_block_hash, 1, ()),
-    (get_layers_from_vllm_config, 3, ()),
-    (get_tensor_model_parallel_rank, 0, ()),
-    (get_tp_group, 0, ()),
-    (get_kv_transfer_group, 0, ()),
-    (get_ip, 0, ()),
-)  # fmt: skip
-"""Each function that is called: its arguments by position, `self` aside, and its keywords."""
-
-for call in CALLS:
-    check_call(*call)
 check_takes(GovernedQueue.popleft_n, FreeKVCacheBlockQueue.popleft_n, "popleft_n")
 
 
@@ -130,20 +84,18 @@ def host_events(events: Iterable[HostEvent], block_size: int) -> list[Any]:
 
 
 def backends_of(config: Any, kv_cache: Any) -> list[str]:
-    """Return the sorted names of the attention kernels of all layers that have KV."""
     names = [name for group in kv_cache.kv_cache_groups for name in group.layer_names]
     layers = get_layers_from_vllm_config(config, AttentionLayerBase, names)
     return sorted({layer.get_attn_backend().get_name() for layer in layers.values()})
 
 
-def block_format(config: Any, kv_cache: Any, backends: list[str]) -> str:
+def block_format(config: Any, kv_cache: Any, groups: BlockGroups, backends: list[str]) -> str:
     """Return a tag, equal on both servers, of all that the bytes of blocks depend on besides shape
     and element type: the version, the kernels, their packing (on CPUs it depends on the
     instructions), quantization. `OPTION_NAMES` maps each word to the option that sets it."""
     # The version too: kernels may pack differently in the next one, and no name would show it.
     # Blocks of all groups are alike, but for states.
-    groups, of = BlockGroups.of(kv_cache), kv_cache.kv_cache_groups
-    spec = of[groups.full].kv_cache_spec
+    spec = groups.spec
     words = {
         "vllm": installed_version(),
         "kernels": "+".join(backends),
@@ -166,7 +118,7 @@ def block_format(config: Any, kv_cache: Any, backends: list[str]) -> str:
     if groups.has_states:
         from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 
-        states = [of[one.number].kv_cache_spec for one in groups.windows]
+        states = [kv_cache.kv_cache_groups[one.number].kv_cache_spec for one in groups.windows]
         names = {str(dtype).removeprefix("torch.") for spec in states for dtype in spec.dtypes}
         words["state_dtypes"] = "+".join(sorted(names))
         words["state_layout"] = get_conv_state_layout()
@@ -174,7 +126,6 @@ def block_format(config: Any, kv_cache: Any, backends: list[str]) -> str:
 
 
 def gather(given: object) -> list[object]:
-    """Gather from all tensor parallel ranks. See `rank_group.Gather`."""
     # The CPU group: objects are gathered at start-up only, without use of a device.
     group = get_tp_group()
     found: list[object] = [None] * group.world_size

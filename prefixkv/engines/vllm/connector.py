@@ -14,17 +14,9 @@ import torch
 from prefixkv import ModelConfig
 from prefixkv.engines.vllm import compat, hooks
 from prefixkv.engines.vllm.groups import BlockGroups, look_up_densely
-from prefixkv.engines.vllm.layout import (
-    check_engine,
-    check_host_memory,
-    check_windows,
-    event_on,
-    is_plain,
-    num_kv_heads,
-    pool_of,
-)
+from prefixkv.engines.vllm.layout import check_engine, event_on, is_plain, pool_of
 from prefixkv.engines.vllm.metrics import PrefixKVMetrics, PrefixKVStats
-from prefixkv.engines.vllm.options import OPTION_NAMES, ConnectorOptions
+from prefixkv.engines.vllm.options import OPTION_NAMES, ConnectorOptions, ServerSetup
 from prefixkv.engines.vllm.orders import NO_ORDERS, StepOrders, WorkerReport
 from prefixkv.engines.vllm.scheduler import SchedulerSide
 from prefixkv.engines.vllm.shadow import GovernedQueue, Shadow
@@ -53,26 +45,26 @@ class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         share_log()
         # The connector has no settings there: it would ignore what is misspelt.
         check_environ(os.environ)
-        check_engine(vllm_config, kv_cache_config)
-        super().__init__(vllm_config, role, kv_cache_config)
-        transfer = vllm_config.kv_transfer_config
-        self._options = ConnectorOptions.of(transfer.kv_connector_extra_config, transfer.kv_port)
-        # A wildcard `bind` names no host that a decode server could connect to.
-        if self._options.is_on_every_address:
-            at = compat.reached_at(self._options.bind)
-            self._options = replace(self._options, advertise=at)
-        self._roles = {
-            "is_producer": transfer.is_kv_producer,
-            "is_consumer": transfer.is_kv_consumer,
-        }
-        is_one = len(kv_cache_config.kv_cache_groups) == 1
-        step_tokens = 0 if is_one else vllm_config.max_in_flight_tokens
+        has_windows = len(kv_cache_config.kv_cache_groups) > 1
+        step_tokens = vllm_config.max_in_flight_tokens if has_windows else 0
         self._groups = BlockGroups.of(kv_cache_config, step_tokens)
-        if self._groups.windows:
-            check_windows(self._options, self._groups.has_states)
-        if self._options.host is not None:
-            check_host_memory(vllm_config)
-        self._num_ranks = vllm_config.parallel_config.tensor_parallel_size
+        transfer = vllm_config.kv_transfer_config
+        options = ConnectorOptions.of(transfer.kv_connector_extra_config, transfer.kv_port)
+        check_engine(options, vllm_config, self._groups)
+        # A wildcard `bind` names no host that a decode server could connect to.
+        if options.is_on_every_address:
+            options = replace(options, advertise=compat.reached_at(options.bind))
+        super().__init__(vllm_config, role, kv_cache_config)
+        events = vllm_config.kv_events_config
+        self._options = options
+        self._setup = ServerSetup(
+            transfer.is_kv_producer,
+            transfer.is_kv_consumer,
+            num_ranks=vllm_config.parallel_config.tensor_parallel_size,
+            max_len=vllm_config.model_config.max_model_len,
+            step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+            publishes=events is not None and bool(events.enable_kv_cache_events),
+        )
         # Exactly one of the two sides is made, by role. The worker's waits for the KV memory.
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -80,24 +72,11 @@ class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         self._wakeups: WakeupListener | None = None
         self.rest = EngineWait()
         if role is compat.KVConnectorRole.SCHEDULER:
-            self._block_size = self._groups.block_size
-            events = vllm_config.kv_events_config
-            tells = events is not None and events.enable_kv_cache_events
-            self._scheduler = SchedulerSide(
-                self._options,
-                self._block_size,
-                hash_size=kv_cache_config.hash_block_size,
-                groups=self._groups,
-                num_ranks=self._num_ranks,
-                max_len=vllm_config.model_config.max_model_len,
-                step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
-                tells_host=self._options.host is not None and bool(tells),
-                **self._roles,
-            )
+            self._scheduler = SchedulerSide(options, self._setup, self._groups)
             self._scheduler.sends.proves = bool(compat.envs.VLLM_COMPUTE_NANS_IN_LOGITS)
             hooks.install(compat.Scheduler, compat.EngineCore, compat.EngineCoreProc)
             self._wakeups = WakeupListener(self.rest.ring)
-            self._scheduler.set_wakeup_address(self._wakeups.address)
+            self._scheduler.rest.address = self._wakeups.address
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
@@ -107,7 +86,6 @@ class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """Prefixes are looked for as `bind_kv_cache_manager` has it."""
         return bool(self._groups.windows)
 
     @property
@@ -123,20 +101,19 @@ class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         return self._scheduler
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        """Take the cache manager. For requests whose windows are loaded it then looks for a prefix
-        in the layers that keep every token alone."""
+        """For requests whose windows are loaded it then looks for a prefix in the layers that keep
+        every token alone."""
         super().bind_kv_cache_manager(kv_cache_manager)
         if self._groups.windows:
             look_up_densely(kv_cache_manager, self._groups.full, self.scheduler.ignores_windows)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """A policy, if one is set, chooses its victims from now on."""
         shadow: Shadow | None = None
         # The queue is replaced before any block is cached, so the shadow misses none.
         if self._options.policy and not gpu_block_pool.enable_caching:
             _log.warning("the policy is not used: vLLM's prefix cache is off")
         elif self._options.policy:
-            shadow = Shadow(self._block_size, self._options.policy, time.monotonic)
+            shadow = Shadow(self._groups.block_size, self._options.policy, time.monotonic)
             GovernedQueue.install(gpu_block_pool, shadow, self.scheduler.counters)
         self.scheduler.bind(gpu_block_pool, shadow)
 
@@ -149,9 +126,8 @@ class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         return self.scheduler.count_loadable(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """`num_external_tokens` tokens are to be loaded."""
-        pages, windows = self._groups.tables(blocks.get_block_ids())
-        hosted = self.scheduler.allocated(request, pages, num_external_tokens, windows)
+        tables = blocks.get_block_ids()
+        hosted = self.scheduler.allocated(request, tables, num_external_tokens)
         # Of what is loaded, `usage` says of tokens from host memory alone that they were cached.
         if num_external_tokens and (stats := request.prefill_stats) is not None:
             stats.num_cached_tokens = stats.num_local_cached_tokens + hosted
@@ -180,7 +156,9 @@ class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         return self.scheduler.busy
 
     def has_pending_block_frees(self) -> bool:
-        return self.scheduler.keeps_blocks_shortly
+        """True while writes to host memory keep blocks: they come back by themselves, so that no
+        running request has to give up its own."""
+        return self.scheduler.host.is_writing
 
     def reset_cache(self) -> bool:
         self.scheduler.flush()
@@ -188,21 +166,18 @@ class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
 
     def take_events(self) -> Iterable[Any]:
         """Those of host memory; vLLM's own pool reports the blocks that arrive there."""
-        events = self.scheduler.take_host_events()
-        return compat.host_events(events, self._block_size) if events else ()
+        return compat.host_events(self.scheduler.host.take_events(), self._groups.block_size)
 
     # --- in a worker ------------------------------------------------------------------------------
 
     @property
     def worker(self) -> WorkerSide:
-        """It exists from `register_kv_caches` on."""
         assert self._worker is not None, "a worker's connector, with its KV memory"
         return self._worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Make the worker's side over the KV tensors, by layer name. All ranks call it."""
-        config, kv_cache = self._vllm_config, self._kv_cache_config
-        options = self._options
+        config, kv_cache, options = self._vllm_config, self._kv_cache_config, self._options
         model = ModelConfig(
             model=options.model or str(config.model_config.model),
             weights_version=options.weights_version,
@@ -210,27 +185,28 @@ class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
             option_names=OPTION_NAMES,
         )
         self._kv_caches = kv_caches
+        is_alone, groups = self._setup.num_ranks == 1, self._groups
         self._worker = WorkerSide(
             options,
+            self._setup,
             model,
-            rank=compat.get_tensor_model_parallel_rank() if self._num_ranks > 1 else 0,
-            num_ranks=self._num_ranks,
-            num_kv_heads=num_kv_heads(config, kv_cache),
-            gather=compat.gather if self._num_ranks > 1 else None,
-            **self._roles,
+            rank=0 if is_alone else compat.get_tensor_model_parallel_rank(),
+            num_kv_heads=1
+            if groups.is_latent
+            else int(config.model_config.get_total_num_kv_heads()),
+            gather=None if is_alone else compat.gather,
         )
         # The tag goes into every handshake: pages are copied as bytes, so two servers must agree on
         # all that decides how a kernel packs a block.
         backends = compat.backends_of(config, kv_cache)
-        tag = compat.block_format(config, kv_cache, backends)
-        plain = is_plain(kv_cache.kv_cache_groups[self._groups.full].kv_cache_spec, backends)
+        tag = compat.block_format(config, kv_cache, groups, backends)
+        plain = is_plain(groups.spec, backends)
         self._worker.register(pool_of(kv_caches, kv_cache, tag, plain=plain))
 
     def unregister_kv_caches(self) -> None:
         """Raises ConfigError for memory of a device: a peer may still read or write what is
         registered. On a CPU vLLM releases nothing. vLLM asks for it from 0.33.0 on."""
-        device = next(iter(self._kv_caches.values())).device.type if self._kv_caches else "cpu"
-        if device != "cpu":
+        if any(cache.device.type != "cpu" for cache in self._kv_caches.values()):
             raise ConfigError(
                 "the KV memory cannot be released: prefixkv's connector has registered it"
             )
@@ -241,19 +217,15 @@ class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         super().bind_connector_metadata(connector_metadata)
         orders = connector_metadata
         has_copies = bool(orders.copies or orders.before) or self.worker.has_work_after(NO_ORDERS)
-        ready = event_on(self._kv_caches) if has_copies else None
-        self.worker.before_forward(connector_metadata, ready)
+        self.worker.before_forward(orders, event_on(self._kv_caches) if has_copies else None)
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        pass
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        pass
+    def wait_for_layer_load(self, layer_name: str) -> None: ...
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        pass
+    ) -> None: ...
 
     def wait_for_save(self) -> None:
         # vLLM calls this when the step's kernels are queued. The event stands behind them, so a
@@ -263,7 +235,6 @@ class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
             self.worker.after_forward(orders, event_on(self._kv_caches))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Return the loads that are over. vLLM waits until every rank has reported one."""
         results = self.worker.take_results()
         return compat.KVConnectorTransferResults(
             finished_recving=results.received, failed_recving=results.failed
@@ -280,7 +251,7 @@ class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
             counts |= self._scheduler.take_counts() | self._scheduler.take_gauges()
         elif self._worker is not None:
             counts |= self._worker.take_counts()
-        return self.build_kv_connector_stats(counts) if counts else None
+        return PrefixKVStats(data=counts) if counts else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PrefixKVStats | None:
@@ -297,10 +268,9 @@ class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         return PrefixKVMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        if self._wakeups is not None:
-            self._wakeups.close()
-        if self._worker is not None:
-            self._worker.close()
+        for part in (self._wakeups, self._worker):
+            if part is not None:
+                part.close()
 
 
 for base in (compat.KVConnectorBase_V1, compat.SupportsHMA):

@@ -4,7 +4,7 @@ block holds a state, which is all that the layers keep.
 
 With windows or states a transfer ends before the prompt's last token, which vLLM computes in any
 case: the window of that token is one token longer than that of the first new one. A state has no
-way back to an earlier token, so prefill computes no further either (`SchedulerSide`).
+way back to an earlier token, so prefill computes no further either.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from prefixkv.engines.vllm.versions import check_takes
 from prefixkv.errors import ConfigError
 from prefixkv.spi import pages_for
 
-FULL: Final = ("FullAttentionSpec", "MLAAttentionSpec")
+LATENT: Final = "MLAAttentionSpec"
+FULL: Final = ("FullAttentionSpec", LATENT)
 """Kinds of cache in which every token's KV stays in its block until the request ends."""
 WINDOWED: Final = "SlidingWindowSpec"
-"""Kind of cache that vLLM keeps the last tokens in."""
 STATE: Final = "MambaSpec"
 """Kind of cache that vLLM keeps a state in, of a request or at the ends of blocks: of Mamba, gated
 delta nets, short convolutions and others."""
@@ -39,6 +39,10 @@ _INSTEAD: Final = (
 
 Block = int
 
+Tables = Sequence[Sequence[Block]]
+"""vLLM's block table of one request in each group, with the null block where a block has fallen out
+of the window, or no state was kept."""
+
 
 class WindowLayers(NamedTuple):
     """A window group: its number among the groups, its name in the handshake, and the tokens that
@@ -56,14 +60,6 @@ class WindowLayers(NamedTuple):
         return self.table_tokens > 0
 
 
-class Tables(NamedTuple):
-    """Block ids of one request: of the group that keeps every token, and of each window group, with
-    vLLM's null block where a block has fallen out of the window, or no state was kept."""
-
-    pages: list[Block]
-    windows: tuple[list[Block], ...] = ()
-
-
 class WindowBlocks(NamedTuple):
     """Consecutive blocks of a request, from its block number `first` on."""
 
@@ -74,8 +70,9 @@ class WindowBlocks(NamedTuple):
 class BlockGroups(NamedTuple):
     """The KV cache groups of a server.
 
-    `full` is the number of the one that keeps every token; states are among `windows`.
-    `step_tokens` is the most tokens of a request that vLLM has under way at once.
+    `full` is the number of the one that keeps every token, `spec` vLLM's description of it; states
+    are among `windows`. `step_tokens` is the most tokens of a request that vLLM has under way at
+    once, `hash_size` the tokens of an entry of `Request.block_hashes` (0: a block).
 
     >>> groups = BlockGroups(32, windows=(WindowLayers(1, "w", 96),), step_tokens=64)
     >>> groups.num_sent(300), groups.first_block(groups.windows[0], 299)
@@ -83,7 +80,7 @@ class BlockGroups(NamedTuple):
     >>> groups.blocks_of(300), groups.blocks_of(32), BlockGroups(32).blocks_of(300)
     (16, 2, 10)
     >>> state = WindowLayers(1, "s", STATE_WINDOW, table_tokens=32, most_blocks=3)
-    >>> BlockGroups(32, windows=(state,)).window_blocks([[0, 0, 7, 8]], 128, 0, 4)
+    >>> BlockGroups(32, windows=(state,)).window_blocks([[], [0, 0, 7, 8]], 128, 0, 4)
     (WindowBlocks(first=3, blocks=(8,)),)
     """
 
@@ -91,12 +88,14 @@ class BlockGroups(NamedTuple):
     full: int = 0
     windows: tuple[WindowLayers, ...] = ()
     step_tokens: int = 0
+    hash_size: int = 0
+    spec: Any = None
 
     @classmethod
     def of(cls, kv_cache: Any, step_tokens: int = 0) -> Self:
         """Raises ConfigError, by name, for a `KVCacheConfig` whose blocks are not transferred."""
         groups = kv_cache.kv_cache_groups
-        kinds = [type(group.kv_cache_spec).__name__ for group in groups]
+        kinds = [_kind_of(group) for group in groups]
         # 1. Exactly one group keeps every token: a transfer has one list of blocks that both
         #    servers count prefixes by.
         full = [number for number, kind in enumerate(kinds) if kind in FULL]
@@ -126,15 +125,20 @@ class BlockGroups(NamedTuple):
         # 2. Blocks of all groups are alike, as they lie in the same memory.
         first = groups[full[0]]
         windows = tuple(
-            (_state_layers if kind == STATE else _window_layers)(number, group, first)
-            for number, (group, kind) in enumerate(zip(groups, kinds, strict=True))
+            _layers_of(number, group, first)
+            for number, group in enumerate(groups)
             if number != full[0]
         )
-        return cls(first.kv_cache_spec.block_size, full[0], windows, step_tokens)
+        spec, hash_size = first.kv_cache_spec, kv_cache.hash_block_size or 0
+        return cls(spec.block_size, full[0], windows, step_tokens, hash_size, spec)
 
     @property
     def has_states(self) -> bool:
         return any(group.is_state for group in self.windows)
+
+    @property
+    def is_latent(self) -> bool:
+        return type(self.spec).__name__ == LATENT
 
     def num_sent(self, num_prompt_tokens: int) -> int:
         """Return the tokens of a prompt that a transfer carries."""
@@ -144,18 +148,15 @@ class BlockGroups(NamedTuple):
         """Return the number of the first block that vLLM keeps behind `num_tokens` tokens."""
         return max(0, num_tokens + 1 - group.window) // self.block_size
 
-    def tables(self, block_ids: Sequence[Sequence[Block]]) -> Tables:
-        windows = tuple(list(block_ids[group.number]) for group in self.windows)
-        return Tables(list(block_ids[self.full]), windows)
-
     def window_blocks(
-        self, windows: Sequence[Sequence[Block]], num_tokens: int, first: int, stop: int
+        self, tables: Tables, num_tokens: int, first: int, stop: int
     ) -> tuple[WindowBlocks, ...]:
         """Return, by window group, those of a request's blocks `first` to `stop` that vLLM keeps
         behind `num_tokens` tokens, which both servers send and get. A state is asked for when vLLM
         computes the last of them: its block has no other state then."""
         found = []
-        for group, table in zip(self.windows, windows, strict=True):
+        for group in self.windows:
+            table = tables[group.number]
             start = min(max(first, self.first_block(group, num_tokens)), stop)
             if group.is_state and start < stop:
                 entry = (num_tokens - 1) // group.table_tokens
@@ -180,6 +181,14 @@ class BlockGroups(NamedTuple):
             for group in self.windows
         )
 
+    def hashes(self, request: Any, start: int, end: int) -> list[Any]:
+        """Return the hash of each whole block of tokens `start` to `end`. The last ones may be
+        missing: where a hash depends on tokens after its block, and where vLLM has not made it."""
+        size, found = self.block_size, request.block_hashes
+        per_block = size // (self.hash_size or size)
+        blocks = range(start // size, min(end // size, len(found) // per_block))
+        return [found[(block + 1) * per_block - 1] for block in blocks]
+
 
 def look_up_densely(manager: Any, full: int, wanted: Callable[[Any], bool]) -> None:
     """Have a `KVCacheManager` look for the prefix of each `wanted` request in the group `full`
@@ -202,58 +211,22 @@ def look_up_densely(manager: Any, full: int, wanted: Callable[[Any], bool]) -> N
         # True: where nothing is loaded after all, vLLM looks again in its own way.
         return manager.create_kv_cache_blocks(blocks), lengths[full], 0, True
 
-    if theirs := getattr(manager, "get_computed_blocks_for_connector", None):
-        check_takes(get_computed_blocks_for_connector, theirs, theirs.__qualname__)
+    theirs = manager.get_computed_blocks_for_connector
+    check_takes(get_computed_blocks_for_connector, theirs, theirs.__qualname__)
     manager.get_computed_blocks_for_connector = get_computed_blocks_for_connector
 
 
-def _window_layers(number: int, group: Any, first: Any) -> WindowLayers:
-    spec = group.kv_cache_spec
-    where = f"the KV cache group {number} of {WINDOWED}"
-    _check_alike(where, group, first, _SAME, f"; {_INSTEAD}")
-    if spec.extra_retained_tokens or group.is_eagle_group or first.is_eagle_group:
-        raise ConfigError(
-            f"{where}: a draft model beside sliding windows is not transferred; {_INSTEAD}"
-        )
-    name = _name_of("window", number, group.layer_names)
-    return WindowLayers(number, name, spec.sliding_window)
+def _kind_of(group: Any) -> str:
+    return type(group.kv_cache_spec).__name__
 
 
-def _state_layers(number: int, group: Any, first: Any) -> WindowLayers:
-    spec = group.kv_cache_spec
-    where = f"the KV cache group {number} of {STATE}"
-    _check_alike(where, group, first, ("page_size_bytes",))
-    if spec.num_speculative_blocks or group.is_eagle_group or first.is_eagle_group:
-        raise ConfigError(
-            f"{where}: a draft model beside states is not transferred; leave out "
-            "--speculative-config"
-        )
-    # 1. "none": one block, in which the state is written over. 2. "align": a block table like the
-    # other groups', with a state at the ends of some blocks, and the newest in the last one. vLLM
-    # gives up those of a step when the second one behind it is scheduled: at its end, and where
-    # that was a long one also one on its way.
-    if spec.mamba_cache_mode == "none":
-        most_blocks = 1
-    elif spec.mamba_cache_mode == "align" and spec.block_size == first.kv_cache_spec.block_size:
-        most_blocks = 3 * (1 + spec.num_prefill_checkpoint_blocks)
-    else:
-        raise ConfigError(
-            f"{where}: --mamba-cache-mode is {spec.mamba_cache_mode}, with blocks of "
-            f"{spec.block_size} tokens; none is taken, and align with those of the layers that "
-            f"keep every token, {first.kv_cache_spec.block_size}"
-        )
-    shapes = [f"{spec.mamba_type} {spec.shapes}"]
-    name = _name_of("state", number, [*group.layer_names, *shapes])
-    return WindowLayers(number, name, STATE_WINDOW, spec.block_size, most_blocks)
-
-
-def _check_alike(
-    where: str, group: Any, first: Any, same: Sequence[str], instead: str = ""
-) -> None:
+def _layers_of(number: int, group: Any, first: Any) -> WindowLayers:
     """Raise ConfigError where a group's blocks do not lie in the memory of those of `first`, the
-    group that keeps every token. `instead`: what the error adds."""
-    spec, kept = group.kv_cache_spec, first.kv_cache_spec
-    for name in same:
+    group that keeps every token, or hold more than a transfer carries."""
+    spec, kept, kind = group.kv_cache_spec, first.kv_cache_spec, _kind_of(group)
+    where, is_state = f"the KV cache group {number} of {kind}", kind == STATE
+    instead = "" if is_state else f"; {_INSTEAD}"
+    for name in ("page_size_bytes",) if is_state else _SAME:
         if getattr(spec, name) != getattr(kept, name):
             raise ConfigError(
                 f"{where}: {name} is {getattr(spec, name)}, that of the layers that keep every "
@@ -264,8 +237,34 @@ def _check_alike(
             f"{where} has {len(group.layer_names)} layers, more than the {len(first.layer_names)} "
             f"that keep every token{instead}"
         )
+    drafts = spec.num_speculative_blocks if is_state else spec.extra_retained_tokens
+    if drafts or group.is_eagle_group or first.is_eagle_group:
+        raise ConfigError(
+            f"{where}: a draft model beside {'states' if is_state else 'sliding windows'} is not "
+            f"transferred{instead or '; leave out --speculative-config'}"
+        )
+    # Both servers must agree in a group's name: its layers depend on how vLLM shares them out.
+    if not is_state:
+        return WindowLayers(
+            number, _name_of("window", number, group.layer_names), spec.sliding_window
+        )
+    # 1. "none": one block, in which the state is written over. 2. "align": a block table like the
+    # other groups', with a state at the ends of some blocks, and the newest in the last one. vLLM
+    # gives up those of a step when the second one behind it is scheduled: at its end, and where
+    # that was a long one also one on its way.
+    if spec.mamba_cache_mode == "none":
+        most_blocks = 1
+    elif spec.mamba_cache_mode == "align" and spec.block_size == kept.block_size:
+        most_blocks = 3 * (1 + spec.num_prefill_checkpoint_blocks)
+    else:
+        raise ConfigError(
+            f"{where}: --mamba-cache-mode is {spec.mamba_cache_mode}, with blocks of "
+            f"{spec.block_size} tokens; none is taken, and align with those of the layers that "
+            f"keep every token, {kept.block_size}"
+        )
+    name = _name_of("state", number, [*group.layer_names, f"{spec.mamba_type} {spec.shapes}"])
+    return WindowLayers(number, name, STATE_WINDOW, spec.block_size, most_blocks)
 
 
 def _name_of(kind: str, number: int, parts: Sequence[str]) -> str:
-    """Both servers must agree in a group's name: its layers depend on how vLLM shares them out."""
     return f"{kind}-{number}-{blake2b(chr(10).join(parts).encode(), digest_size=4).hexdigest()}"

@@ -30,29 +30,28 @@ def _wrap_update_from_output(original: Any) -> Any:
         self: Any, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any
     ) -> Any:
         side = _side(self)
-        failed: list[Any] = []
+        if side is None:
+            return original(self, scheduler_output, model_runner_output, *args, **kwargs)
         # Before vLLM's own work: a step ends when its result comes, and a token that was drawn from
         # NaN is never an answer's.
-        if side is not None:
-            side.compute.step_ended()
-            counts = getattr(model_runner_output, "num_nans_in_logits", None) or {}
-            errors, ended_hashes = side.take_logits(scheduler_output, counts)
-            if errors:
-                failed, blocks = fail_requests(self, errors, ended_hashes)
-                side.spoilt(blocks)
+        side.compute.step_ended()
+        counts = model_runner_output.num_nans_in_logits or {}
+        errors, ended_hashes = side.take_logits(scheduler_output, counts)
+        failed: list[Any] = []
+        if errors:
+            failed, blocks = fail_requests(self, errors, ended_hashes)
+            side.spoilt(blocks)
         # After it: the report that decode has refused a request was taken in there.
         outputs = original(self, scheduler_output, model_runner_output, *args, **kwargs)
         for request in failed:
-            error = errors[request.request_id]
-            answer(request, {"prefixkv": {"error": error}}, outputs)
-        if side is not None:
-            # Only now is it known that this scheduler passes here: from the first call on
-            # `ScheduledSends` keeps such requests waiting until they are ended, instead of
-            # computing them.
-            side.sends.can_end = True
-            for rid, params in side.take_ended().items():
-                end_request(self, rid, params, outputs)
-            side.clear_spoilt()
+            answer(request, {"prefixkv": {"error": errors[request.request_id]}}, outputs)
+        # Only now is it known that this scheduler passes here: from the first call on
+        # `ScheduledSends` keeps such requests waiting until they are ended, instead of computing
+        # them.
+        side.sends.can_end = True
+        for rid, params in side.take_ended().items():
+            end_request(self, rid, params, outputs)
+        side.clear_spoilt()
         return outputs
 
     update_from_output.prefixkv = True  # type: ignore[attr-defined]

@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, KeysView, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
 from prefixkv.engines.vllm.blocks import Flights, Holds
 from prefixkv.engines.vllm.host_events import HostEvent, HostEvents
-from prefixkv.engines.vllm.orders import CopyEnd, CopyOrder
-from prefixkv.errors import TransferError, UserErrors
+from prefixkv.engines.vllm.orders import CopyOrder
+from prefixkv.errors import UserErrors
 from prefixkv.spi import HostCopyDone, HostTier, Pages, RadixKey
 from prefixkv.transfer import RoomKey
 
@@ -36,7 +36,6 @@ _TOKEN_MASK: Final = 0x7FFF_FFFF
 
 
 def key_of(hashes: Iterable[bytes]) -> RadixKey:
-    """Return the key of a path; `hashes` are vLLM's, one per block."""
     # Of a hash 124 bits count: a token has 31.
     cut = b"".join([one[:NAME_BYTES].ljust(NAME_BYTES, b"\0") for one in hashes])
     return RadixKey.of_packed((np.frombuffer(cut, "<u4") & _TOKEN_MASK).tobytes())
@@ -49,8 +48,6 @@ def _names(key: RadixKey) -> Iterator[bytes]:
 
 @dataclass(slots=True)
 class _BlockPath:
-    """The cached blocks of a path; see `DevicePath`."""
-
     blocks: list[int]
     unprotected_pages: int
 
@@ -65,10 +62,8 @@ class _BlockPath:
 
 @dataclass(slots=True, eq=False)
 class BlockLock:
-    """References for a write to host memory; see `DeviceLock`."""
-
     pages: Pages
-    number: int
+    name: str  # of the references
     held: bool = True
 
 
@@ -135,26 +130,24 @@ class DeviceBlocks:
         return _BlockPath(found, unprotected)
 
     def pin_key(self, key: RadixKey, now_s: float) -> BlockLock:
-        """Reference the cached blocks of a path until `unpin`."""
-        blocks = self.find(key).blocks
         self._num_locks += 1
-        self._holds.take(_hold_name(self._num_locks), blocks)
-        return BlockLock(np.array(blocks, np.int32), self._num_locks)
+        # No request of vLLM's has such an id.
+        blocks, name = self.find(key).blocks, f"host memory\0{self._num_locks}"
+        self._holds.take(name, blocks)
+        return BlockLock(np.array(blocks, np.int32), name)
 
     def unpin(self, lock: BlockLock) -> None:
         lock.held = False
-        self._holds.release(_hold_name(lock.number))
+        self._holds.release(lock.name)
 
     def release(self, owner: Hashable) -> int:
         """Return 0: vLLM itself keeps the blocks of a load until it hears the end of it."""
         return 0
 
     def holds_all(self, owner: Hashable, pages: Pages) -> bool:
-        """Return whether all these blocks are in use. For tests."""
         return all(self._holds.num_references(page) > 0 for page in pages.tolist())
 
     def flush(self) -> None:
-        """Forget all blocks: their KV is of former weights."""
         self.epoch += 1
         self._left.clear()
         self._name_of.clear()
@@ -165,82 +158,56 @@ class DeviceBlocks:
             del self._left[name]
 
 
-def _hold_name(number: int) -> str:
-    # No request of vLLM's has such an id.
-    return f"host memory\0{number}"
-
-
-class _Load(NamedTuple):
-    rid: str
-    pages: tuple[int, ...]
-
-
 class HostBlocks:
     """The host memory of one server. Owned by the engine's loop. It is empty, and every call a
-    no-op, until all workers have reported their memory.
+    no-op, until all workers have reported their memory: for ever where they have none.
 
     Args:
-        spare_blocks: blocks that a write leaves available.
-        policy: of eviction in host memory.
         num_ranks: workers, each of which copies its share of a block.
-        tells: True if `take_events` is asked.
     """
 
-    def __init__(
-        self,
-        holds: Holds,
-        policy: str,
-        spare_blocks: int,
-        num_ranks: int,
-        now_s: Callable[[], float],
-        tells: bool = False,
-    ) -> None:
+    policy = ""  # of eviction
+    spare_blocks = 0  # that a write leaves available
+    publishes = False  # `take_events` is asked
+
+    def __init__(self, holds: Holds, num_ranks: int, now_s: Callable[[], float]) -> None:
         self.device = DeviceBlocks(holds)
         self.tier: HostTier[BlockLock] | None = None
-        self._policy, self._spare_blocks = policy, spare_blocks
         self._num_ranks, self._now_s = num_ranks, now_s
-        self._tells = tells
         self._events: HostEvents | None = None
         self._counts: Counter[str] = Counter()
         self._sizes: dict[int, tuple[int, int]] = {}  # by rank: pages that are ready, and all
         self._keys: dict[str, RadixKey] = {}  # of prompts that were looked up
-        self._loads: dict[int, _Load] = {}  # under way, by number
+        self._loads: dict[int, str] = {}  # under way: the request of each
         # Of these, the keys of their flights by request, while that lives.
         self._load_of: dict[str, RoomKey] = {}
         self._flights = Flights()  # of live requests: the blocks that their loads copy
         self._barred: set[str] = set()  # live requests whose load has failed
-        self._ends: dict[int, list[CopyEnd]] = {}  # of copies that not all ranks have ended
-
-    # --- the workers ------------------------------------------------------------------------------
+        self._ends: dict[int, list[HostCopyDone]] = {}  # of copies that not all ranks have ended
 
     def resize(self, sizes: dict[int, tuple[int, int]]) -> None:
         """`sizes`: by rank, pages that are ready, and all."""
-        if not sizes:
-            return
         self._sizes |= sizes
-        if len(self._sizes) < self._num_ranks:
+        if not sizes or len(self._sizes) < self._num_ranks:
             return
+        ready, totals = zip(*self._sizes.values(), strict=True)
         if self.tier is None:
-            num_pages = min(total for _, total in self._sizes.values())
             self.tier = HostTier(
-                self.device, num_pages, self._policy, self._counts,
-                lambda: self._spare_blocks, are_ready=False,
+                self.device, min(totals), self.policy, self._counts, lambda: self.spare_blocks,
+                are_ready=False,
             )  # fmt: skip
-            if self._tells:
+            if self.publishes:
                 self._events = HostEvents(self.tier.cache, NAME_BYTES)
-        self.tier.ready(
-            min(self.tier.allocator.num_pages, *(one for one, _ in self._sizes.values()))
-        )
+        self.tier.ready(min(*totals, *ready))
 
     def take_orders(self) -> list[CopyOrder]:
         if self.tier is None:
             return []
         return [
-            CopyOrder(copy, self._loads[copy.number].rid if copy.is_load else "")
-            for copy in self.tier.take_orders()
+            CopyOrder(copy, self._loads.get(copy.number, "")) for copy in self.tier.take_orders()
         ]
 
-    def ended(self, ends: Iterable[CopyEnd]) -> None:
+    def ended(self, ends: Iterable[HostCopyDone]) -> None:
         """Take in the ends of copies, one of each rank, and begin writes that are due."""
         if self.tier is None:
             return
@@ -249,26 +216,23 @@ class HostBlocks:
             ranks.append(end)
             # Until the last rank's: the others still read the source, or write the destination.
             if len(ranks) == self._num_ranks:
-                self._copy_ended(self._ends.pop(end.number))
+                self._copy_ended(self.tier, self._ends.pop(end.number))
         self.tier.write_due()
         try:
             self.device.errors.raise_due()
         except Exception as error:
             _log.exception("an event of host memory: %s", error)
 
-    def _copy_ended(self, ranks: list[CopyEnd]) -> None:
-        assert self.tier is not None
+    def _copy_ended(self, tier: HostTier[BlockLock], ranks: list[HostCopyDone]) -> None:
         number = ranks[0].number
-        error = next((TransferError(end.error) for end in ranks if end.error), None)
-        load = self._loads.pop(number, None)
-        if load is not None and self._load_of.pop(load.rid, None) is not None:
-            self._flights.land(load.rid)
+        error = next((end.error for end in ranks if end.error is not None), None)
+        rid = self._loads.pop(number, "")
+        if self._load_of.pop(rid, None) is not None:
+            self._flights.land(rid)
             if error is not None:
-                self.bar(load.rid)
+                self.bar(rid)
         num_bytes, seconds = sum(end.num_bytes for end in ranks), max(end.seconds for end in ranks)
-        self.tier.ended(HostCopyDone(number, error, num_bytes, seconds), self._now_s())
-
-    # --- requests ---------------------------------------------------------------------------------
+        tier.ended(HostCopyDone(number, error, num_bytes, seconds), self._now_s())
 
     def depth(self, rid: str, hashes: Callable[[], list[Any]], start: int) -> int:
         """Return how many of a request's first blocks are here; 0 where that is not more than
@@ -276,12 +240,11 @@ class HostBlocks:
         if self.tier is None or not self.tier.cache.num_pages:
             return 0
         # One load of a request's id at a time: that of an aborted one may still go on.
-        if rid in self._barred or any(load.rid == rid for load in self._loads.values()):
+        if rid in self._barred or rid in self._loads.values():
             return 0
-        key = self._keys.get(rid)
-        if key is None:
-            key = self._keys[rid] = key_of(hashes())
-        found = self.tier.find(key)
+        if rid not in self._keys:
+            self._keys[rid] = key_of(hashes())
+        found = self.tier.find(self._keys[rid])
         return 0 if found is None or found.depth <= start else found.depth
 
     def load_s(self, num_blocks: int) -> float:
@@ -299,7 +262,7 @@ class HostBlocks:
         assert found is not None, "host memory gives up nothing within a step"
         assert found.depth >= end, "host memory gives up nothing within a step"
         flight = self.tier.load(found, key, np.array(blocks, np.int32), self._now_s())
-        self._loads[flight.room] = _Load(rid, tuple(blocks))
+        self._loads[flight.room] = rid
         self._load_of[rid] = flight
         self._flights.begin(rid, hashes)
 
@@ -313,12 +276,10 @@ class HostBlocks:
         """Return the live request whose load copies this block just now."""
         return self._flights.carrier(block_hash)
 
-    def is_loading(self, rid: str) -> bool:
-        return rid in self._load_of
-
     @property
-    def loading(self) -> list[str]:
-        return list(self._load_of)
+    def loading(self) -> KeysView[str]:
+        """Live requests."""
+        return self._load_of.keys()
 
     def finished(
         self, request: Any, hashes: list[Any], blocks: Sequence[int], num_tokens: int
@@ -342,12 +303,9 @@ class HostBlocks:
                 self.tier.leave(path, self._now_s(), None)
 
     def flush(self) -> None:
-        """Empty host memory: the weights change. Copies under way end for nothing."""
         self.device.flush()
         if self.tier is not None:
             self.tier.flush()
-
-    # --- counts -----------------------------------------------------------------------------------
 
     @property
     def num_copies(self) -> int:
@@ -355,7 +313,6 @@ class HostBlocks:
 
     @property
     def is_writing(self) -> bool:
-        """True while writes keep blocks from other requests."""
         return self.tier is not None and self.tier.num_writes > 0
 
     @property
@@ -371,9 +328,6 @@ class HostBlocks:
         return counts
 
     def check_invariants(self) -> None:
-        """Raise InternalError if a law of the two tiers is broken: T1 to T4 and T6."""
         self._flights.check_invariants()
         if self.tier is not None:
             self.tier.check_invariants()
-            for load in self._loads.values():
-                assert self.device.holds_all(load.rid, np.array(load.pages)), load

@@ -51,9 +51,7 @@ class HostEvents:
         self, key: RadixKey, hashes: Sequence[bytes], tokens: Sequence[int], request: Any
     ) -> None:
         """Note what is to be said of blocks, named by `key`, once they are in host memory. Their KV
-        is that of the first of the `tokens`."""
-        if not hashes:
-            return
+        is that of the `tokens`."""
         size = self._name_bytes
         packed = np.asarray(tokens, np.int32).reshape(len(hashes), -1)
         adapter = request.lora_request
@@ -67,7 +65,6 @@ class HostEvents:
             self._left.popitem(last=False)
 
     def take(self) -> list[HostEvent]:
-        """Return what has changed since the last call. O(blocks of it)."""
         events: list[HostEvent] = []
         for change in self._changes.take():
             if isinstance(change, Inserted):

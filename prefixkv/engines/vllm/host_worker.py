@@ -5,7 +5,8 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from prefixkv import HostConfig, KVPool
-from prefixkv.engines.vllm.orders import CopyEnd, CopyOrder
+from prefixkv.engines.vllm.orders import CopyOrder
+from prefixkv.errors import TransferError
 from prefixkv.spi import DeviceEvent, HostCopy, HostCopyDone, HostMemory, Inbox
 
 
@@ -34,7 +35,6 @@ class WorkerHost:
         self._num_reported = -1
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when a copy has ended."""
         return self._ends.fd
 
     def begin(self, orders: list[CopyOrder], ready: DeviceEvent | None) -> list[str]:
@@ -59,16 +59,16 @@ class WorkerHost:
     def has_writes(self) -> bool:
         return bool(self._writes)
 
-    def take_ends(self) -> tuple[list[CopyEnd], dict[str, str]]:
-        """Return the copies that have ended, and the requests whose loads are among them, with the
-        error of each; "": it has come."""
-        ends: list[CopyEnd] = []
+    def take_ends(self) -> tuple[list[HostCopyDone], dict[str, str]]:
+        """Return the copies that have ended, with errors that any process knows; and the requests
+        whose loads are among them, with the error of each; "": it has come."""
+        ends: list[HostCopyDone] = []
         loaded: dict[str, str] = {}
         for done in self._ends.drain():
-            error = f"host memory: {done.error}" if done.error is not None else ""
-            ends.append(CopyEnd(done.number, error, done.num_bytes, done.seconds))
+            error = None if done.error is None else TransferError(f"host memory: {done.error}")
+            ends.append(HostCopyDone(done.number, error, done.num_bytes, done.seconds))
             if (rid := self._loads.pop(done.number, None)) is not None:
-                loaded[rid] = error
+                loaded[rid] = str(error or "")
         return ends, loaded
 
     def take_size(self) -> dict[int, tuple[int, int]]:

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 
 from prefixkv import KVPool, PoolGroup
-from prefixkv.engines.vllm.groups import BlockGroups
+from prefixkv.engines.vllm.groups import LATENT, BlockGroups
 from prefixkv.engines.vllm.options import ConnectorOptions
 from prefixkv.errors import ConfigError
 from prefixkv.spi import ITEMSIZE
@@ -37,84 +37,48 @@ _PARALLEL: Final = {
 }
 
 
-def check_config(parallel: Any, kv_cache: Any) -> None:
-    """Raise ConfigError for an unsupported setting of `ParallelConfig` or kind of cache."""
+def check_engine(options: ConnectorOptions, config: Any, groups: BlockGroups) -> None:
+    """Raise ConfigError for a setting, the connector's or vLLM's (`VllmConfig`), that transfers do
+    not go with."""
     for name, feature in _PARALLEL.items():
-        size = getattr(parallel, name, 1)
-        if size > 1:
+        if (size := getattr(config.parallel_config, name)) > 1:
             raise ConfigError(f"{name} is {size}, must be 1: prefixkv's connector has no {feature}")
-    BlockGroups.of(kv_cache)
-
-
-def check_sleep(model: Any, device: str) -> None:
-    """Raise ConfigError if sleep mode may move the KV memory, which NIXL has registered: never on a
-    CPU. An allocator that could release it without sleep mode is only warned of."""
-    if device == "cpu":
-        return
-    if model.enable_sleep_mode:
-        raise ConfigError(
-            "enable_sleep_mode is True, must be False (no --enable-sleep-mode): a server that "
-            "wakes up has its KV in other memory than prefixkv's connector has registered"
-        )
-    if getattr(model, "enable_cumem_allocator", False):
+    kept = "a state" if groups.has_states else "a window"
+    instead = "" if groups.has_states else ", or start vLLM with --disable-hybrid-kv-cache-manager"
+    for name in ("host_memory", "compute_below", "recompute_below", "policy"):
+        if groups.windows and (value := getattr(options, name)):
+            raise ConfigError(
+                f"{name}: is {value!r}; leave it out with a model whose layers keep {kept}{instead}"
+            )
+    model, cache, has_host = config.model_config, config.cache_config, bool(options.host_memory)
+    # NIXL has registered the KV memory, which on a CPU never moves.
+    may_move = config.device_config.device_type != "cpu"
+    refusals = {
+        "the model is an encoder-decoder, whose KV is not transferred": model.is_encoder_decoder,
+        "enable_sleep_mode is True, must be False (no --enable-sleep-mode): a server that wakes up "
+        "has its KV in other memory than prefixkv's connector has registered": may_move
+        and model.enable_sleep_mode,
+        "--use-replayssm keeps a part of each state elsewhere, which prefixkv's connector does not "
+        "transfer": groups.has_states and cache.use_replayssm,
+        f"--prefix-match-unit is {cache.prefix_match_unit}: with states prefixkv's connector takes "
+        f"whole blocks alone, of {groups.block_size} tokens": groups.has_states
+        and cache.prefix_match_unit not in (None, groups.block_size),
+        "host_memory: this server is a kv_producer alone; it is for decode, which loads from there "
+        "what prefill need not send": has_host and not config.kv_transfer_config.is_kv_consumer,
+        "host_memory: the prefix cache is off (--no-enable-prefix-caching), and host memory has "
+        "the blocks that it evicts": has_host and not cache.enable_prefix_caching,
+    }
+    for why, is_so in refusals.items():
+        if is_so:
+            raise ConfigError(why)
+    if may_move and model.enable_cumem_allocator:
         _log.warning(
             "--enable-cumem-allocator: the KV memory must not be released, nor the server be put "
             "to sleep, since prefixkv's connector has registered it"
         )
 
 
-def check_engine(config: Any, kv_cache: Any) -> None:
-    """Raise ConfigError for an unsupported cache, ranks or model."""
-    check_config(config.parallel_config, kv_cache)
-    groups = BlockGroups.of(kv_cache)
-    if groups.has_states:
-        _check_states(config.cache_config, groups.block_size)
-    if config.model_config.is_encoder_decoder:
-        raise ConfigError("the model is an encoder-decoder, whose KV is not transferred")
-    check_sleep(config.model_config, config.device_config.device_type)
-
-
-def _check_states(cache: Any, block_size: int) -> None:
-    if cache.use_replayssm:
-        raise ConfigError(
-            "--use-replayssm keeps a part of each state elsewhere, which prefixkv's connector does "
-            "not transfer"
-        )
-    if cache.prefix_match_unit not in (None, block_size):
-        raise ConfigError(
-            f"--prefix-match-unit is {cache.prefix_match_unit}: with states prefixkv's connector "
-            f"takes whole blocks alone, of {block_size} tokens"
-        )
-
-
-def check_windows(options: ConnectorOptions, has_states: bool) -> None:
-    """Raise ConfigError for an option that is not for models with windows or states."""
-    kept = "a state" if has_states else "a window"
-    instead = "" if has_states else ", or start vLLM with --disable-hybrid-kv-cache-manager"
-    for name in ("host_memory", "compute_below", "recompute_below", "policy"):
-        if value := getattr(options, name):
-            raise ConfigError(
-                f"{name}: is {value!r}; leave it out with a model whose layers keep {kept}{instead}"
-            )
-
-
-def check_host_memory(config: Any) -> None:
-    """Raise ConfigError for a server that host memory is of no use to."""
-    transfer = config.kv_transfer_config
-    if not transfer.is_kv_consumer:
-        raise ConfigError(
-            "host_memory: this server is a kv_producer alone; it is for decode, which loads from "
-            "there what prefill need not send"
-        )
-    if not config.cache_config.enable_prefix_caching:
-        raise ConfigError(
-            "host_memory: the prefix cache is off (--no-enable-prefix-caching), and host memory "
-            "has the blocks that it evicts"
-        )
-
-
 def is_plain(spec: Any, backends: Iterable[str]) -> bool:
-    """Return whether these kernels keep this cache in a plain layout, as `PLAIN` describes."""
     # Each further field of a spec means bytes in a block besides K and V, or K and V of two sizes.
     return (
         {*backends} <= {*PLAIN}
@@ -164,11 +128,12 @@ def _pool_of_group(
     names = [name for name in names if name in seen.values()]
     # With MLA each rank has the whole latent vector, which counts as one head here; vLLM's own
     # number for it differs.
-    heads = 1 if type(spec).__name__ == "MLAAttentionSpec" else spec.num_kv_heads
+    is_latent = type(spec).__name__ == LATENT
+    heads = 1 if is_latent else spec.num_kv_heads
     # 1. Plain: the pool has named axes, so servers of another block size or TP can read it.
     if plain and (views := [_tokens(kv_caches[name], num_blocks) for name in names])[0] is not None:
         whole = [view for view in views if view is not None]
-        if heads == 1 and type(spec).__name__ == "MLAAttentionSpec":
+        if is_latent:
             latent = [view.squeeze(1) for view in whole]
             return KVPool.from_tensors(latent, page_size=spec.block_size)
         k_and_v = [view.view(*view.shape[:3], 2, spec.head_size) for view in whole]
@@ -176,13 +141,8 @@ def _pool_of_group(
         shape = {"num_kv_heads": heads, "head_dim": spec.head_size}
         return KVPool.from_tensors(k_and_v, page_size=spec.block_size, axes=axes, **shape)
     # 2. Opaque: bytes, under a tag that the other server must have too.
-    return KVPool.from_tensors(
-        [_blocks(name, kv_caches[name], num_blocks) for name in names],
-        page_size=spec.block_size,
-        axes=("page", "packed"),
-        num_kv_heads=heads,
-        opaque=tag,
-    )
+    blocks = [_blocks(name, kv_caches[name], num_blocks) for name in names]
+    return _opaque(blocks, spec.block_size, heads, tag)
 
 
 def _pool_of_states(
@@ -190,8 +150,7 @@ def _pool_of_states(
 ) -> KVPool:
     """Return a pool over the states of a group: of each layer the bytes of a block, with those that
     fill it up to a block of `full`, in whose memory they lie. Raises ConfigError as `pool_of`."""
-    layout = full.layout
-    num_blocks, block_bytes = layout.num_pages, layout.slab_page_bytes
+    num_blocks, block_bytes = full.layout.num_pages, full.layout.slab_page_bytes
     content = group.kv_cache_spec.state_content_size_bytes
     if content > block_bytes:
         raise ConfigError(
@@ -206,12 +165,12 @@ def _pool_of_states(
             )
         raw = cache.view(torch.uint8)
         views.append(raw.as_strided((num_blocks, block_bytes), (raw.stride(0), 1)))
+    return _opaque(views, full.layout.page_size, full.layout.num_kv_heads, tag)
+
+
+def _opaque(views: list[torch.Tensor], page_size: int, num_heads: int, tag: str) -> KVPool:
     return KVPool.from_tensors(
-        views,
-        page_size=layout.page_size,
-        axes=("page", "packed"),
-        num_kv_heads=layout.num_kv_heads,
-        opaque=tag,
+        views, page_size=page_size, axes=("page", "packed"), num_kv_heads=num_heads, opaque=tag
     )
 
 
@@ -250,14 +209,6 @@ def _blocks(name: str, cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
 def _as_known_dtype(cache: torch.Tensor) -> torch.Tensor:
     known = str(cache.dtype).removeprefix("torch.") in ITEMSIZE
     return cache if known else cache.view(torch.uint8)
-
-
-def num_kv_heads(config: Any, kv_cache: Any) -> int:
-    """Return the model's number, over all tensor parallel ranks."""
-    group = kv_cache.kv_cache_groups[BlockGroups.of(kv_cache).full]
-    if type(group.kv_cache_spec).__name__ == "MLAAttentionSpec":
-        return 1
-    return int(config.model_config.get_total_num_kv_heads())
 
 
 def event_on(kv_caches: Mapping[str, torch.Tensor]) -> Any:

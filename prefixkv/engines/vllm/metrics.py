@@ -39,21 +39,17 @@ class PrefixKVMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counters = {
-            name: self._counter_cls(
-                name=f"vllm:prefixkv_{name}", documentation=text, labelnames=labelnames
-            )
-            for name, text in METRICS.items()
-        }
-        self._gauges = {
-            name: self._gauge_cls(
-                name=f"vllm:prefixkv_{name}",
-                documentation=text,
-                labelnames=labelnames,
-                multiprocess_mode="mostrecent",
-            )
-            for name, text in GAUGES.items()
-        }
+
+        def make(kind: Any, texts: dict[str, str], **more: Any) -> dict[str, Any]:
+            return {
+                name: kind(
+                    name=f"vllm:prefixkv_{name}", documentation=text, labelnames=labelnames, **more
+                )
+                for name, text in texts.items()
+            }
+
+        self._counters = make(self._counter_cls, METRICS)
+        self._gauges = make(self._gauge_cls, GAUGES, multiprocess_mode="mostrecent")
         # At 0 from the start: a gauge that was never set would be missing, not 0. Only changes
         # come.
         for labels in per_engine_labelvalues.values():

@@ -50,6 +50,18 @@ OPTION_NAMES: Final = {
 
 
 @dataclass(frozen=True, slots=True)
+class ServerSetup:
+    """What vLLM's own settings say of a server."""
+
+    is_producer: bool
+    is_consumer: bool
+    num_ranks: int = 1  # workers, each of which has a share of every block
+    max_len: int = 0  # tokens of a request; 0: not known
+    step_tokens: int = 2048  # the most that a step computes
+    publishes: bool = False  # cache events
+
+
+@dataclass(frozen=True, slots=True)
 class ConnectorOptions:
     """Settings of the connector; each is a key of `kv_connector_extra_config`."""
 

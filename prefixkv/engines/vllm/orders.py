@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 from prefixkv.engines.vllm.groups import WindowBlocks
-from prefixkv.spi import HostCopy
+from prefixkv.spi import HostCopy, HostCopyDone
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,10 @@ class Open:
     digest: bytes
     ticket: int
     windows: tuple[WindowBlocks, ...] = ()
+
+    @property
+    def window_pages(self) -> tuple[int, ...]:
+        return tuple(block for one in self.windows for block in one.blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +74,17 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class OfferOrder:
-    """On prefill: the prompt is complete with this step, in `pages`. The decode server that proves
-    the digest gets it. After `timeout_s` the room can no longer be opened."""
+    """On prefill: the prompt is complete with this step; `chunk` is all of it. The decode server
+    that proves the digest gets it. After `timeout_s` the room can no longer be opened."""
 
-    rid: str
+    chunk: Chunk
     room: int
-    num_tokens: int
     digest: bytes
-    pages: tuple[int, ...]
     timeout_s: float
-    windows: tuple[WindowBlocks, ...] = ()
+
+    @property
+    def rid(self) -> str:
+        return self.chunk.rid
 
 
 class CopyOrder(NamedTuple):
@@ -87,15 +92,6 @@ class CopyOrder(NamedTuple):
 
     copy: HostCopy
     rid: str = ""
-
-
-class CopyEnd(NamedTuple):
-    """The end of a copy on one rank. `number` is that of the order; see `HostCopyDone`."""
-
-    number: int
-    error: str  # "": all blocks were copied
-    num_bytes: int
-    seconds: float
 
 
 @dataclass(slots=True)
@@ -153,17 +149,11 @@ class WorkerReport:
     bells: int = 0
     address: str = ""
     refused: set[str] = field(default_factory=set)
-    copied: list[CopyEnd] = field(default_factory=list)
+    copied: list[HostCopyDone] = field(default_factory=list)
     host_pages: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return self.has_outcomes or bool(self.bells or self.address or self.host_pages)
-
-    @property
-    def has_outcomes(self) -> bool:
-        return self != WorkerReport(
-            bells=self.bells, address=self.address, host_pages=self.host_pages
-        )
+        return self != WorkerReport()
 
     def aggregate(self, other: Self) -> Self:
         """vLLM folds the reports of all ranks into one this way."""

@@ -18,18 +18,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from prefixkv.engines.vllm.asks import (
-    DrawAsk,
-    RoomSendAsk,
-    computes_all,
-    digest_of,
-    ends_in_media,
-)
-from prefixkv.engines.vllm.blocks import Holds
-from prefixkv.engines.vllm.groups import BlockGroups, Tables
+from prefixkv.engines.vllm.asks import RoomSendAsk, computes_all, digest_of, ends_in_media
+from prefixkv.engines.vllm.groups import Tables
+from prefixkv.engines.vllm.ledger import Ledger
 from prefixkv.engines.vllm.orders import Add, Chunk, Decline, OfferOrder, StepOrders
-from prefixkv.engines.vllm.stats import Counters
-from prefixkv.errors import CallerError, RequestError
+from prefixkv.errors import CallerError, RequestError, check_laws
 from prefixkv.spi import pages_for
 
 _log = logging.getLogger("vllm.prefixkv")
@@ -43,6 +36,20 @@ Room = tuple[str, int]
 
 
 @dataclass(slots=True)
+class _Offer:
+    """A room that is drawn here. Until its prompt is computed it is not open, and holds nothing."""
+
+    num_tokens: int
+    digest: bytes
+    params: dict[str, Any]  # its answer's `kv_transfer_params`
+    parent: str  # the request that it is a choice of, or itself
+
+    @property
+    def room(self) -> Room:
+        return "", int(self.params["room"])
+
+
+@dataclass(slots=True)
 class _ScheduledSend:
     """A promised send or an offer, from its beginning until every rank has freed its pages."""
 
@@ -51,19 +58,22 @@ class _ScheduledSend:
     unpromised: int  # ranks that have not received decode's promise
     unfreed: int  # ranks in which a write may still read its pages
     since_s: float  # when the request came; of an offer, when its prompt was computed
+    offer: _Offer | None = None
+    request: Any = None  # vLLM's, until it ends; only of a promised send
     started: bool = False  # vLLM has given it blocks
     left: bool = False  # its request has ended
     end: int = 0  # tokens that were ordered to be computed
     num_pages: int = 0  # that were handed over
     num_held: int = 0  # blocks, those in window groups included
-    params: dict[str, Any] | None = None  # only of an offer: its answer's `kv_transfer_params`
-    parent: str = ""  # only of an offer: the request that it is a choice of, or itself
     withdrawn: bool = False
-    request: Any = None  # vLLM's, until it ends; only of a promised send
 
     @property
     def is_offer(self) -> bool:
-        return self.params is not None
+        return self.offer is not None
+
+    @property
+    def is_promised(self) -> bool:
+        return self.unpromised <= 0
 
     @property
     def computed(self) -> bool:
@@ -81,35 +91,21 @@ class _ScheduledSend:
 
 
 @dataclass(slots=True)
-class _DrawnOffer:
-    """An offer before its prompt is computed: its room is not open yet, and it holds nothing."""
-
-    num_tokens: int
-    digest: bytes
-    params: dict[str, Any]
-    parent: str
-
-
-@dataclass(slots=True)
 class ScheduledSends:
-    """The sends of one engine. Used by its `SchedulerSide` alone.
+    """The sends of one engine.
 
     Args:
-        num_ranks: number of workers, each of which holds a share of every block.
-        most_blocks: limit of blocks per prompt that is computed for decode; None: no limit.
         offer_timeout_s: age at which an offer that no decode server has opened is withdrawn.
         offer_grace_s: age below which an offer keeps its blocks from requests for which no other
             server waits.
+        most_blocks: limit of blocks per prompt that is computed for decode; None: no limit.
     """
 
-    groups: BlockGroups
-    num_ranks: int
-    counters: Counters
+    ledger: Ledger
     offer_timeout_s: float
     offer_grace_s: float
-    now_s: Callable[[], float]
-    most_blocks: int | None = None
     address: str = ""  # address of our prefill side, as decode servers reach it
+    most_blocks: int | None = None
     can_end: bool = False  # vLLM ends the requests that `ending` names
     proves: bool = False  # vLLM says of each step whether there was NaN in its logits
     # By request id. An entry outlives its request: only `freed` by all ranks removes it. Offers
@@ -120,24 +116,23 @@ class ScheduledSends:
     # Requests that are not to be computed, and why; until their requests end.
     ending: dict[str, str] = field(default_factory=dict)
     # These two end with their requests: they hold no blocks.
-    _drawn: dict[str, _DrawnOffer] = field(default_factory=dict)
+    _drawn: dict[str, _Offer] = field(default_factory=dict)
     _choices: dict[str, str] = field(default_factory=dict)  # other choices: the send's request
     # What completes a prompt, by the step that computes it, until that step's logits are known.
     _unproved: list[tuple[Any, Chunk | OfferOrder]] = field(default_factory=list)
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def begin(self, request: Any, ask: RoomSendAsk, orders: StepOrders) -> None:
+    def begin(self, request: Any, ask: RoomSendAsk) -> None:
         """Begin a promised send. Raises CallerError for a prompt that is not sent; decode is then
         declined, unless the room belongs to another request."""
-        rid, room = request.request_id, (ask.decode, ask.room)
-        num_tokens = self.groups.num_sent(request.num_prompt_tokens)
-        if rid in self.sends:
-            raise RequestError(f"a request of the id {rid!r} is still being transferred")
+        rid, room, ledger = request.request_id, (ask.decode, ask.room), self.ledger
+        self._check_id(rid)
         known = self.rooms.get(room)
         try:
             digest = digest_of(request)
             if known is None:
+                self._check_end(request)
                 self._check_size(request)
                 if computes_all(request):  # it would be computed before decode's promise
                     raise RequestError("a prompt with log-probabilities of its own is not sent")
@@ -145,7 +140,7 @@ class ScheduledSends:
             # Decode may hold pages for this room already, so it has to hear of the refusal. A room
             # of another request is left alone: its own send answers for it.
             if known is None:
-                orders.declines.append(Decline(ask.room, ask.decode, str(error)))
+                ledger.orders.declines.append(Decline(ask.room, ask.decode, str(error)))
                 self.ending[rid] = str(error)
             raise
         if known == digest:  # another choice of the same prompt: nothing more is sent for it
@@ -153,45 +148,49 @@ class ScheduledSends:
             return
         if known is not None:
             raise RequestError(f"room {ask.room} of {ask.decode} is in use by another request")
+        num_tokens, ranks = ledger.groups.num_sent(request.num_prompt_tokens), ledger.num_ranks
         self.rooms[room] = digest
         self.sends[rid] = _ScheduledSend(
-            room, num_tokens, self.num_ranks, self.num_ranks, self.now_s(), request=request
+            room, num_tokens, ranks, ranks, ledger.now_s(), request=request
         )
-        orders.adds.append(Add(rid, ask.room, ask.decode, num_tokens, digest))
+        ledger.orders.adds.append(Add(rid, ask.room, ask.decode, num_tokens, digest))
+
+    def _check_id(self, rid: str) -> None:
+        if rid in self.sends:
+            raise RequestError(f"a request of the id {rid!r} is still being transferred")
+
+    def _check_end(self, request: Any) -> None:
+        if not self.ledger.groups.num_sent(request.num_prompt_tokens):
+            raise RequestError("a prompt of one token is computed where it is wanted")
+        if self.ledger.groups.has_states and ends_in_media(request):
+            raise RequestError("a prompt that ends in an image is computed where it is wanted")
 
     def _check_size(self, request: Any) -> None:
-        """Raise RequestError for a prompt that would take blocks which loads count on."""
-        num_blocks = self.groups.blocks_of(request.num_prompt_tokens)
-        self._check_end(request)
+        num_blocks = self.ledger.groups.blocks_of(request.num_prompt_tokens)
         if self.most_blocks is not None and num_blocks > self.most_blocks:
             raise RequestError(
                 f"the prompt has {num_blocks} blocks; this server, which loads prompts itself, "
                 f"computes at most {self.most_blocks} for another one"
             )
 
-    def _check_end(self, request: Any) -> None:
-        if not self.groups.num_sent(request.num_prompt_tokens):
-            raise RequestError("a prompt of one token is computed where it is wanted")
-        if self.groups.has_states and ends_in_media(request):
-            raise RequestError("a prompt that ends in an image is computed where it is wanted")
-
-    def draw(self, request: Any, ask: DrawAsk) -> None:
+    def draw(self, request: Any) -> None:
         """Draw a room; a decode server that has its nonce may open it. Choices of one request,
         which vLLM makes requests with the id "NUMBER_PARENT", share one room. Raises RequestError
         where the own address is not known."""
         rid = request.request_id
-        if rid in self.sends:
-            raise RequestError(f"a request of the id {rid!r} is still being transferred")
+        self._check_id(rid)
         if not self.address:
             raise RequestError(
                 "this server does not know yet where decode servers reach it; give `advertise` in "
                 "kv_connector_extra_config, or a `bind` with a port"
             )
-        # Choices must return equal parameters: the client's router forwards those of any one of
-        # them.
         number, _, rest = rid.partition("_")
         parent = rest if number.isdigit() and rest else rid
-        params = self._params_of(parent)
+        # Choices must return equal parameters: the client's router forwards those of any one of
+        # them. Withdrawn offers do not count: decode would be refused there.
+        opened = [send.offer for send in self.sends.values() if send.offer and not send.withdrawn]
+        offers = (*self._drawn.values(), *opened)
+        params = next((offer.params for offer in offers if offer.parent == parent), None)
         if params is None:
             params = {
                 "do_remote_prefill": True,
@@ -201,9 +200,9 @@ class ScheduledSends:
                 "prefill": self.address,
             }
         digest = digest_of(request, params["nonce"])
-        num_tokens = self.groups.num_sent(request.num_prompt_tokens)
         self._check_end(request)
-        self._drawn[rid] = _DrawnOffer(num_tokens, digest, params, parent)
+        num_tokens = self.ledger.groups.num_sent(request.num_prompt_tokens)
+        self._drawn[rid] = _Offer(num_tokens, digest, params, parent)
 
     def _new_room(self) -> int:
         while True:
@@ -211,17 +210,9 @@ class ScheduledSends:
             if ("", room) not in self.rooms:
                 return room
 
-    def _params_of(self, parent: str) -> dict[str, Any] | None:
-        # Withdrawn offers do not count: decode would be refused there.
-        known: dict[str, dict[str, Any] | None] = {
-            one.parent: one.params for one in self.sends.values() if not one.withdrawn
-        }
-        known |= {one.parent: one.params for one in self._drawn.values()}
-        return known.get(parent)
-
     # --- the order law ----------------------------------------------------------------------------
 
-    def may_start(self, rid: str, num_free: int, orders: StepOrders) -> bool | None:
+    def may_start(self, rid: str) -> bool | None:
         """Return whether vLLM may give a promised send blocks; None: it is none. A prompt is
         started beside others only where all of them fit to their ends: a preempted one keeps its
         blocks until they are sent, so two half-computed prompts could block each other."""
@@ -234,20 +225,21 @@ class ScheduledSends:
         if send is None or send.is_offer:
             return None
         # 3. Not promised by decode on every rank: it must hold nothing (the order law).
-        if send.unpromised > 0:
+        if not send.is_promised:
             return False
         # 4. It has been started: never stop it, but free what offers hold.
-        need = self.groups.blocks_to_compute(send.num_tokens)
+        needed, num_free = self.ledger.groups.blocks_to_compute, self.ledger.holds.num_free
+        need = needed(send.num_tokens)
         if send.started:  # it was preempted, or is a choice, most of which is in the prefix cache
-            self.make_room(need - num_free, 0.0, orders)
+            self.make_room(need - num_free)
             return True
         # 5. Another choice waits until the first has started, and then shares its blocks.
         if rid in self._choices:
             return False
         # 6. A new prompt: it must fit beside all that other started prompts still need.
         others = [one for one in self.sends.values() if one.started and not one.computed]
-        need += sum(self.groups.blocks_to_compute(one.num_tokens) - one.num_held for one in others)
-        self.make_room(need - num_free, 0.0, orders)
+        need += sum(needed(one.num_tokens) - one.num_held for one in others)
+        self.make_room(need - num_free)
         return not others or need <= num_free
 
     def must_yield(self, rid: str) -> bool:
@@ -262,9 +254,9 @@ class ScheduledSends:
 
     @property
     def has_promised_uncomputed(self) -> bool:
-        return any(one.unpromised <= 0 and not one.computed for one in self.sends.values())
+        return any(one.is_promised and not one.computed for one in self.sends.values())
 
-    def make_room(self, num_blocks: int, grace_s: float, orders: StepOrders) -> None:
+    def make_room(self, num_blocks: int, grace_s: float = 0.0) -> None:
         """Withdraw the oldest offers, beyond an age of `grace_s`, until `num_blocks` come back.
 
         They are released when the workers report it: a decode server may have opened the room
@@ -273,17 +265,20 @@ class ScheduledSends:
         """
         if num_blocks <= 0:
             return
-        before_s = self.now_s() - grace_s
+        before_s = self.ledger.now_s() - grace_s
         # Offers that are withdrawn already count as well, or each call until the workers report
         # would withdraw more of them.
         for rid, send in self.sends.items():  # in the order in which they were computed
             if send.is_offer and num_blocks > 0:
                 if not send.withdrawn and send.since_s <= before_s:
-                    send.withdrawn = True
-                    orders.withdrawals[rid] = "prefill needs the blocks for another request"
-                    self.counters.add("offers_withdrawn")
+                    self._withdraw(rid, "prefill needs the blocks for another request")
+                    self.ledger.counters.add("offers_withdrawn")
                 if send.withdrawn:
                     num_blocks -= send.num_held
+
+    def _withdraw(self, rid: str, reason: str) -> None:
+        self.sends[rid].withdrawn = True
+        self.ledger.orders.withdrawals[rid] = reason
 
     @property
     def next_grace_s(self) -> float | None:
@@ -297,97 +292,82 @@ class ScheduledSends:
     # --- steps ------------------------------------------------------------------------------------
 
     def allocated(self, rid: str) -> None:
-        """vLLM has given the request blocks."""
         if rid not in self.ending and (send := self.sends.get(rid)) is not None:
             send.started = True
 
-    def compute(
-        self, rid: str, start: int, count: int, tables: Callable[[], Tables], holds: Holds,
-        orders: StepOrders,
-    ) -> None:  # fmt: skip
+    def compute(self, rid: str, start: int, count: int, tables: Callable[[], Tables]) -> None:
         """Order what follows from a step that computes `count` tokens from token `start` on.
         `tables` returns the request's block ids; it is called only where they are needed."""
-        if (drawn := self._drawn.get(rid)) is not None:
-            if start + count >= drawn.num_tokens:
-                self._offer(rid, self._drawn.pop(rid), tables(), holds, orders)
-        elif rid not in self.ending and (send := self.sends.get(rid)) is not None:
-            self._chunk(rid, send, start + count, tables, holds, orders)
+        end = start + count
+        if (offer := self._drawn.get(rid)) is not None:
+            # When all of it is computed, not before: a preempted prompt begins again, and meanwhile
+            # keeps no block from others. Another choice may have opened the room.
+            if end >= offer.num_tokens and offer.room not in self.rooms:
+                self._open(rid, self._drawn.pop(rid), tables)
+            return
+        send = self.sends.get(rid)
+        if send is None or rid in self.ending:
+            return
+        if (chunk := self._take(rid, send, end, tables)) is not None:
+            self.ledger.orders.chunks.append(chunk)
 
-    def _chunk(
-        self, rid: str, send: _ScheduledSend, end: int, tables: Callable[[], Tables],
-        holds: Holds, orders: StepOrders,
-    ) -> None:  # fmt: skip
-        """Hold the blocks that a step completes, and order them to be sent. A preempted request is
-        computed again from its beginning; its blocks up to `send.end` have been held and handed
-        over, so its new blocks for these tokens are ignored."""
+    def _open(self, rid: str, offer: _Offer, tables: Callable[[], Tables]) -> None:
+        ledger, room = self.ledger, offer.room
+        self.rooms[room] = offer.digest
+        send = self.sends[rid] = _ScheduledSend(
+            room, offer.num_tokens, 0, ledger.num_ranks, ledger.now_s(), offer, started=True
+        )
+        chunk = self._take(rid, send, offer.num_tokens, tables)
+        assert chunk is not None, "all of it"
+        ledger.orders.offers.append(OfferOrder(chunk, room[1], offer.digest, self.offer_timeout_s))
+        ledger.counters.add("offers")
+
+    def _take(
+        self, rid: str, send: _ScheduledSend, end: int, tables: Callable[[], Tables]
+    ) -> Chunk | None:
+        """Hold the blocks that a step completes. A preempted request is computed again from its
+        beginning; its blocks up to `send.end` have been held and handed over, so its new blocks for
+        these tokens are ignored."""
         end = min(end, send.num_tokens)
         if end <= send.end:
-            return
+            return None
         send.end = end
-        block_size = self.groups.block_size
+        block_size = self.ledger.groups.block_size
         stop = pages_for(end, block_size) if send.computed else end // block_size
         if stop == send.num_pages and not send.computed:
-            return  # a block that is computed in part waits for the rest of it
-        found, first = tables(), send.num_pages
-        pages = tuple(found.pages[first:stop])
-        windows = self.groups.window_blocks(found.windows, send.num_tokens, first, stop)
+            return None  # a block that is computed in part waits for the rest of it
+        groups, found, first = self.ledger.groups, tables(), send.num_pages
+        pages = tuple(found[groups.full][first:stop])
+        windows = groups.window_blocks(found, send.num_tokens, first, stop)
         send.num_pages = stop
         # Held before the order goes out: a preemption right after this step would free them, and
         # those in window groups are freed as soon as the window has moved on.
         held = [*pages, *(block for one in windows for block in one.blocks)]
         send.num_held += len(held)
-        holds.take(rid, held)
-        end = min(end, stop * block_size)
-        orders.chunks.append(Chunk(rid, first, pages, end, send.computed, windows))
+        self.ledger.holds.take(rid, held)
+        return Chunk(rid, first, pages, min(end, stop * block_size), send.computed, windows)
 
-    def _offer(
-        self, rid: str, drawn: _DrawnOffer, tables: Tables, holds: Holds, orders: StepOrders
-    ) -> None:
-        """Hold the blocks of a prompt that a step completes, and offer to send it. Not before: a
-        preempted prompt begins again, and meanwhile keeps no block from others."""
-        room = "", int(drawn.params["room"])
-        num_pages = pages_for(drawn.num_tokens, self.groups.block_size)
-        pages = tuple(tables.pages[:num_pages])
-        windows = self.groups.window_blocks(tables.windows, drawn.num_tokens, 0, num_pages)
-        if room in self.rooms:  # another choice has opened it; back to `_drawn`, for its answer
-            self._drawn[rid] = drawn
-            return
-        self.rooms[room] = drawn.digest
-        held = [*pages, *(block for one in windows for block in one.blocks)]
-        holds.take(rid, held)
-        self.sends[rid] = _ScheduledSend(
-            room, drawn.num_tokens, 0, self.num_ranks, self.now_s(), started=True,
-            end=drawn.num_tokens, num_pages=len(pages), num_held=len(held), params=drawn.params,
-            parent=drawn.parent,
-        )  # fmt: skip
-        orders.offers.append(
-            OfferOrder(
-                rid, room[1], drawn.num_tokens, drawn.digest, pages, self.offer_timeout_s, windows
-            )
-        )
-        self.counters.add("offers")
-
-    def hold_back(self, step: Any, orders: StepOrders) -> None:
+    def hold_back(self, step: Any) -> None:
         """Keep back what completes a prompt in a step, until `take_logits`."""
         if not (self.proves and self.can_end):
             return
+        orders = self.ledger.orders
         self._unproved += [(step, chunk) for chunk in orders.chunks if chunk.last]
         self._unproved += [(step, offer) for offer in orders.offers]
         orders.chunks = [chunk for chunk in orders.chunks if not chunk.last]
         orders.offers = []
 
-    def take_logits(
-        self, step: Any, failed: Mapping[str, str], holds: Holds, orders: StepOrders
-    ) -> None:
+    def take_logits(self, step: Any, failed: Mapping[str, str]) -> None:
         """Send the prompts that a step has completed, and end the sends of the requests that have
         `failed` in it, with the reason. A prompt that was completed before is sent."""
+        orders = self.ledger.orders
         unproved, self._unproved = self._unproved, []
         dropped: set[str] = set()
         for of_step, order in unproved:
             rid = order.rid
             if isinstance(order, OfferOrder) and (rid in failed or self.sends[rid].withdrawn):
-                self.counters.add("offers_failed", rid in failed)
-                self._forget(rid, holds)  # no worker knows of it
+                self.ledger.counters.add("offers_failed", rid in failed)
+                self._forget(rid)  # no worker knows of it
             elif rid in failed:
                 dropped.add(rid)
             elif of_step is not step:
@@ -403,27 +383,24 @@ class ScheduledSends:
             if send is not None and (rid in dropped or not send.computed):
                 orders.abort_sends[rid] = reason
 
-    def finished(self, rid: str, orders: StepOrders) -> dict[str, Any] | None:
+    def finished(self, rid: str) -> dict[str, Any] | None:
         """End a request, finished or not. Returns its answer's parameters for a decode server."""
         self.ending.pop(rid, None)
         self._choices.pop(rid, None)
-        drawn = self._drawn.pop(rid, None)
-        if drawn is not None:  # another choice offers its prompt, or nothing was computed
-            offered = ("", drawn.params["room"]) in self.rooms
-            return dict(drawn.params) if offered else None
-        send = self.sends.get(rid)
-        if send is None:
+        if (drawn := self._drawn.pop(rid, None)) is not None:
+            # Another choice offers its prompt, or nothing was computed.
+            return dict(drawn.params) if drawn.room in self.rooms else None
+        if (send := self.sends.get(rid)) is None:
             return None
         # A computed send continues without its request: its blocks are held until `freed`.
         send.left, send.request = True, None
         if not send.computed:
-            orders.abort_sends.setdefault(rid, "prefill's request ended")
-        return dict(send.params) if send.params is not None and not send.withdrawn else None
+            self.ledger.orders.abort_sends.setdefault(rid, "prefill's request ended")
+        return dict(send.offer.params) if send.offer is not None and not send.withdrawn else None
 
     # --- what workers say -------------------------------------------------------------------------
 
     def promised(self, rid: str) -> None:
-        """One rank has received decode's promise."""
         if (send := self.sends.get(rid)) is not None:
             send.unpromised -= 1
 
@@ -433,7 +410,7 @@ class ScheduledSends:
         send = self.sends.get(rid)
         if send is None or send.withdrawn:
             return
-        self.counters.add("offers_failed" if send.is_offer else "sends_failed")
+        self.ledger.counters.add("offers_failed" if send.is_offer else "sends_failed")
         # Where its request has ended first, nothing waits for it: a router ends the requests that
         # decode no longer needs.
         level = logging.DEBUG if send.left and not send.computed else logging.WARNING
@@ -444,33 +421,30 @@ class ScheduledSends:
             if not send.left:
                 self.ending[rid] = error
 
-    def freed(self, rid: str, holds: Holds) -> None:
+    def freed(self, rid: str) -> None:
         """In one rank no write reads a send's blocks any more. The last rank releases them."""
-        send = self.sends.get(rid)
-        if send is None:
-            return
-        send.unfreed -= 1
-        if send.unfreed <= 0:
-            self._forget(rid, holds)
+        if (send := self.sends.get(rid)) is not None:
+            send.unfreed -= 1
+            if send.unfreed <= 0:
+                self._forget(rid)
 
-    def _forget(self, rid: str, holds: Holds) -> None:
-        holds.release(rid)
+    def _forget(self, rid: str) -> None:
+        self.ledger.holds.release(rid)
         del self.rooms[self.sends.pop(rid).room]
-        self.counters.add("sends_over")
+        self.ledger.counters.add("sends_over")
 
     # --- the whole --------------------------------------------------------------------------------
 
-    def flush(self, orders: StepOrders) -> None:
+    def flush(self) -> None:
         """End all sends, since the weights change. `freed` follows for each."""
         # An offer that waits for its step's logits is withdrawn, and dropped with them.
         self._unproved = [one for one in self._unproved if isinstance(one[1], OfferOrder)]
+        reason = "the cache is being reset"
         for rid, send in self.sends.items():
-            if send.is_offer:
-                if not send.withdrawn:
-                    send.withdrawn = True
-                    orders.withdrawals[rid] = "the cache is being reset"
-            else:
-                orders.abort_sends[rid] = "the cache is being reset"
+            if not send.is_offer:
+                self.ledger.orders.abort_sends[rid] = reason
+            elif not send.withdrawn:
+                self._withdraw(rid, reason)
 
     def waiting_since(self, offers: bool) -> list[float]:
         """Return when each send began to wait, in seconds since the epoch: promised ones for the
@@ -478,5 +452,15 @@ class ScheduledSends:
         return [
             send.since_s
             for send in self.sends.values()
-            if send.is_offer is offers and (offers or send.unpromised > 0)
+            if send.is_offer is offers and (offers or not send.is_promised)
         ]
+
+    def check_invariants(self) -> None:
+        sends = self.sends.values()
+        laws = {
+            "a room is one send's": {send.room for send in sends} == self.rooms.keys(),
+            "what is not promised holds nothing": not any(
+                not send.is_promised and (send.started or send.num_pages) for send in sends
+            ),
+        }
+        check_laws(laws, self)

@@ -113,13 +113,11 @@ class Shadow:
         return found
 
     def flush(self) -> None:
-        """Forget all blocks: vLLM has forgotten all its hashes."""
         self._tree.reset()
         self._block_at.clear()
         self._place_of.clear()
 
     def check_invariants(self) -> None:
-        """Raise InternalError if places, blocks and tree disagree. For tests."""
         inverse = {block: place for place, block in self._block_at.items()}
         check_laws({"a block has one place": inverse == self._place_of}, self._place_of)
         self._tree.check_invariants()

@@ -65,22 +65,18 @@ class Counters:
             self._new[name] = self._new.get(name, 0) + number
 
     def take(self) -> dict[str, int]:
-        """Return the counts since the last call."""
         new, self._new = self._new, {}
         return new
 
 
 def added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
-    """Return two stats together: counters are added.
-
-    The gauges of `other`, the later one, replace those of `one`.
+    """Return two stats together: counters are added, the gauges of `other` are the later ones.
 
     >>> added({"a": 1, "b": 2, "held_blocks": 7}, {"b": 3, "held_blocks": 5})
     {'a': 1, 'b': 5, 'held_blocks': 5}
     """
-    summed = {name: one.get(name, 0) + other.get(name, 0) for name in {**one, **other}}
-    return {name: other.get(name, one.get(name, 0)) if name in GAUGES else number
-            for name, number in summed.items()}  # fmt: skip
+    both = (one.keys() & other.keys()) - GAUGES.keys()
+    return {**one, **other, **{name: one[name] + other[name] for name in both}}
 
 
 def share_log() -> None:

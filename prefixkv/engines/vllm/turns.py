@@ -13,17 +13,14 @@ from prefixkv.engines.vllm.sends import ScheduledSends
 
 
 class Turns:
-    """The turns of one engine's requests. Its `SchedulerSide`'s. `has_windows`: a request whose
-    load has failed needs more blocks to be computed than to be loaded."""
-
-    def __init__(self, loads: ScheduledLoads, sends: ScheduledSends, has_windows: bool) -> None:
+    def __init__(self, loads: ScheduledLoads, sends: ScheduledSends) -> None:
         self._loads, self._sends = loads, sends
-        self._has_windows = has_windows
         self.is_changed = False  # a request has let others go first in this step
         self._has_yielded = False  # a request in this step, to the promised sends behind it
         self._has_stepped_back = False  # one of `failed` in this step, to those of `landed`
-        # With windows: requests whose load has failed, until vLLM admits them again; those that
-        # have the blocks of a load that is over, until vLLM computes them or asks about them again.
+        # With windows, where a request whose load has failed needs more blocks to be computed than
+        # to be loaded: such requests, until vLLM admits them again; and those that have the blocks
+        # of a load that is over, until vLLM computes them or asks about them again.
         # `SchedulerSide` takes them out then: the second at each step, where a call would count.
         self.failed: set[str] = set()
         self.landed: set[str] = set()
@@ -51,7 +48,7 @@ class Turns:
         self._has_yielded = self._has_stepped_back = self.is_changed = False
 
     def received(self, rid: str, is_failed: bool) -> None:
-        if self._has_windows:
+        if self._loads.ledger.groups.windows:
             self.landed.add(rid)
             if is_failed:
                 self.failed.add(rid)

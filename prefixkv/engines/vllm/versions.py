@@ -1,15 +1,13 @@
-"""The versions of vLLM that the connector is for, and whether functions take what they are given.
-
-vLLM promises nothing about its internals. So its version has to be in a known range, and signatures
-are compared at import: a new parameter would else be a TypeError of the first request.
+"""The versions of vLLM that the connector is for, and whether what stands in for a function of vLLM
+takes the same arguments: a new parameter would else be a TypeError of the first request.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
-from inspect import Parameter, isfunction, signature
+from inspect import Parameter, signature
 from types import FunctionType
 from typing import Any, Final
 
@@ -35,23 +33,6 @@ def check_version() -> None:
     found = re.match(r"(\d+)\.(\d+)", installed_version())
     if not (found and FIRST <= tuple(map(int, found.groups())) < BEFORE):
         raise ImportError(f"{RANGE}; installed is {installed_version()}")
-
-
-def check_call(function: Callable[..., Any], num_args: int, keywords: Iterable[str] = ()) -> None:
-    """Raise ConfigError unless it takes `num_args` by position, `self` aside, and `keywords`."""
-    name = function.__qualname__
-    try:
-        takes = signature(function)
-    except ValueError:  # compiled, and without one
-        return
-    of_self = ("self",) * (isfunction(function) and "." in name.rpartition("<locals>.")[2])
-    try:
-        takes.bind(*of_self, *range(num_args), **dict.fromkeys(keywords))
-    except TypeError:
-        made = ", ".join([f"{num_args} by position", *keywords])
-        raise ConfigError(
-            f"vLLM {installed_version()} has {name}{takes}, which is called with {made}; {RANGE}"
-        ) from None
 
 
 def check_takes(ours: Callable[..., Any], theirs: Callable[..., Any], name: str) -> None:

@@ -1,4 +1,5 @@
-"""Wake-ups from a worker's process to the scheduler's, in place of a step each millisecond.
+"""How long the engine may rest where its scheduler only waits, and what wakes it: by itself vLLM
+polls, a step each millisecond.
 
 The scheduler has a `WakeupListener`: an abstract unix datagram socket with a random name, which
 travels to the workers in `StepOrders`. Each worker has a `WakeupSender`: a thread that rings once
@@ -14,11 +15,50 @@ import select
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from queue import Queue
 from socket import AF_UNIX, SHUT_RD, SOCK_DGRAM, socket
-from typing import Any
+from typing import Any, Final
 
 from prefixkv.spi import Closing
+
+QUIET_STEPS: Final = 3
+"""Steps without any event before the engine may rest. An order and the report on it may be two
+steps apart where the engine works ahead."""
+LONGEST_REST_S: Final = 60.0  # no wait is without a limit
+
+
+@dataclass(slots=True)
+class Rest:
+    """The quiet steps of one engine, and which workers wake it."""
+
+    num_ranks: int
+    address: str = ""
+    num_senders: int = 0  # workers that say that they wake the engine
+    quiet_steps: int = 0  # consecutive ones, in which nothing was ordered, computed, reported
+
+    @property
+    def has_wakeups(self) -> bool:
+        """True where every worker wakes the engine when it has something to report."""
+        return bool(self.address) and self.num_senders >= self.num_ranks
+
+    @property
+    def bell(self) -> str:
+        """Address for the next orders, until every worker has answered; each takes the first."""
+        return self.address if self.num_senders < self.num_ranks else ""
+
+    def stepped(self, is_quiet: bool) -> None:
+        self.quiet_steps = self.quiet_steps + 1 if is_quiet else 0
+
+    @property
+    def may_rest(self) -> bool:
+        """True if whatever comes would wake the engine."""
+        return self.has_wakeups and self.quiet_steps >= QUIET_STEPS
+
+    @staticmethod
+    def limited(left_s: float | None) -> float:
+        """Return the seconds of one rest. `left_s`: until something that no worker rings for."""
+        return min(max(left_s or 0.0, 0.0) or LONGEST_REST_S, LONGEST_REST_S)
 
 
 class WakeupListener(Closing):
@@ -43,7 +83,6 @@ class WakeupListener(Closing):
             self._on_ring()
 
     def close(self) -> None:
-        """Join the thread. Idempotent."""
         if not self._closing:
             self._closing = True
             self._socket.shutdown(SHUT_RD)  # ends `recv`, as closing the socket would not
@@ -96,7 +135,6 @@ class WakeupSender(Closing):
                 return  # the scheduler's process is gone
 
     def close(self) -> None:
-        """Join the thread. Idempotent."""
         if self._closing:
             return
         # The thread is in one of two waits, so both are ended, after the flag that it checks.

@@ -20,6 +20,7 @@ from typing import Any, Final
 from prefixkv.config import TransportConfig
 from prefixkv.errors import InternalError, TransferTimeoutError
 from prefixkv.protocol.ids import PeerId
+from prefixkv.threads import Inbox
 from prefixkv.transport.base import (
     Arrived,
     PeerUnreachable,
@@ -48,7 +49,6 @@ from prefixkv.transport.nixl.agent import (
 )
 from prefixkv.transport.nixl.ucx import warn_if_open
 from prefixkv.transport.runs import routes_to
-from prefixkv.wakeups import Inbox
 
 _log = logging.getLogger("prefixkv.transport")
 

@@ -2,7 +2,7 @@
 copies parts of jobs into memory of peers, and takes the tags of what peers have copied into ours.
 
 The memory that is written to has to be shared (`KVPool.create(shared=True)`,
-`memory.shared.shared_bytes`); that which is read from does not.
+`kv_pool.shared_bytes`); that which is read from does not.
 
 A copy is made by this thread, between two looks at its inbox. So no write is ever under way when a
 command is obeyed: a job that is cancelled is drained at once, none ends undrained, and once the
@@ -21,8 +21,9 @@ from typing import Final
 
 from prefixkv.config import TransportConfig
 from prefixkv.errors import ConfigError, PeerLostError, TransferTimeoutError
-from prefixkv.memory.shared import blocks_of
+from prefixkv.memory.kv_pool import blocks_of
 from prefixkv.protocol.ids import PeerId
+from prefixkv.threads import Inbox
 from prefixkv.transport.base import (
     Arrived,
     PeerUnreachable,
@@ -35,7 +36,6 @@ from prefixkv.transport.loop import RECONNECT_S, ThreadedTransport, TransportLoo
 from prefixkv.transport.runs import routes_to
 from prefixkv.transport.shm.peer import ShmLink, ShmPeer
 from prefixkv.transport.shm.wire import ShmListener
-from prefixkv.wakeups import Inbox
 
 _log = logging.getLogger("prefixkv.transport")
 

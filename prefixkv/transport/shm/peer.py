@@ -20,7 +20,7 @@ from itertools import islice
 from typing import Final, NamedTuple
 
 from prefixkv.errors import HandshakeError, PeerLostError, TransferError
-from prefixkv.memory.shared import SharedBlock
+from prefixkv.memory.kv_pool import SharedBlock
 from prefixkv.protocol.ids import PeerId
 from prefixkv.transport.base import PeerMemory
 from prefixkv.transport.loop import LoopPeer

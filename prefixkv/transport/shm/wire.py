@@ -38,7 +38,7 @@ import msgspec
 
 from prefixkv.errors import HandshakeError
 from prefixkv.memory.kv_layout import ADDRESS_END
-from prefixkv.memory.shared import SharedBlock
+from prefixkv.memory.kv_pool import SharedBlock
 from prefixkv.protocol.ids import TAG_BYTES, PeerId
 
 MAGIC: Final = b"pkvshm1|"
@@ -200,7 +200,7 @@ def check_file(block: SharedBlock) -> None:
         raise HandshakeError("shm seals", fcntl.F_SEAL_SHRINK, seals, "lack that against shrinking")
     if size < block.num_bytes:
         raise HandshakeError("shm file bytes", block.num_bytes, size, "are fewer than was said")
-    if page != mmap.PAGESIZE:  # of hugetlbfs: see `memory/shared.py`
+    if page != mmap.PAGESIZE:  # of hugetlbfs: see `kv_pool.py`
         raise HandshakeError(
             "shm file's pages", mmap.PAGESIZE, page, "may fail where there is a hole"
         )

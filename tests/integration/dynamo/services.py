@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.ports import free_port
-from prefixkv.runtime.one_thread import Closing
+from prefixkv.threads import Closing
 from tests.support.patience import PATIENCE_S
 
 

@@ -121,19 +121,6 @@ def refuse(number: int, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(world.decode.node, "add", add)
 
 
-def test_what_is_refused_half_way_leaves_nothing(
-    model: PagedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with World(model) as world:
-        refuse(2, world, monkeypatch)
-        with pytest.raises(RequestError, match="no"):
-            world.ask("r", range(20), num_samples=3)
-        assert world.decode.take_prefill_jobs() == []
-        world.ask("r", range(20), num_samples=3, max_new_tokens=2)
-        world.run()
-        world.at_rest()
-
-
 def test_least_tokens_hold_through_a_retraction(model: PagedModel, reference: Reference) -> None:
     """The first two tokens that it would say end the answer: the first comes from prefill."""
     prompts = [range(20 * i, 20 * i + 20) for i in range(4)]
@@ -157,15 +144,15 @@ def test_no_answer_waits_behind_the_many_samples_of_others(model: PagedModel) ->
     sampling = Sampling(temperature=1.0, ignore_end=True)
     with World(model, pages=40) as world:
         for i in range(3):
-            world.ask(f"many{i}", range(i, i + 30), num_samples=40, max_new_tokens=20,
+            world.ask(f"many{i}", range(i, i + 30), num_samples=20, max_new_tokens=20,
                       sampling=sampling)  # fmt: skip
         world.until(lambda: world.answers[0].tokens)
         chat = world.ask("chat", range(50, 90), max_new_tokens=3)
         world.until(lambda: chat.done)
-        assert sum(len(one.ends) for one in world.answers) < 60
+        assert sum(len(one.ends) for one in world.answers) < 30
         # Each request has its turn.
-        world.until(lambda: sum(len(one.ends) for one in world.answers) > 60)
-        assert min(len(one.ends) for one in world.answers[:3]) > 10
+        world.until(lambda: sum(len(one.ends) for one in world.answers) > 30)
+        assert min(len(one.ends) for one in world.answers[:3]) > 5
         world.run()
         world.at_rest()
         for answer in world.answers[:3]:

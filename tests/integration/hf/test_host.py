@@ -17,13 +17,7 @@ from tests.integration.hf.test_thinking import OPEN, TOKENIZER
 from tests.support.hf_workload import Storm, check_answers
 from tests.support.hf_world import BY_SIZE, Reference, World, family
 
-
-def _slow(below: int | None) -> Any:
-    return pytest.param(below, marks=pytest.mark.slow)
-
-
 PAGES = 40
-CHATS = 20  # of up to 11 pages each
 HOST = HostConfig(times=40, policy="lru")
 
 
@@ -48,7 +42,7 @@ def _written(world: World) -> None:
     world.until(lambda: not host.has_due and not len(host))
 
 
-@pytest.mark.parametrize("below", [_slow(None), 96])
+@pytest.mark.parametrize("below", [pytest.param(None, marks=pytest.mark.slow), 96])
 def test_random_workloads_with_host_memory_are_answered_as_by_the_model_alone(
     model: PagedModel, reference: Reference, below: int | None
 ) -> None:
@@ -129,7 +123,6 @@ def test_prefill_ends_and_what_is_in_host_memory_is_still_of_use(
         ("gemma3_text", None),
         ("granitemoehybrid", None),
         pytest.param("gpt_oss", 64, marks=pytest.mark.slow),
-        pytest.param("qwen3_next", None, marks=pytest.mark.slow),
         pytest.param("granitemoehybrid", 64, marks=pytest.mark.slow),
     ],
 )

@@ -21,8 +21,6 @@ def prompts(seed: int, lens: list[int]) -> list[np.ndarray]:
     ("page_size", "prefill_page_size", "order", "prefill_order"),
     [
         (1, 1, "layer_major", "layer_major"),
-        (16, 16, "page_major", "page_major"),
-        (32, 32, "layer_major", "page_major"),
         (16, 4, "page_major", "layer_major"),
         (8, 32, "layer_major", "page_major"),
     ],
@@ -60,11 +58,10 @@ def test_an_answer_with_another_token_is_not_the_model_s(reference: Reference) -
     assert reference.greedy(tokens, 6, right[:5]) == right
 
 
-@pytest.mark.parametrize("seed", [2, 3])
-def test_random_rounds(model: PagedModel, reference: Reference, seed: int) -> None:
+def test_a_random_round(model: PagedModel, reference: Reference) -> None:
     """Turns, shared prompts, samples with seeds, aborts, pools that are too small for all."""
     found = Found()
-    run_round(model, reference, seed, found, num_requests=10)
+    run_round(model, reference, 2, found, num_requests=10)
     assert found.answers >= 8
     assert found.hit_tokens > 0
     assert found.logprobs > 0

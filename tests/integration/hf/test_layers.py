@@ -18,14 +18,14 @@ import torch
 from transformers import AutoConfig
 
 from benchmarks.hybrid_models import FAMILIES, WINDOWED, config_of
-from prefixkv.config import ComputeConfig, TransportConfig
+from prefixkv.config import ComputeConfig
 from prefixkv.engines.hf import PagedModel, Sampling, make_model
 from prefixkv.engines.hf import attention as attention_module
 from prefixkv.engines.hf.attention import NAME
 from prefixkv.engines.hf.models import ExtraState, unpaged_copy
-from prefixkv.engines.hf.recurrent import NO_SLOT, StateRows
+from prefixkv.engines.hf.rows import NO_SLOT, Row
 from prefixkv.errors import ConfigError
-from prefixkv.pages.groups import GroupPages, GroupSpec, TailGroup
+from prefixkv.pages.groups import GroupSpec, TailGroup
 from tests.support.hf_workload import Found, Storm, check_answers, checkpoint_counts, run_round
 from tests.support.hf_world import BY_SIZE, TINY, Reference, World
 from tests.support.hf_world import family as family_of
@@ -37,11 +37,13 @@ FURTHER = tuple(name for name in FAMILIES if name not in SERVED)
 OFF = 1e-2  # what is wrong differs by more, what is right by less than a tenth of that
 SAMPLING = Sampling(ignore_end=True, logprobs=20)
 ALL = 10_000
-of_states = pytest.mark.parametrize("family", RECURRENT)
-of_windows = pytest.mark.parametrize("family", WINDOWED)
+STATES, WINDOWS = "granitemoehybrid", "gpt_oss"  # what one family of each kind shows, others do too
+of_each = pytest.mark.parametrize("family", SERVED)
+of_states = pytest.mark.parametrize("family", [STATES])
+of_windows = pytest.mark.parametrize("family", [WINDOWS])
 
 
-@pytest.fixture(params=SERVED)
+@pytest.fixture(params=[STATES, WINDOWS])
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -92,33 +94,24 @@ class _Texts:
         every = self.memory.views.values() if self.memory is not None else ()
         return [(part.name, view) for views in every for part, view in views]
 
-    def window_pages(self, at: int) -> GroupPages:
-        return self.windows.row(at)
-
     def forward(self, nums: dict[int, int], slots: dict[int, int] | None = None) -> None:
         """Compute so many more tokens of some texts; their states go to these slots."""
-        which = list(nums)
-        slots = slots or {at: 2 * at for at in which}
-        starts = [self.done[at] for at in which]
-        ends = [self.done[at] + nums[at] for at in which]
-        new = [
-            self.texts[at][start:end] for at, start, end in zip(which, starts, ends, strict=True)
-        ]
-        more: dict[str, Any] = {}
-        if self.memory is not None:
-            sources = [self.sources[at] for at in which]
-            more["states"] = StateRows(self.memory, sources, [slots[at] for at in which])
-        if self.model.window:
-            more["windows"] = [self.window_pages(at) for at in which]
-        logits = self.model.forward(
-            self.flat, np.concatenate(new), [self.rows[at] for at in which], starts, ends, [],
-            list(range(sum(map(len, new)))), **more,
-        )  # fmt: skip
-        for at, end, part in zip(which, ends, logits.split([len(one) for one in new]), strict=True):
-            self.done[at], self.sources[at] = end, slots[at]
+        slots = slots or {at: 2 * at for at in nums}
+        rows = [
+            Row(
+                self.texts[at][self.done[at] : self.done[at] + num], self.done[at], self.rows[at],
+                self.windows.row(at) if self.model.window else None, range(num),
+                self.sources[at], slots[at],
+            )
+            for at, num in nums.items()
+        ]  # fmt: skip
+        logits, wrong = self.model.forward(self.flat, rows, self.memory)
+        assert not wrong
+        for at, row, part in zip(nums, rows, logits.split([*nums.values()]), strict=True):
+            self.done[at], self.sources[at] = row.end, slots[at]
             self.logits[at].append(part)
             if self.model.window:
-                self.windows.slide(at, end)
+                self.windows.slide(at, row.end)
 
     def grow(self, chance: random.Random, choices: list[int]) -> None:
         """All to their ends. A state goes from one of its two slots to the other now and then."""
@@ -146,9 +139,6 @@ def _texts() -> list[list[int]]:
     return [[chance.randrange(256) for _ in range(num)] for num in (180, 90, 41)]
 
 
-_CHOICES = {"chunks": [2, 3, 8, 30, 70], "steps": [1], "both": [1, 1, 2, 3, 8, 30, 70]}
-
-
 @pytest.mark.parametrize(
     ("family", "size"),
     [*((name, 8) for name in (*SERVED, *FURTHER)), *product(WINDOWED, (1, 16))],
@@ -158,7 +148,7 @@ def test_logits_of_chunks_and_steps_are_those_of_one_forward(family: str, size: 
     others are in the forward, and in whichever slot a state is."""
     made, reference = family_of(family)
     grown = _Texts(made, _texts(), size=size)
-    grown.grow(random.Random(6), _CHOICES["both"])
+    grown.grow(random.Random(6), [1, 1, 2, 3, 8, 30, 70])
     assert grown.off(reference) < OFF / 10
 
 
@@ -172,23 +162,22 @@ def test_long_chunks_are_computed_in_blocks(made: PagedModel, reference: Referen
     assert grown.off(reference) < OFF / 10
 
 
-@of_windows
-@pytest.mark.parametrize("path", ["chunks", "steps"])
-@pytest.mark.parametrize("window", [-1, 1, 0])
+@pytest.mark.parametrize("family", WINDOWED)
+@pytest.mark.parametrize("nums", [[2, 3, 8, 30, 70], [1]], ids=["chunks", "steps"])
 def test_a_window_that_is_one_token_off_or_ignored_would_be_seen(
-    made: PagedModel, reference: Reference, path: str, window: int
+    made: PagedModel, reference: Reference, nums: list[int]
 ) -> None:
     """Control: by the same weights with a window of one token less, one more, or of all tokens."""
-    other = deepcopy(reference)
-    wrong = made.window + window if window else 4096
-    other.model.config.sliding_window = wrong
-    for module in other.model.modules():
-        if getattr(module, "sliding_window", None) is not None:
-            module.sliding_window = wrong
-    grown = _Texts(made, _texts())
-    grown.grow(random.Random(6), _CHOICES[path])
+    grown = _Texts(made, [text[:90] for text in _texts()])
+    grown.grow(random.Random(6), nums)
     assert grown.off(reference) < OFF / 10
-    assert grown.off(other) > OFF
+    for wrong in (made.window - 1, made.window + 1, 4096):
+        other = deepcopy(reference)
+        other.model.config.sliding_window = wrong
+        for module in other.model.modules():
+            if getattr(module, "sliding_window", None) is not None:
+                module.sliding_window = wrong
+        assert grown.off(other) > OFF
 
 
 # --- engines --------------------------------------------------------------------------------------
@@ -200,6 +189,7 @@ def _computing(below: int, **more: Any) -> dict[str, Any]:
     return {"compute": ComputeConfig(below=below, chunk_tokens=24, itl_share=BY_SIZE), **more}
 
 
+@of_each
 def test_turns_hit_on_both_sides_and_prefill_computes_what_is_new(
     made: PagedModel, reference: Reference
 ) -> None:
@@ -239,7 +229,7 @@ def test_a_branch_of_a_prompt_gets_a_checkpoint_where_it_leaves(
 
 
 @pytest.mark.parametrize(
-    ("family", "below"), list(zip(SERVED, (64, ALL, ALL, 64, ALL), strict=True))
+    ("family", "below"), [(STATES, 64), (STATES, ALL), (WINDOWS, ALL), ("gemma3_text", 64)]
 )
 def test_turns_go_on_from_the_checkpoints_that_answers_leave(
     made: PagedModel, reference: Reference, below: int
@@ -304,6 +294,7 @@ def test_a_small_storm(family: str, below: int, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.slow
+@of_each
 @pytest.mark.parametrize(("below", "seed"), [(0, 0), (0, 1), (0, 2), (150, 0)])
 def test_a_storm_of_conversations_with_few_slots_and_pages(
     family: str, below: int, seed: int, monkeypatch: pytest.MonkeyPatch
@@ -350,6 +341,7 @@ def _storm(
 
 
 @pytest.mark.slow
+@of_each
 @pytest.mark.parametrize("seed", range(4))
 def test_random_rounds_of_all_page_sizes_layouts_and_samplings(
     made: PagedModel, reference: Reference, seed: int
@@ -441,19 +433,16 @@ def test_a_prompt_is_computed_anew_without_a_cache(made: PagedModel, reference: 
 
 
 def test_checkpoints_by_default_take_a_share_of_the_pool(made: PagedModel) -> None:
-    for pages, more, wanted in ((64, {}, 16), (64, {"checkpoints": 5}, 5), (2000, {}, None)):
-        with World(made, prefill_pages=pages, prefill=more) as world:
-            points = world.prefill.node.config.checkpoints
-            assert points == wanted or wanted is None
-            if made.layers.parts:
-                assert world.prefill.states is not None
-                assert world.prefill.states.pool.num_slots == 32 + points
-    if made.layers.parts:
+    for more, points in (({}, 16), ({"checkpoints": 5}, 5)):
+        with World(made, prefill=more) as world:
+            assert world.prefill.node.config.checkpoints == points
+            if (states := world.prefill.states) is not None:
+                assert states.pool.num_slots == 32 + points
+    some = made.num_checkpoints(2000, 16)
+    assert 16 < some < 256 == made.num_checkpoints(10**6, 16)
+    if made.state_bytes:
         per_token = made.make_pool(2000, 16).layout.kv_bytes_per_token
-        quarter = 2000 * 16 * per_token // 4 // made.state_bytes
-        assert points == max(16, min(256, quarter))
-    else:
-        assert 16 < points < 256 == made.num_checkpoints(10**6, 16)
+        assert some == 2000 * 16 * per_token // 4 // made.state_bytes
 
 
 # --- slots ----------------------------------------------------------------------------------------
@@ -537,18 +526,6 @@ def test_a_long_answer_takes_no_more_window_pages(made: PagedModel, reference: R
         check_answers(world, reference)
         # To 20, 40, 56, where a checkpoint is kept, and 60.
         assert 4 <= world.prefill.stats()["forwards"] <= 8
-        world.at_rest()
-
-
-@of_windows
-def test_workers_with_staging_write_windows_in_place(
-    made: PagedModel, reference: Reference
-) -> None:
-    staging = {"transport": TransportConfig(staging_bytes=64 << 20)}
-    with World(made, decode=staging, prefill=staging) as world:
-        world.ask("r", range(70), max_new_tokens=4, sampling=SAMPLING)
-        world.run()
-        check_answers(world, reference)
         world.at_rest()
 
 

@@ -54,7 +54,12 @@ def test_heads_of_several_sizes_are_refused_by_name() -> None:
     sizes = {name: size for name, size in TINY.items() if name != "device"}
     kinds = ["sliding_attention", "full_attention"]
     config = AutoConfig.for_model(
-        "gemma4_text", **sizes, layer_types=kinds, head_dim=16, global_head_dim=32
+        "gemma4_text",
+        **sizes,
+        layer_types=kinds,
+        head_dim=16,
+        global_head_dim=32,
+        vocab_size_per_layer_input=256,
     )
     with pytest.raises(ConfigError, match="gemma4_text is not served: heads of several sizes"):
         make_model(config)
@@ -78,12 +83,12 @@ def test_the_trial_finds_what_no_config_tells(monkeypatch: pytest.MonkeyPatch) -
     """Attention of which a part is left out, as a model with a window of its own would have."""
     from prefixkv.engines.hf import attention
 
-    right = attention.Plan.attend
+    right = attention.GroupPlan.attend
 
-    def wrong(self: attention.Plan, *args: torch.Tensor) -> torch.Tensor:
+    def wrong(self: attention.GroupPlan, *args: torch.Tensor) -> torch.Tensor:
         return right(self, *args) * 1.1
 
-    monkeypatch.setattr(attention.Plan, "attend", wrong)
+    monkeypatch.setattr(attention.GroupPlan, "attend", wrong)
     with pytest.raises(ConfigError, match="on pages its logits differ by"):
         make_model("llama", **TINY)
 

@@ -16,9 +16,10 @@ from prefixkv.config import ComputeConfig, HostConfig
 from prefixkv.engines.hf import PagedModel, Sampling
 from prefixkv.engines.hf.attention import Plan
 from prefixkv.engines.hf.models import _not_finite
+from prefixkv.engines.hf.rows import Row
 from prefixkv.errors import NotFiniteError
 from prefixkv.spi import as_pages
-from tests.integration.hf.test_layers import SERVED
+from tests.integration.hf.test_layers import STATES, WINDOWS
 from tests.support.hf_world import BY_SIZE, Answer, Reference, World
 from tests.support.hf_world import family as family_of
 
@@ -105,8 +106,9 @@ def check_memory(world: World) -> None:
                 assert one.v(layer).isfinite().all()
 
 
-@pytest.mark.parametrize("value", [NAN, INF, -INF])
-@pytest.mark.parametrize("where", [*WHERE, "host memory"])
+@pytest.mark.parametrize(
+    ("where", "value"), [("prefill", NAN), ("prefill", -INF), ("decode", INF), ("host memory", NAN)]
+)
 def test_a_prompt_of_a_bad_moment_leaves_nothing(
     model: PagedModel, reference: Reference, where: str, value: float
 ) -> None:
@@ -231,7 +233,7 @@ def test_samples_and_others_that_share_the_prompt_fail_or_get_it_from_elsewhere(
 
 
 @pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("family", SERVED)
+@pytest.mark.parametrize("family", [STATES, WINDOWS])
 def test_an_early_chunk_of_a_bad_moment_leaves_no_state_and_no_window(
     family: str, where: str
 ) -> None:
@@ -256,8 +258,8 @@ def test_an_early_chunk_of_a_bad_moment_leaves_no_state_and_no_window(
 
 def test_large_numbers_whose_sum_is_not_finite_end_nothing(model: PagedModel) -> None:
     pool = model.make_pool(4, 8)
-    plan = Plan(model.flat_pool(pool), [as_pages(np.arange(2)), as_pages(np.arange(2, 4))],
-                [0, 0], [2, 3])  # fmt: skip
+    rows = [Row(range(2), 0, as_pages([0, 1])), Row(range(3), 0, as_pages([2, 3]))]
+    plan = Plan(model.flat_pool(pool), rows)
     hidden, logits, keep = torch.full((5, 4), 2e38), torch.zeros(2, 7), torch.tensor([1, 4])
     assert _not_finite(plan, hidden, logits, keep) == []
     hidden[3, 1] = -INF

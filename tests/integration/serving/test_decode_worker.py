@@ -97,7 +97,7 @@ class Stage:
 
     async def live(self) -> list[str]:
         """The requests that the engine has."""
-        return await self.worker._call(lambda engine: list(engine._samples))
+        return await self.worker._call(lambda engine: list(engine._asked))
 
 
 async def last_said(answer: httpx.Response) -> TokenEvent:

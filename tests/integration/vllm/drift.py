@@ -32,7 +32,6 @@ def main() -> None:
     made = Made()
     _print(_apart(lambda: _use(made)))
     _print({name: _apart(partial(_remove, *one), _import) for one in GONE for name in one[1:]})
-    _print(_calls())
     _print({
         name: _apart(partial(_set_other, name), _import)
         for name in ("get_num_new_matched_tokens", "wait_for_save", "request_finished")
@@ -70,22 +69,6 @@ def _set_other(name: str) -> None:
 
 def _names(function: Any) -> list[str]:
     return list(function.__code__.co_varnames[1 : function.__code__.co_argcount])
-
-
-def _calls() -> list[list[str]]:
-    """Why each function that is called would be refused, if it took one argument more."""
-    from prefixkv.engines.vllm import compat, versions
-
-    said = []
-    for function, num_args, keywords in compat.CALLS:
-        versions.check_call(function, num_args, keywords)
-        try:
-            versions.check_call(function, num_args, (*keywords, "of_the_next"))
-        except ConfigError as error:
-            said.append([function.__qualname__, str(error)])
-        else:
-            said.append([function.__qualname__, ""])
-    return said
 
 
 class Made:

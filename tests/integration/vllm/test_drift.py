@@ -49,12 +49,8 @@ def test_a_name_that_is_gone_is_an_import_error_in_plain_words(rows: list[Any]) 
 
 
 def test_a_function_that_takes_other_arguments_is_refused_at_start(rows: list[Any]) -> None:
-    """Of each that is called; and of those that vLLM calls, of ours."""
-    assert len(rows[2]) > 25
-    for name, said in rows[2]:
-        assert f"has {name}(" in said
-        assert "of_the_next; prefixkv's connector is for vLLM from" in said
-    for name, said in rows[3].items():
+    """Of those that vLLM calls, of ours."""
+    for name, said in rows[2].items():
         assert said.startswith("ConfigError: vLLM 0.3"), (name, said)
         assert f"KVConnectorBase_V1.{name}(" in said
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.policies.gated import Gated
 from prefixkv.cache.radix_cache import RadixCache
 
 
 def small():
-    cache = RadixCache(page_size=2, policy=Gated())
+    cache = RadixCache(page_size=2, policy="lru")
     cache.insert([1, 1, 2, 2, 3, 3], range(3))
     cache.insert([1, 1, 2, 2, 4, 4], [0, 1, 9], namespace=None)
     cache.lock(cache.match_prefix([1, 1, 2, 2]))
@@ -19,11 +18,11 @@ def small():
     return cache
 
 
-def test_dump_names_depth_tokens_locks_age_and_level():
+def test_dump_names_depth_pages_locks_and_the_last_use():
     text = small().dump()
     assert text.splitlines()[1:3] == [
-        "  tokens 0..4 (2 pages), lock_ref 1, age 1 uses, level 0, 1 visits",
-        "    tokens 4..6 (1 pages), lock_ref 0, age 3 uses, level 0, 1 visits",
+        "  <TreeNode pages 0..2 lock_ref=1 children=2>, used 3",
+        "    <TreeNode pages 2..3 lock_ref=0 children=0>, used 1",
     ]
     assert "namespace '[red]lora'" in text
     assert "wanted by 1" in text

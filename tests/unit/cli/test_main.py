@@ -31,7 +31,9 @@ from prefixkv.protocol.messages import PROTOCOL_VERSION
         ("serve {tmp}", "no config.json and no *.safetensors and no tokenizer.json"),
         ("serve {tmp}/none", "there is no model folder"),
         ("serve {tmp}/w.toml", "is no folder"),
-        ("serve --port 0 --device nonsense", "device is 'nonsense'"),
+        pytest.param(
+            "serve --port 0 --device nonsense", "device is 'nonsense'", marks=pytest.mark.slow
+        ),  # its workers say so
         ("serve --request-log /nowhere/at/all", "request_log: '/nowhere/at/all' cannot be written"),
         ("replay none.jsonl --json {tmp}/no/p.jsonl", "--json is"),
     ],

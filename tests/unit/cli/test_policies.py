@@ -21,7 +21,6 @@ def test_a_name_alone_has_the_default_settings() -> None:
 def test_settings_reach_the_object() -> None:
     policy = policy_of("adaptive:trust=5:half_life_s=600.5:ghosts=0")
     assert (policy.trust, policy.half_life_s, policy.ghosts) == (5, 600.5, 0)
-    assert policy_of("priority:ttl_s=3").ttl_s == 3
 
 
 @pytest.mark.parametrize(

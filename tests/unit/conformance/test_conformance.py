@@ -46,6 +46,19 @@ class SidesWithBoth(ComputingSides):
     more = {"failure_policy": "local", "host_memory": HostConfig()}
 
 
+class Kept:
+    """Makes sides, and keeps those that it made last."""
+
+    def __init__(self, make: type[ToySides], engine: type = ToyDecode) -> None:
+        self._make, self._engine = make, engine
+        self.made: Any = None
+
+    def __call__(self, settings: Any) -> ToySides:
+        kind = type("Sides", (self._make,), {"make_decode": self._engine})
+        self.made = kind(settings)
+        return self.made
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", conformance.scenarios(), ids=str)
 @pytest.mark.parametrize(
@@ -77,14 +90,9 @@ SHOWN = [
 def test_it_keeps_the_laws_of_these_and_they_show_what_they_are_for(
     make: type[ToySides], name: str, counter: str
 ) -> None:
-    made: list[ToySides] = []
-
-    def make_one(settings: Any) -> ToySides:
-        made.append(make(settings))
-        return made[-1]
-
-    conformance.Case(name, 0).check(make_one, **LOCAL)
-    assert made[0].decode.counters[counter] > 0
+    kept = Kept(make)
+    conformance.Case(name, 0).check(kept, **LOCAL)
+    assert kept.made.decode.counters[counter] > 0
 
 
 class ForgetsTheFirstOfAChunk(ToyDecode):
@@ -95,11 +103,8 @@ class ForgetsTheFirstOfAChunk(ToyDecode):
 
 
 def test_a_wrong_chunk_is_found() -> None:
-    class Sides(ComputingSides):
-        make_decode = ForgetsTheFirstOfAChunk
-
-    report = conformance.run(Sides, only=["turns of a chat"], **LOCAL)
-    assert report.laws == {"law 8"}
+    kept = Kept(ComputingSides, ForgetsTheFirstOfAChunk)
+    assert conformance.run(kept, only=["turns of a chat"], **LOCAL).laws == {"law 8"}
 
 
 class LateDevice(ToyDecode):
@@ -155,21 +160,11 @@ class LateDeviceThatSaysNothing(LateDevice):
 
 @pytest.mark.parametrize("name", ["host memory", "decode carries on alone", "turns of a chat"])
 def test_a_device_that_is_still_busy_is_told_of_by_after(name: str) -> None:
-    made: list[Any] = []
-
-    def make(engine: type) -> Any:
-        class Sides(SidesWithBoth):
-            make_decode = engine
-
-        def make_one(settings: Any) -> ToySides:
-            made.append(Sides(settings))
-            return made[-1]
-
-        return make_one
-
-    conformance.Case(name, 0).check(make(LateDevice), **LOCAL)
-    assert made[0].d.num_late > 0
-    report = conformance.run(make(LateDeviceThatSaysNothing), only=[name], **LOCAL)
+    kept = Kept(SidesWithBoth, LateDevice)
+    conformance.Case(name, 0).check(kept, **LOCAL)
+    assert kept.made.d.num_late > 0
+    silent = Kept(SidesWithBoth, LateDeviceThatSaysNothing)
+    report = conformance.run(silent, only=[name], **LOCAL)
     assert "law 8" in report.laws
     assert "was not computed (computing begins at prefix_len" in str(report)
 
@@ -265,38 +260,27 @@ class NeverAsksAgain(ToyDecode):
         self.node.pop_needs_prefill()
 
 
-class AsksAgainWithThePromptOnly(ToyDecode):
-    def ask_again(self) -> None:
-        before = len(self.asked)
-        super().ask_again()
-        for i, request in enumerate(self.asked[before:], before):
-            prompt = self.answers[request.rid.partition(".")[0]].prompt
-            self.asked[i] = type(request)(
-                request.rid, prompt.tokens, room=request.room, generation=request.generation,
-                decode=request.decode, prefill=request.prefill,
-            )  # fmt: skip
-
-
 def changed(request: Any, **changes: Any) -> Any:
     names = ("rid", "tokens", "max_new_tokens", "room", "prefill", "decode", "namespace",
              "cacheable", "generation", "deadline_s")  # fmt: skip
     return type(request)(**{name: getattr(request, name) for name in names} | changes)
 
 
-class AsksAgain(ToyDecode):
-    """Differs from the toy in what it asks prefill for again."""
-
-    CHANGES: dict[str, Any] = {}
-
+class AsksAgainWithThePromptOnly(ToyDecode):
     def ask_again(self) -> None:
         before = len(self.asked)
         super().ask_again()
         again = self.asked[before:]
-        self.asked[before:] = [changed(request, **self.CHANGES) for request in again]
+        self.asked[before:] = [self.asked_again(request) for request in again]
+
+    def asked_again(self, request: Any) -> Any:
+        prompt = self.answers[request.rid.partition(".")[0]].prompt
+        return changed(request, tokens=prompt.tokens)
 
 
-class AsksAgainWithoutADeadline(AsksAgain):
-    CHANGES = {"deadline_s": None}
+class AsksAgainWithoutADeadline(AsksAgainWithThePromptOnly):
+    def asked_again(self, request: Any) -> Any:
+        return changed(request, deadline_s=None)
 
 
 class TellsPrefillToKeepIt(ToyDecode):
@@ -592,11 +576,6 @@ class WithoutAnything:
 
 class WithoutARange(ToySides):
     vocabulary = None  # type: ignore[assignment]
-    made: ToySides | None = None
-
-    def __init__(self, settings: Any) -> None:
-        super().__init__(settings)
-        type(self).made = self
 
 
 class WithoutAbort(ToySides):

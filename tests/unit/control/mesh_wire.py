@@ -11,7 +11,7 @@ import msgspec
 
 from prefixkv.config import ControlConfig
 from prefixkv.control.decode.control import DecodeControl, DecodeInput
-from prefixkv.control.effects import FrameReceived, SendFrame, StagingSlots, Tick
+from prefixkv.control.effects import FrameReceived, RelaySlots, SendFrame, Tick
 from prefixkv.control.handshake import OurSide
 from prefixkv.control.prefill.control import PrefillControl, PrefillInput
 from prefixkv.memory.mesh import Mesh
@@ -41,7 +41,7 @@ NUM_PAGES = 16
 DIGEST = ModelDigest("m", "none", "uint8", "mha", 2, 4, HEAD_BYTES)
 KEY, SENT = RoomKey(7, 0), RoomKey(7, 0, "d")  # as decode and prefill know it
 AREA = StagingArea(BLOCK_BYTES * 10, 8 * BLOCK_BYTES, 4 * BLOCK_BYTES)
-SLOTS = StagingSlots(2, 4 * BLOCK_BYTES, 2)
+SLOTS = RelaySlots(2, 4 * BLOCK_BYTES, 2)
 ADDRESSES = ("tcp://p0", "tcp://p1", "tcp://p2", "tcp://p3")
 
 
@@ -169,7 +169,7 @@ class Readers(_Opposite):
     def __init__(
         self, tp: int = 1, rank: int = 0, page_size: int = PAGE_SIZE, *,
         digest: ModelDigest = DIGEST, timing: ControlConfig = TIMING,
-        staging: StagingSlots | None = None,
+        staging: RelaySlots | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         me, topology, endpoints = PeerId(f"p/{rank}", 5), Topology(page_size, tp), ADDRESSES[1:tp]

@@ -329,9 +329,9 @@ class DecodeWorld:
         self.polls = {machine: machine.poll for machine in machines}
         assert sum(machine.is_written for machine in machines) == self.control._rooms.num_expected
         held = 0
-        if self.control.staging is not None:
-            self.control.staging.check_invariants()
-            held = self.control.staging.num_waiting
+        if self.control.relay is not None:
+            self.control.relay.check_invariants()
+            held = self.control.relay.num_waiting
         for key in self.opened:  # one that is forgotten has ended and is drained, or succeeded
             known = self.peer.poll(key) is not None or held
             assert known or self.ended[key] == self.opened[key]
@@ -349,9 +349,9 @@ class DecodeWorld:
         assert self.peer.expected == 0
         assert self.ended == self.opened
         assert self.drained == self.failed + self.refused
-        if self.control.staging is not None:
-            assert self.control.staging.num_rooms == 0
-            assert self.control.staging.leases.all() == []
+        if self.control.relay is not None:
+            assert self.control.relay.num_rooms == 0
+            assert self.control.relay.leases.all() == []
 
 
 DECODE_FEED: Feed = {
@@ -482,7 +482,7 @@ class PrefillWorld:
         return WriteDrained(10**6 if job_id is None else job_id)
 
     def copied(self, number: int, ok: bool) -> CopyDone | None:
-        if self.control.staging is None:
+        if self.control.relay is None:
             return None
         copy_id = nth(sorted(self.gathers), number)
         self.gathers.pop(copy_id, None)
@@ -566,8 +566,8 @@ class PrefillWorld:
             assert self.freed[key] <= self.ended[key] <= self.added[key], (
                 "the engine is told once, of what it added"
             )
-        if self.control.staging is not None:
-            self.control.staging.check_invariants()
+        if self.control.relay is not None:
+            self.control.relay.check_invariants()
         self.check_slots()
 
     def post(self, job: WriteJob) -> None:
@@ -621,8 +621,8 @@ class PrefillWorld:
         assert self.control.num_rooms == 0, "no tombstone lives longer than its peer"
         while self.undrained:
             self.feed(WriteDrained, (0,))
-        if self.control.staging is not None:
-            staging = self.control.staging
+        if self.control.relay is not None:
+            staging = self.control.relay
             assert (len(staging.jobs), len(staging.free_slots)) == (0, SLOTS.num_slots)
 
 

@@ -505,7 +505,7 @@ def test_a_staging_area_that_cannot_be_is_refused_with_the_reason(
     good = Readers(page_size=16, staging=SLOTS).say(
         A, hello(2, 0, A, page_size=16, staging=fitting)
     )
-    assert [added.staged for added in of(good, AddPeer)] == [True]
+    assert [added.relayed for added in of(good, AddPeer)] == [True]
     peer = Readers(page_size=16, staging=SLOTS)
     said = peer.say(A, hello(2, 0, A, page_size=16, staging=area))
     assert of(said, AddPeer) == []
@@ -519,12 +519,12 @@ def test_slices_are_staged_where_both_can() -> None:
     for slots, area, staged in ((SLOTS, AREA, True), (None, AREA, False), (SLOTS, None, False)):
         said = Readers(staging=slots).say(A, hello(2, 0, A, staging=area))
         (added,) = of(said, AddPeer)
-        assert (added.staged, added.memory.staging) == (staged, area if staged else None)
+        assert (added.relayed, added.memory.staging) == (staged, area if staged else None)
         assert bodies(said, HelloReply)[0][1].staged == staged
     whole = Readers(tp=2, staging=SLOTS)
     said = whole.say(A, hello(2, 0, A, staging=AREA))
     (added,) = of(said, AddPeer)
-    assert (added.staged, bodies(said, HelloReply)[0][1].staged) == (False, False), (
+    assert (added.relayed, bodies(said, HelloReply)[0][1].staged) == (False, False), (
         "a whole rank needs no staging"
     )
 
@@ -612,7 +612,7 @@ def test_a_grant_is_the_readers_that_says_it() -> None:
     (gather,) = peer.say(b, grant())
     assert gather.peer == b
     assert peer.say(b, grant()) == [], "of the same piece, not of the other reader's"
-    counters = peer.control.staging.counters
+    counters = peer.control.relay.counters
     assert counters["grants_not_awaited"] == 1
     assert peer.say(a, grant(ticket=2)) == []
     assert peer.say(a, grant(offset=8 * BLOCK_BYTES)) == [], "behind its area"
@@ -642,10 +642,10 @@ def test_a_staged_write_that_failed_undrained_keeps_its_slot_and_drains_no_reade
     assert [body.drained for _, body in bodies(said, Outcome)] == [False, False]
     for reader in (a, b):
         assert bodies(peer.say(reader, Abort(*SENT.numbers, "no", 1)), Drained) == []
-    assert len(peer.control.staging.free_slots) == 1
+    assert len(peer.control.relay.free_slots) == 1
     drained = bodies(peer.on(WriteDrained(write.job_id)), Drained)
     assert [(to, body.settle) for to, body in drained] == [(b"d", True), (b"d/1", True)]
-    assert len(peer.control.staging.free_slots) == 2
+    assert len(peer.control.relay.free_slots) == 2
 
 
 def test_a_room_that_is_over_is_forgotten_so_that_its_number_may_be_staged_again() -> None:
@@ -674,9 +674,9 @@ def test_a_staged_reader_that_goes_takes_its_jobs_with_it(how: str) -> None:
     }[how]()
     assert Cancel(write.job_id) in said
     assert RemovePeer(b) in said
-    assert set(peer.control.staging.peers) == ({a, newer} if how == "restart" else {a})
+    assert set(peer.control.relay.peers) == ({a, newer} if how == "restart" else {a})
     assert of(peer.ended(write.job_id, WHY), SourceFree) == [SourceFree(SENT)]
-    assert len(peer.control.staging.jobs) == 0
+    assert len(peer.control.relay.jobs) == 0
 
 
 def test_a_room_that_is_added_again_goes_on_with_what_is_staged_of_it() -> None:

@@ -220,7 +220,7 @@ def asked(
 
 def whole(pair: Writers, rank: int, piece: int, lease_id: int) -> Arrived:
     """The notification of all that this writer writes of a lease."""
-    staging = pair.control.staging
+    staging = pair.control.relay
     lease = staging.leases.get(lease_id)
     (num_bytes,) = [one.num_bytes for one in staging.sections_of(lease) if one.rank == rank]
     blocks = -(-num_bytes // BLOCK_BYTES)
@@ -317,7 +317,7 @@ def test_arrivals_for_a_lease_of_a_room_that_is_over_change_nothing() -> None:
     assert pair.on(Arrived(tag.pack())) == [], "an earlier use's"
     assert pair.control.counters["tags_dropped"] == 2
     assert pair.on(Arrived(tag._replace(ticket=2).pack())) == []
-    assert pair.control.staging.counters["arrivals_of_no_lease"] == 1
+    assert pair.control.relay.counters["arrivals_of_no_lease"] == 1
 
 
 def test_tags_in_any_order_double_foreign_or_cut_are_counted_and_scatter_once() -> None:
@@ -346,7 +346,7 @@ def test_tags_in_any_order_double_foreign_or_cut_are_counted_and_scatter_once() 
         assert arrive(0, 0, **bad) == []
     assert arrive(7, 0) == []
     assert pair.control.counters["tags_dropped"] == 6
-    counters = pair.control.staging.counters
+    counters = pair.control.relay.counters
     for bad in ({"lease_id": leases[1]}, {"lease_id": 99}):
         assert arrive(0, 0, **bad) == []
     assert counters["arrivals_of_no_lease"] == 2

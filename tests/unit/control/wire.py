@@ -12,7 +12,7 @@ import numpy as np
 
 from prefixkv.config import ControlConfig
 from prefixkv.control.decode.control import DecodeControl, DecodeInput
-from prefixkv.control.effects import Expect, FrameReceived, SendFrame, StagingSlots, Tick
+from prefixkv.control.effects import Expect, FrameReceived, RelaySlots, SendFrame, Tick
 from prefixkv.control.handshake import OurSide
 from prefixkv.control.prefill.control import PrefillControl, PrefillInput
 from prefixkv.memory.kv_layout import KVLayout, Slab
@@ -204,7 +204,7 @@ class DecodePeer(_Opposite):
         timing: ControlConfig = TIMING,
         hello: Hello = HELLO,
         topology: Topology = TOPOLOGY,
-        staging: StagingSlots | None = None,
+        staging: RelaySlots | None = None,
         weights_version: str = "",
         **more: Any,
     ) -> None:

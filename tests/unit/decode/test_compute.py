@@ -10,7 +10,7 @@ import pytest
 from prefixkv.config import ComputeConfig, ModelConfig
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.sources import Sources
-from prefixkv.decode.workers import Workers
+from prefixkv.decode.waiting import Workers
 from prefixkv.errors import (
     AdmissionTimeoutError,
     CallerError,

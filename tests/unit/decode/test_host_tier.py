@@ -14,10 +14,11 @@ from prefixkv.cache.node import Mark
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.config import ComputeConfig
 from prefixkv.decode import ending, host_tier
+from prefixkv.decode.admission import HELD
 from prefixkv.decode.host_tier import FRESH_S, HOST, HostPages
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.sources import Sources
-from prefixkv.decode.workers import Workers
+from prefixkv.decode.waiting import Workers
 from prefixkv.errors import OutOfPagesError
 from prefixkv.pages.groups import GroupSpec
 from prefixkv.protocol.events import HostCopy, HostCopyDone
@@ -144,7 +145,7 @@ def test_what_the_pool_forgets_is_loaded_again() -> None:
     assert desk.transferred() == []
     desk.end_copy()
     assert desk.transferred() == ["b"]
-    assert (req.hit_tokens, req.host_tokens, req.shared_tokens) == (16, 16, 0)
+    assert (req.hit_tokens, req.brought.get("loaded"), req.shared_tokens) == (16, 16, 0)
     assert desk.prefix_of(req) == 20
     counters = desk.scheduler.counters
     assert (counters["host_hit_tokens"], counters["host_loaded_pages"]) == (16, 4)
@@ -166,7 +167,7 @@ def test_only_what_the_pool_lacks_is_loaded() -> None:
     (load,) = desk.orders()
     assert len(load.device_pages) == 3
     assert load.device_pages.tolist() == req.pages[1:4].tolist()
-    assert (req.hit_tokens, req.host_tokens) == (16, 12)
+    assert (req.hit_tokens, req.brought.get("loaded")) == (16, 12)
 
 
 def test_a_page_that_nothing_waits_for_is_not_written() -> None:
@@ -327,7 +328,7 @@ def test_what_two_need_is_loaded_once() -> None:
     desk, b, c = two_that_need_it()
     assert len(desk.orders()) == 1
     assert c.pages[:4].tolist() == b.pages[:4].tolist()
-    assert (c.hit_tokens, c.host_tokens, c.shared_tokens) == (0, 0, 16)
+    assert (c.hit_tokens, c.brought.get("loaded", 0), c.shared_tokens) == (0, 0, 16)
     desk.succeed(b.room_key)
     desk.succeed(c.room_key)
     assert desk.transferred() == []
@@ -351,7 +352,7 @@ def test_a_load_goes_on_behind_what_is_on_its_way() -> None:
     second = desk.admitted("c", prompt("a", 22))
     (load,) = desk.orders()
     assert len(load.device_pages) == 3
-    assert (second.shared_tokens, second.host_tokens) == (4, 12)
+    assert (second.shared_tokens, second.brought["loaded"]) == (4, 12)
     desk.end_copy()
     desk.succeed(second.room_key)
     assert desk.transferred() == []
@@ -383,7 +384,7 @@ def test_an_aborted_load_keeps_its_pages_until_the_copy_has_ended() -> None:
     held_by = RoomKey(load.number, 0, HOST)
     assert desk.pages.allocator.held_by(held_by).tolist() == sorted(pages)
     assert desk.host.cache.protected_pages == 4, "the copy reads them"
-    assert desk.scheduler.waiting.unproved().held == 0, "they come back by themselves"
+    assert desk.scheduler.waiting.unproved()[HELD] == 0, "they come back by themselves"
     assert desk.pop_failed() == [req]
     assert not desk.scheduler.idle, "a copy goes on"
     desk.end_copy()
@@ -630,9 +631,9 @@ def test_what_comes_sooner_from_prefill_is_not_loaded(load_s: float, is_loaded: 
         desk.finish(req)
         desk.end_all_copies()
         desk.evict(32)
-        assert req.host_tokens >= 16
+        assert req.brought.get("loaded") >= 16
     last = next_turn(desk, "c")
-    assert (last.host_tokens > 0) is is_loaded
+    assert ("loaded" in last.brought) is is_loaded
     assert bool(desk.orders()) is is_loaded
     # What is not loaded is not measured, so after a minute it is tried again.
     desk.abort(last)
@@ -640,7 +641,7 @@ def test_what_comes_sooner_from_prefill_is_not_loaded(load_s: float, is_loaded: 
     desk.end_all_copies()
     desk.now_s += FRESH_S + 1
     desk.finish(desk.start("x", 8))  # what prefill takes is known all the time
-    assert next_turn(desk, "d").host_tokens > 0
+    assert next_turn(desk, "d").brought["loaded"] > 0
 
 
 # --- and what decode computes itself --------------------------------------------------------------

@@ -94,8 +94,8 @@ def _chain() -> tuple[Air, list[Flight]]:
     [
         ("joined", None, "a flight that waits, and the one it waits for"),
         ("number", 0, "numbers count up"),
-        ("start_key", None, "begins where it is found"),
-        ("start_pages", 3, "what is joined is brought"),
+        ("start_pages", 3, "what is found begins there"),
+        ("end_pages", 0, "what is joined is brought"),
     ],
 )
 def test_a_broken_law_is_named(what: str, value: Any, law: str) -> None:
@@ -130,7 +130,7 @@ class Model(RuleBasedStateMachine):
         """The best of all ways to go on from flight to flight."""
         best: tuple[Flight | None, int] = (None, start)
         for flight in self.live:
-            if flight.start_key is None or flight.start_pages != start:
+            if flight not in self.air.flights.starts or flight.start_pages != start:
                 continue
             for end in range(start + 1, min(flight.end_pages, len(key) // PAGE_SIZE) + 1):
                 if self._prefix(key, end) == self._prefix(flight.key, end):
@@ -159,9 +159,10 @@ class Model(RuleBasedStateMachine):
         ready = [flight for flight in self.live if flight.joined is None]
         flight = ready[which % len(ready)]
         waiters = [other for other in self.live if other.joined is flight]
+        is_shared = flight in self.air.flights.starts
         assert self.air.flights.commit(flight) == waiters
         self.live.remove(flight)
-        if flight.start_key is not None:
+        if is_shared:
             self.tree |= {self._prefix(flight.key, end) for end in range(1, flight.end_pages + 1)}
         for waiter in waiters:
             waiter.pages.num_locked, waiter.pages.num_joined = waiter.start_pages, 0
@@ -217,7 +218,7 @@ class Model(RuleBasedStateMachine):
         self.live = [flight for flight in self.live if flight not in gone]
         self.tree.clear()
         for flight in self.live:
-            assert flight.start_key is None
+            assert flight not in self.air.flights.starts
 
     @invariant()
     def laws(self) -> None:

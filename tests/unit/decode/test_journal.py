@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from prefixkv.decode.journal import timeline
-from prefixkv.decode.request import DecodeRequest
+from prefixkv.decode.request import DecodeRequest, timeline
 from tests.unit.decode.desk import PAGE_SIZE, AbortRoom, Desk
 
 PAGE_BYTES = 100

@@ -11,7 +11,7 @@ from prefixkv.admission import AdmissionPolicy
 from prefixkv.config import ComputeConfig
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.sources import Sources
-from prefixkv.decode.workers import Workers
+from prefixkv.decode.waiting import Workers
 from tests.unit.decode.desk import Desk, OpenRoom
 from tests.unit.decode.test_host_tier import HostDesk, prompt
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prefixkv.decode.workers import Workers
+from prefixkv.decode.waiting import Workers
 from tests.unit.decode.desk import Desk
 
 

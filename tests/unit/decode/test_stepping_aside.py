@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from prefixkv.decode.request import DecodeRequest, DecodeState
-from prefixkv.decode.waiting import MAX_WALK, Waiter, Waiting
-from prefixkv.decode.workers import Workers
+from prefixkv.decode.waiting import MAX_WALK, Waiter, Waiting, Workers
 from prefixkv.errors import (
     AdmissionTimeoutError,
     OutOfPagesError,
@@ -171,12 +170,13 @@ def test_a_retracted_request_waits_no_longer_than_one_that_is_new() -> None:
     for _ in range(4):
         desk.token(*reqs)
     a, b, c = reqs
+    desk.now_s = 100.0
     desk.retract(c)
     desk.scheduler.flush()
     for _ in range(3):
         desk.token(a, b)
-    assert desk.admit(at_s=100.0) == []
-    assert desk.scheduler.wake_s == 160.0, "its time begins with the pass after it came back"
+    assert desk.admit() == []
+    assert desk.scheduler.wake_s == 160.0, "its time begins when it has come back"
     assert desk.admit(at_s=160.0) == []
     assert desk.pop_failed() == [c]
     assert isinstance(c.error, AdmissionTimeoutError)

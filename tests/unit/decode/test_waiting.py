@@ -14,8 +14,7 @@ import pytest
 
 from prefixkv.admission import AdmissionPolicy
 from prefixkv.decode import waiting
-from prefixkv.decode.waiting import Waiter, Waiting
-from prefixkv.decode.workers import Worker, Workers
+from prefixkv.decode.waiting import Waiter, Waiting, Worker, Workers
 from prefixkv.errors import UserErrors
 from prefixkv.protocol.ids import RoomKey
 
@@ -57,6 +56,8 @@ class Case:
         self.most = 10
         self.now_s, self.number, self.version = 0.0, 0, 0
         self.rooms: dict[RoomKey, str] = {}
+        self.held: set[RoomKey] = set()
+        self.workers.is_held = self.held.__contains__
 
     # --- steps ------------------------------------------------------------------------------------
 
@@ -65,13 +66,10 @@ class Case:
         address, pages = self.chance.choice(ADDRESSES), self.chance.randint(1, 6)
         waiter = Waiter(
             Req(self.chance.choice([2, 5, 9]), self.now_s),  # type: ignore[arg-type]
-            self.number, self.workers.of(address), self.chance.random() < 0.2,
+            self.number, self.workers.of(address), self.chance.random() < 0.2, self.now_s,
         )  # fmt: skip
         waiter.new_pages = waiter.needed_pages = waiter.most_pages = pages
-        if waiter.is_returned:
-            self.list._unstamped.append(waiter)
-        else:
-            waiter.since_s = self.now_s
+        if not waiter.is_returned:
             waiter.rank = self.list._rank(waiter)
         self._enter(waiter)
 
@@ -125,7 +123,7 @@ class Case:
         elif self.rooms:
             key = self.chance.choice(list(self.rooms))
             if self.chance.random() < 0.4:
-                self.workers.hold(key)
+                self.held.add(key)
             else:
                 self.workers.release(key)
                 del self.rooms[key]
@@ -148,7 +146,7 @@ class Case:
 
     def look(self) -> None:
         """The first does not fit; another gets a new estimate, which may have no rank."""
-        first = self.list._first_of_all(self.now_s)
+        first = self._list_first()
         if first is not None:
             address, over = first.worker.address, self._is_over(first)
             hopeless = self.workers.is_hopeless(first.worker, first.new_pages)
@@ -189,23 +187,31 @@ class Case:
             if waiter.worker.is_open
         ]
         return sorted(lines, key=lambda one: (
-            not one.is_returned, -one.arrival if one.is_returned else one.rank, one.arrival,
+            (0, -one.arrival) if one.is_returned
+            else (1, one.arrival) if self._is_overdue(one)
+            else (2, one.rank, one.arrival)
         ))  # fmt: skip
+
+    def _is_overdue(self, waiter: Waiter) -> bool:
+        return self.now_s - waiter.req.arrived_s >= PATIENCE_S
+
+    def _list_first(self) -> Waiter | None:
+        """As at the beginning of a pass."""
+        self.list._turns()
+        self.list._note_overdue(self.now_s)
+        return self.list._first_of_all()
 
     def first_of_all(self) -> Waiter | None:
         order = self.in_order()
         if not order or order[0].is_returned:
             return order[0] if order else None
-        oldest = min(order, key=lambda one: one.arrival)
-        if self.now_s - oldest.req.arrived_s >= PATIENCE_S:
-            return oldest
-        return None if self.policy.overtakes else order[0]
+        return None if self.policy.overtakes and not self._is_overdue(order[0]) else order[0]
 
     def check(self) -> None:
         found, order = self.list, self.in_order()
         found.check_invariants()
         self.workers.check_invariants(set(self.rooms))
-        assert found._first_of_all(self.now_s) is self.first_of_all()
+        assert self._list_first() is self.first_of_all()
         assert [*found._in_turn()] == order[: waiting.MAX_WALK]
         lines = {address: self._line(address) for address in ADDRESSES}
         away = [one for line in lines.values() for one in line if not one.worker.is_open]
@@ -215,27 +221,18 @@ class Case:
             + sum(len(lines[one]) for one in self.with_share if self.workers.of(one).is_open),
             "prefill": len(away),
         }
-        oldest: dict[Worker, float] = {}
-        for waiter in sorted(order, key=lambda one: one.arrival):
-            if not waiter.is_returned:
-                oldest.setdefault(waiter.worker, waiter.req.arrived_s + PATIENCE_S)
-        due = [time_s for time_s in oldest.values() if time_s > self.now_s]
-        assert found._overdue_s(self.now_s) == min(
-            due if self.policy.overtakes else [], default=math.inf
+        due = [one.req.arrived_s + PATIENCE_S for one in order if not one.is_returned]
+        assert self.now_s < found._overdue.next_s
+        assert found._overdue.next_s <= min(
+            (one for one in due if one > self.now_s), default=math.inf
         )
         self._check_late(away)
 
     def _check_late(self, away: list[Waiter]) -> None:
-        if self.chance.random() < 0.5:
-            found = {one.req for one in self.list._unstamped}
-            self.list._stamp(self.now_s)
-            assert all(one.since_s == self.now_s for one in self.all if one.req in found)
         due = {
-            one.req
-            for one in away
-            if one.since_s is not None
-            and max(one.since_s, one.worker.away_s) + AWAY_S <= self.now_s
-        }
+            one.req for one in away
+            if max(one.since_s, one.worker.away_s) + AWAY_S <= self.now_s
+        }  # fmt: skip
         late = self.list.unanswered(self.now_s)
         by_arrival = sorted(self.all, key=lambda one: one.arrival)
         assert late == [one.req for one in by_arrival if one.req in due]
@@ -265,11 +262,6 @@ def test_the_list_is_what_a_naive_one_is(monkeypatch: pytest.MonkeyPatch) -> Non
     storms(60)
 
 
-def _first_by_rank(self: Waiting, now_s: float) -> Waiter | None:
-    turns = self._turns()
-    return min(worker.order[0] for worker in turns)[-1] if turns else None
-
-
 def _all_have_turns(self: Waiting) -> list[Worker]:
     self._lines, lines = {one: None for one in self._lines if one.is_open}, self._lines
     for worker in self._lines:
@@ -280,16 +272,15 @@ def _all_have_turns(self: Waiting) -> list[Worker]:
         self._lines = lines
 
 
-def _line_alone(self: Waiting, worker: Worker) -> list[Waiter]:
-    return [place[-1] for place in worker.order]
+def _never_overdue(self: Waiting, now_s: float) -> None:
+    self._overdue.due(now_s)
 
 
 TURNS = Waiting._turns
 BROKEN: dict[str, tuple[type, str, Any]] = {
-    "patience ends no overtaking": (Waiting, "_first_of_all", _first_by_rank),
+    "patience ends no overtaking": (Waiting, "_note_overdue", _never_overdue),
     "a line has a turn in spite of its share": (Waiting, "_turns", _all_have_turns),
     "a wait for an answer is not timed": (Waiting, "_time_answer", lambda self, waiter: None),
-    "those that just came are no part of a line": (Waiting, "_line", _line_alone),
     "the last to return is not the first": (Waiter, "turn", property(lambda self: self.arrival)),
     "a share binds a worker that is alone": (
         Workers, "refuses",

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import sys
+import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
-from subprocess import PIPE, Popen
 
 import numpy as np
 import pytest
@@ -158,211 +154,63 @@ def test_each_group_around_the_process_has_its_limit(
     assert free_host_bytes(str(meminfo), str(tmp_path / "groups"), str(names)) == free * GB
 
 
-def test_pools_share_what_the_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_pool, "free_host_bytes", lambda: 10 * 256)
-    first, second = HostPool(layout(), 6), HostPool(layout(), 3)
-    message = "host_memory: 2 host pages of 256 bytes take 512 bytes, the host has 2560 free, of"
-    for _ in range(2):  # what is refused has taken nothing
-        with pytest.raises(ConfigError, match=f"{message} which others have reserved 2304"):
-            HostPool(layout(), 2)
-    HostPool(layout(), 1).close()
-    first.close()
-    HostPool(layout(), 7).close()
-    second.close()
-    second.close()
-    HostPool(layout(), 10).close()
+class Host:
+    """Stands in for a host of this many bytes, which falls as memory is taken."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+        self.free = free
+        self.taken = threading.Event()
+        self.take = host_pool._host_bytes
+        monkeypatch.setattr(host_pool, "free_host_bytes", lambda: self.free)
+        monkeypatch.setattr(host_pool, "_host_bytes", self)
+
+    def __call__(self, num_bytes: int, device: str) -> torch.Tensor:
+        seen = self.free
+        self.taken.wait(0.05)  # another pool that does not wait for its turn sees as much
+        self.free = seen - num_bytes
+        return self.take(num_bytes, device)
 
 
-def test_what_is_touched_is_counted_by_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = 10 * 256
-    monkeypatch.setattr(host_pool, "free_host_bytes", lambda: free)
-    pool = HostPool(layout(), 10)
-    for used in (1, 5, 5, 9, 10):
-        pool.checked(np.arange(used, dtype=np.int32))
-        # As the system would say it, once these pages are written.
-        free = (10 - used) * 256
-        with pytest.raises(ConfigError, match="reserved" if used < 10 else "has 0 free"):
-            HostPool(layout(), 1)
-        free += 256
-        HostPool(layout(), 1).close()
-    pool.close()
-
-
-def test_a_pool_that_is_forgotten_or_cannot_be_made_reserves_nothing(
+def test_pools_that_are_made_at_once_take_no_more_than_there_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(host_pool, "free_host_bytes", lambda: 10 * 256)
-    HostPool(layout(), 10)
-    with monkeypatch.context() as refusing:
+    host = Host(monkeypatch, 10 * 256)
+    errors: list[Exception] = []
 
-        def refused(num_bytes: int, device: str) -> torch.Tensor:
-            raise CapacityError("the system has none")
-
-        refusing.setattr(host_pool, "_host_bytes", refused)
-        with pytest.raises(CapacityError, match="the system has none") as error:
-            HostPool(layout(), 10)
-    HostPool(layout(), 10).close()
-    assert error
-
-
-HOLDER = """
-import sys
-from prefixkv.memory.host_pool import HostPool
-from prefixkv.memory.kv_pool import KVPool
-
-pool = HostPool(KVPool.create(1, 256, 8, 8, 128).layout, 40)
-print(pool.num_pages * pool.page_bytes, flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.mark.parametrize("ends", ["killed", "at its end"])
-def test_processes_share_what_the_host_has(ends: str) -> None:
-    command = [sys.executable, "-c", HOLDER]
-    with Popen(command, stdin=PIPE, stdout=PIPE, text=True) as holder:
-        held = int(holder.stdout.readline())
-        with host_pool.locked() as shares:
-            theirs = shares.num_bytes
-        assert theirs >= held >= 300 << 20
-        holder.kill() if ends == "killed" else holder.stdin.close()
-        holder.wait(WAIT_S)
-    with host_pool.locked() as shares:
-        assert shares.num_bytes <= theirs - held
-
-
-FORKER = """
-import os, sys
-from prefixkv.memory import host_pool
-
-host_pool._PLACES = (sys.argv[1],)
-with host_pool.locked() as shares:
-    share = shares.enter(77 << 20)
-if os.fork() == 0:
-    print("forked", flush=True)
-    sys.stdin.read()
-os._exit(0)
-"""
-
-
-@contextmanager
-def forked(in_child: Callable[[], None]) -> Iterator[int]:
-    """A child that does this and lives on until the end."""
-    told, tell = os.pipe()
-    until_end, end = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside threads
-        pid = os.fork()
-    if pid == 0:
+    def make() -> None:
         try:
-            os.close(end)
-            in_child()
-            os.write(tell, b"x")
-            os.read(until_end, 1)
-        finally:
+            HostPool(layout(), 6, chunk_bytes=256)
+        except (CapacityError, ConfigError) as error:
+            errors.append(error)
+
+    makers = [threading.Thread(target=make) for _ in range(2)]
+    for maker in makers:
+        maker.start()
+    for maker in makers:
+        maker.join(WAIT_S)
+    assert host.free >= 0
+    assert errors
+
+
+def test_a_fork_does_not_keep_the_turn() -> None:
+    ours, theirs = os.pipe()
+    with host_pool._in_turn(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside threads
+        if (pid := os.fork()) == 0:
+            os.close(theirs)
+            os.read(ours, 1)  # until the parent's end is closed
             os._exit(0)
-    try:
-        os.close(tell)
-        assert os.read(told, 1) == b"x", "the child has failed"
-        yield pid
-    finally:
-        os.close(end)
-        os.close(told)
-        os.close(until_end)
-        os.waitpid(pid, 0)
+    os.close(ours)
+    with host_pool._in_turn():
+        os.close(theirs)
+    os.waitpid(pid, 0)
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the shares, which no other test sees."""
-    monkeypatch.setattr(host_pool, "_PLACES", (str(tmp_path),))
-    return tmp_path / f"prefixkv-host-{os.getuid()}"
-
-
-def test_a_fork_under_the_lock_does_not_keep_it(folder: Path) -> None:
-    def in_child() -> None:
-        assert host_pool._locking.acquire(blocking=False)
-
-    def in_another() -> None:
-        fd = os.open(folder / "lock", os.O_RDWR)
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-    with ExitStack() as stack:
-        with host_pool.locked():
-            stack.enter_context(forked(in_child))
-        with forked(in_another):
-            pass
-
-
-def test_a_fork_that_outlives_its_parent_keeps_no_share(folder: Path) -> None:
-    command = [sys.executable, "-c", FORKER, str(folder.parent)]
-    with Popen(command, stdin=PIPE, stdout=PIPE, text=True) as parent:
-        assert parent.stdout.readline() == "forked\n"
-        parent.wait(WAIT_S)
-        assert [*folder.glob("share-*")]
-        with host_pool.locked() as shares:
-            assert shares.num_bytes == 0
-        assert not [*folder.glob("share-*")]
-
-
-def test_a_fork_changes_nothing_of_its_parents_shares(folder: Path) -> None:
-    share, others = entered(77), folder / "theirs"
-
-    def in_child() -> None:
-        # It may get the number of what it has inherited.
-        files = [others.open("w+b") for _ in range(8)]
-        share.keep(5)
-        share.close()
-        share.close()
-        assert all(not os.fstat(one.fileno()).st_size for one in files)
-        mine = entered(3)
-        mine.close()
-
-    with forked(in_child), host_pool.locked() as shares:
-        assert shares.num_bytes == 77
-    share.close()
-    assert not [*folder.glob("share-*")]
-
-
-def test_a_share_that_is_closed_as_its_pages_are_touched(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another thread closes the pool: what it says meanwhile goes to no other file."""
-    share = entered(77)
-    closing = threading.Thread(target=share.close)
-    pwrite = os.pwrite
-
-    def slow(fd: int, data: bytes, offset: int) -> int:
-        closing.start()
-        closing.join(0.2)
-        return pwrite(fd, data, offset)
-
-    monkeypatch.setattr(os, "pwrite", slow)
-    share.keep(5)
-    closing.join(WAIT_S)
-    assert not [*folder.glob("share-*")]
-    share.keep(6)
-
-
-def entered(num_bytes: int) -> host_pool.HostShare:
-    with host_pool.locked() as shares:
-        return shares.enter(num_bytes)
-
-
-def test_a_folder_of_another_user_is_not_trusted(
+def test_without_a_file_to_lock_no_memory_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    (tmp_path / "a" / f"prefixkv-host-{os.getuid()}").write_text("a file in its place")
-    monkeypatch.setattr(host_pool, "_PLACES", (str(tmp_path / "a"), str(tmp_path / "b")))
-    with host_pool.locked() as shares:
-        assert shares.num_bytes == 0
-        share = shares.enter(77)
-    with host_pool.locked() as shares:
-        assert shares.num_bytes == 77
-    share.close()
-    monkeypatch.setattr(host_pool, "_PLACES", (str(tmp_path / "a"),))
-    with pytest.raises(ConfigError, match=f"no folder of this user can be made in {tmp_path}"):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "away"))
+    with pytest.raises(CapacityError, match=r"lock on .*away/prefixkv-host-\d+.lock: .*No such"):
         HostPool(layout(), 1)
 
 
@@ -409,7 +257,6 @@ class Pinning:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
 
-@pytest.mark.usefixtures("folder")
 def test_pinned_pages_become_ready_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     pinning = Pinning(monkeypatch)
     pool = HostPool(layout(), 10, "cuda:0", chunk_bytes=1024)
@@ -420,8 +267,6 @@ def test_pinned_pages_become_ready_chunk_by_chunk(monkeypatch: pytest.MonkeyPatc
         assert len(set(pool.addresses(np.arange(ready, dtype=np.int32)).tolist())) == ready
         with pytest.raises(PageStateError, match=f"host page {ready} is not in"):
             pool.checked(np.array([ready], np.int32))
-        with host_pool.locked() as shares:
-            assert shares.num_bytes == (10 - ready) * pool.page_bytes
     assert pinning.asked == [1024, 1024, 512]
     pool.close()
     assert pool.error is None

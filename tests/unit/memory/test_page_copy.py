@@ -1,5 +1,5 @@
-"""Copies of pages between a pool and host pages: each byte, and no other; on the CPU by both ways
-of copying, and staged as on a GPU."""
+"""Copies of pages between a pool and host pages: each byte, and no other; on the CPU, and
+staged as on a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 from msgspec import structs
 
 from prefixkv.errors import ConfigError, PageStateError
-from prefixkv.memory import page_copy as page_copy_module
 from prefixkv.memory.host_pool import HostPool
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.kv_pool import KVPool, PoolGroup
@@ -35,7 +34,7 @@ def whole_plan(layout: KVLayout) -> StagePlan:
     return StagePlan.of(layout, Shard.whole(layout), layout.page_size)
 
 
-@pytest.fixture(params=["moves", "vectors", "small vectors", "staged", "triton"])
+@pytest.fixture(params=["moves", "staged", "triton"])
 def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Make:
     way = str(request.param)
     if way == "staged":
@@ -52,17 +51,7 @@ def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Mak
             [TritonCopy(whole_plan(one), "cpu") for one in layout.with_same_ids],
             layout, host, "cpu",
         )  # fmt: skip
-    monkeypatch.setattr(page_copy_module, "_MOVED_BYTES", 0 if way == "moves" else 1 << 40)
-    if way == "small vectors":
-        monkeypatch.setattr(page_copy_module, "_VECTOR", 5)
-
-    def made(layout: KVLayout, host: HostPool) -> PageCopy:
-        copy = page_copy(layout, host)
-        assert isinstance(copy, CpuPageCopy)
-        assert copy._in_vectors == (way != "moves")
-        return copy
-
-    return made
+    return page_copy
 
 
 def host_bytes(host: HostPool) -> np.ndarray:
@@ -243,34 +232,6 @@ def test_a_page_is_as_few_runs_as_its_bytes_lie_in(order: str, num_runs: int) ->
     layout = Memory(mesh_layout(order, 7, 4, 3, 4), "cpu").layout
     host = HostPool(layout, 1)
     assert len(CpuPageCopy(layout, host)._lengths) == num_runs
-    host.close()
-
-
-def test_where_linux_refuses_its_calls_runs_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*args: object) -> int:
-        return -1
-
-    layout = KVPool.create(2, 4, 1, 1, 8).layout
-    host = HostPool(layout, 1)
-    assert CpuPageCopy(layout, host)._in_vectors, "this system takes them"
-    page_copy_module._vectors_work.cache_clear()
-    monkeypatch.setattr(page_copy_module, "_transfers", lambda: (refused, refused))
-    assert not CpuPageCopy(layout, host)._in_vectors
-    page_copy_module._vectors_work.cache_clear()
-    host.close()
-
-
-def test_a_call_that_copies_less_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = KVPool.create(2, 4, 1, 1, 8).layout
-    host = HostPool(layout, 1)
-    copy = CpuPageCopy(layout, host)
-    pages = np.zeros(1, np.int32)
-    host._bases[0] = 8  # an address of nothing
-    with pytest.raises(OSError, match="host copy of 128 bytes: Bad address"):
-        copy.load(pages, pages)
-    monkeypatch.setattr(page_copy_module, "_transfers", lambda: (lambda *args: 64,) * 2)
-    with pytest.raises(OSError, match="host copy of 128 bytes ended after 64"):
-        copy.write(pages, pages)
     host.close()
 
 

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from prefixkv.errors import CapacityError, ConfigError
-from prefixkv.memory.kv_pool import KVPool, StagingBuffer
-from prefixkv.memory.shared import SEALS, block_of, blocks_of, shared_bytes
+from prefixkv.memory.kv_pool import SEALS, KVPool, StagingBuffer, block_of, blocks_of, shared_bytes
 from prefixkv.memory.state_layout import StateTensor
 from prefixkv.memory.state_pool import StatePool
 

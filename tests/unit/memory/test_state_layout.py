@@ -86,7 +86,7 @@ def test_a_peer_s_layout_is_checked() -> None:
         "num_slots": StateLayout(0, good.entries, good.regions),
         "not inside": StateLayout(4, good.entries, good.regions),
         "2 state regions": StateLayout(3, good.entries[:1], good.regions[:2]),
-        "is no memory": StateLayout(3, good.entries, ((-1, 5),)),
+        "region address is -1": StateLayout(3, good.entries, ((-1, 5),)),
         "bytes a slot": with_first(num_bytes=0),
         " apart": with_first(slot_stride=first.num_bytes - 1),
         "one region": with_first(base=5),

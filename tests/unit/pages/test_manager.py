@@ -512,7 +512,7 @@ class Books(RuleBasedStateMachine):
             self.manager.release(key)
         self.manager.check_invariants()
         assert set(states(self.manager)) <= {"FREE", "CACHED"}
-        assert self.manager.cache.protected_pages == self.manager.cache.stats().num_locks == 0
+        assert self.manager.cache.protected_pages == self.manager.cache.num_locks == 0
         assert self.manager.cache.num_pages == self.manager.allocator.cached_pages
         assert self.manager.table.free_rows == 4
         self.manager.flush()

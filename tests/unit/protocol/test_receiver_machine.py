@@ -23,7 +23,7 @@ from prefixkv.protocol.receiver_machine import (
     ReceiverMachine,
     RoomTick,
     SendToRank,
-    UnitsStaged,
+    UnitsRelayed,
 )
 from tests.unit.protocol.rooms import (
     KEY,
@@ -167,7 +167,8 @@ EVENTS: list[tuple[Any, float]] = [
     (PeerReady((0,)), 0), *((PromiseAck(*KEY.numbers, rank), 0) for rank in (0, 9)),
     (ChunkLanded(0, 0, 0), 0),
     (ChunkLanded(9, 0, 0), 0), (ChunkLanded(0, 1, 0, 1, 1), 0), (ChunkLanded(0, 1, 0, 1, 2), 0),
-    (UnitsStaged(0, 1), 0), (UnitsStaged(0, 2), 0), (UnitsStaged(0, 9), 0), (UnitsStaged(9, 1), 0),
+    (UnitsRelayed(0, 1), 0), (UnitsRelayed(0, 2), 0), (UnitsRelayed(0, 9), 0),
+    (UnitsRelayed(9, 1), 0),
     (outcome(num_units=2), 0), (outcome(), 0), (outcome(1), 0), (outcome(9), 0),
     (outcome(num_pages=1), 0),
     (outcome(ok=False), 0), (outcome(ok=False, drained=False), 0), (Drained(*KEY.numbers, 0), 0),
@@ -316,13 +317,13 @@ def test_a_part_that_contradicts_those_before_counts_for_nothing() -> None:
     assert laws.on(ChunkLanded(0, 0, 1, 2, 3)) == [RoomEnded(KEY, KVPoll.SUCCESS, aux=b"aux 0")]
 
 
-@pytest.mark.parametrize("event", [ChunkLanded(0, 0, 0, 1, 3), UnitsStaged(0, 5), RoomTick()])
+@pytest.mark.parametrize("event", [ChunkLanded(0, 0, 0, 1, 3), UnitsRelayed(0, 5), RoomTick()])
 def test_notifications_that_do_not_add_up_fail_the_room_by_name(event: Any) -> None:
     laws = run([PeerReady((0,)), outcome(num_units=4)])
     laws.on(event, TIMING.transfer_timeout_s if isinstance(event, RoomTick) else 0.0)
     assert laws.machine.poll is KVPoll.FAILED
     assert laws.drained
-    landed = {ChunkLanded: 3, UnitsStaged: 5, RoomTick: 0}[type(event)]
+    landed = {ChunkLanded: 3, UnitsRelayed: 5, RoomTick: 0}[type(event)]
     assert str(laws.ended.error) == (
         "prefill rank 0 says that 4 unit pages are written, the notifications that came are of "
         f"{landed}"

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 import zmq
 
-from prefixkv.addresses import is_loopback
-from prefixkv.config import ControlConfig, CurveConfig, short_key
+from prefixkv.config import ControlConfig, CurveConfig, is_loopback, short_key
 from prefixkv.control.effects import ConnectFailed, FrameReceived, Reached, Unreached
 from prefixkv.errors import ConfigError, HandshakeError
 from prefixkv.protocol.messages import MAX_FRAME_BYTES

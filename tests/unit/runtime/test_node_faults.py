@@ -27,7 +27,7 @@ from prefixkv.errors import (
     TransferTimeoutError,
 )
 from prefixkv.request import Request
-from prefixkv.runtime.logs import REPEAT_S
+from prefixkv.runtime.control_thread import REPEAT_S
 from tests.support.node_pair import NodePair, left, make_pool, tokens_of
 from tests.support.node_stages import end_of, lone_decode, queued
 from tests.support.patience import NEVER_S, SkippableClock, lasting_address, until

@@ -18,8 +18,8 @@ from prefixkv.memory.mesh import Mesh
 from prefixkv.ranks.row_log import RankLog
 from prefixkv.runtime.host_copies import HostCopies
 from prefixkv.spi import DecodeRank
+from prefixkv.threads import Inbox
 from prefixkv.transfer import DecodeTransfers
-from prefixkv.wakeups import Inbox
 from tests.support.mesh_workers import MeshPair
 from tests.support.node_pair import NodePair, make_pool, tokens_of
 from tests.support.patience import until

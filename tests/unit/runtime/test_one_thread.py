@@ -10,8 +10,8 @@ import pytest
 
 from prefixkv import DecodeConfig, DecodeNode, Mesh, PrefillConfig, PrefillNode, Request
 from prefixkv.errors import CallerError
-from prefixkv.runtime.one_thread import VARIABLE, OneThread
 from prefixkv.spi import DecodeGroup, PrefillGroup
+from prefixkv.threads import VARIABLE, OneThread
 from prefixkv.transfer import DecodeTransfers, PrefillTransfers
 from tests.support.node_pair import make_pool
 

@@ -8,8 +8,8 @@ import pytest
 
 from prefixkv.control.lives import PeerChange
 from prefixkv.protocol.ids import PeerId
-from prefixkv.runtime import logs as peer_log
-from prefixkv.runtime.logs import REPEAT_S, PeerLog
+from prefixkv.runtime import control_thread as peer_log
+from prefixkv.runtime.control_thread import REPEAT_S, PeerLog
 
 P = PeerId("p", 0x3F2A)
 

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from prefixkv import wakeups as threads
-from prefixkv.wakeups import Inbox
+from prefixkv import threads
+from prefixkv.threads import Inbox
 from tests.support.patience import PATIENCE_S, returned
 
 

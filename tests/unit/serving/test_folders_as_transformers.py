@@ -259,8 +259,8 @@ def test_what_is_not_served_of_a_models_defaults_is_said(
     ("said", "why"),
     [
         ('{"top_p": 0}', r"top_p is 0, must be in \(0, 1\]"),
-        ('{"temperature": "hot"}', r"temperature is 'hot', must be in \[0, infinity\)"),
-        ('{"top_k": 2.5}', "top_k is 2.5, must be a whole number from -1 on"), ("{", "is not read"),
+        ('{"temperature": "hot"}', "temperature is 'hot', a number is needed"),
+        ('{"top_k": 2.5}', "top_k is 2.5"), ("{", "is not read"),
     ],
 )  # fmt: skip
 def test_defaults_of_a_model_that_are_none_end_the_start(

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
+from prefixkv.config import _OF_SERVING, check_environ, known_variables
 from prefixkv.errors import ConfigError
 from prefixkv.proxy.config import ProxyConfig
 from prefixkv.serving.config import KINDS, FrontConfig, ListenSettings, ServeConfig
 from prefixkv.serving.launch import ServeLaunch
 from prefixkv.serving.roles import role_settings, without_settings
 from prefixkv.settings import PREFIX, fields_of, load, settings_of
-from prefixkv.variables import _OF_SERVING, check_environ, known_variables
 from tests.support.processes import ROOT
 
 ENVIRON: dict[str, str] = {}
@@ -245,7 +245,7 @@ def test_every_variable_that_the_tree_reads_is_known() -> None:
 
 
 def test_the_settings_of_all_commands_are_known_where_only_the_core_is() -> None:
-    """What is missing here belongs into `_OF_SERVING` of prefixkv/variables.py."""
+    """What is missing here belongs into `_OF_SERVING` of prefixkv/config.py."""
     have = {setting.variable for kind in CLASSES for setting in settings_of(kind)}
     assert have <= known_variables()
     check_environ(dict.fromkeys(known_variables(), "x"))

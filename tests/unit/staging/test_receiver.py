@@ -14,7 +14,7 @@ from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
 from prefixkv.protocol.ids import ChunkTag, KVPoll, PeerId, RoomKey
 from prefixkv.protocol.machine import Fail
 from prefixkv.protocol.messages import Hello, HelloReply, LeaseAsk, Promise, Topology
-from prefixkv.protocol.receiver_machine import RoomDrained, RoomEnded, RoomOverdue, UnitsStaged
+from prefixkv.protocol.receiver_machine import RoomDrained, RoomEnded, RoomOverdue, UnitsRelayed
 from prefixkv.staging.leases import LeaseCut, LeaseState, Section
 from prefixkv.staging.receiver import (
     Grant,
@@ -310,12 +310,12 @@ def test_a_writer_has_arrived_when_each_part_is_notified_with_all_its_blocks() -
     assert tag(0, 1) == []
     assert tag(1, 0) == tag(1, 2) == []  # a transport that posted less, or more, than the section
     assert staging.counters == {"arrivals_that_disagree": 2}
-    assert tag(1, 1) == [ToRoom(A, UnitsStaged(0, 4))]
+    assert tag(1, 1) == [ToRoom(A, UnitsRelayed(0, 4))]
     assert tag(1, 1) == []
     assert tag(0, 1, rank=2) == []
     scatter, arrived = tag(1, 1, rank=2)
     assert isinstance(scatter, Scatter)
-    assert arrived == ToRoom(A, UnitsStaged(2, 4))
+    assert arrived == ToRoom(A, UnitsRelayed(2, 4))
 
 
 def test_what_a_writer_says_stands_for_no_notification() -> None:

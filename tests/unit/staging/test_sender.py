@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from prefixkv.control.effects import Cancel, StagingSlots
+from prefixkv.control.effects import Cancel, RelaySlots
 from prefixkv.errors import AbortedError, HandshakeError, InternalError, PeerLostError
 from prefixkv.memory.mesh import Mesh, sent_shares, writers_to
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea, whole_blocks
@@ -69,7 +69,7 @@ class Desk:
 
     def __init__(self, slots: int = 4, window: int = 3) -> None:
         ids = count(1000)
-        sizes = StagingSlots(slots, BLOCK_BYTES, window)
+        sizes = RelaySlots(slots, BLOCK_BYTES, window)
         self.sender: Any = Saying(
             lambda say: StagingSender(ME, RANK, sizes, RESEND_S, lambda: next(ids), say)
         )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
+
+import msgspec
 
 from prefixkv.decode.host_tier import HostTier
 from prefixkv.engines.vllm import connector as connector_module
-from prefixkv.engines.vllm import rest as rest_module
 from prefixkv.engines.vllm import scheduler as scheduler_module
+from prefixkv.engines.vllm import wakeup as wakeup_module
 from prefixkv.engines.vllm.blocks import Flights, Holds
 from prefixkv.engines.vllm.groups import BlockGroups
 from prefixkv.engines.vllm.host import DeviceBlocks, HostBlocks
@@ -29,13 +30,13 @@ def _old_order(patch: Patch) -> None:
     """Prefill computes at once, and holds the blocks until decode asks for them."""
     begin = ScheduledSends.begin
 
-    def promised(self: Any, request: Any, ask: Any, orders: Any) -> None:
-        begin(self, request, ask, orders)
+    def promised(self: Any, request: Any, ask: Any) -> None:
+        begin(self, request, ask)
         if (send := self.sends.get(request.request_id)) is not None:
             send.unpromised = 0
 
     patch(ScheduledSends, "begin", promised)
-    patch(ScheduledSends, "may_start", lambda self, rid, num_free, orders: None)
+    patch(ScheduledSends, "may_start", lambda self, rid: None)
 
 
 def _promises_are_lost(patch: Patch) -> None:
@@ -43,13 +44,14 @@ def _promises_are_lost(patch: Patch) -> None:
 
 
 def _sent_blocks_stay(patch: Patch) -> None:
-    freed = ScheduledSends.freed
-    keeps: Any = SimpleNamespace(release=lambda rid: None)
-    patch(ScheduledSends, "freed", lambda self, rid, holds: freed(self, rid, keeps))
+    def forget(self: Any, rid: str) -> None:
+        del self.rooms[self.sends.pop(rid).room]
+
+    patch(ScheduledSends, "_forget", forget)
 
 
 def _offers_stay(patch: Patch) -> None:
-    patch(ScheduledSends, "make_room", lambda self, num_blocks, grace_s, orders: None)
+    patch(ScheduledSends, "make_room", lambda self, num_blocks, grace_s=0.0: None)
 
 
 def _offers_stay_for_those_behind(patch: Patch) -> None:
@@ -71,15 +73,15 @@ def _the_unwanted_wait(patch: Patch) -> None:
 
 
 def _refusals_are_lost(patch: Patch) -> None:
-    patch(ScheduledLoads, "_order_refusal", lambda self, ask, reason, orders: None)
+    patch(ScheduledLoads, "_order_refusal", lambda self, ask, reason: None)
 
 
 def _aborts_are_lost(patch: Patch) -> None:
     finished = ScheduledSends.finished
 
-    def ended(self: Any, rid: str, orders: Any) -> Any:
-        said = finished(self, rid, orders)
-        orders.abort_sends.pop(rid, None)
+    def ended(self: Any, rid: str) -> Any:
+        said = finished(self, rid)
+        self.ledger.orders.abort_sends.pop(rid, None)
         return said
 
     patch(ScheduledSends, "finished", ended)
@@ -98,8 +100,8 @@ def _loads_take_all(patch: Patch) -> None:
 def _prompts_start_beside_others(patch: Patch) -> None:
     may_start = ScheduledSends.may_start
 
-    def asked(self: Any, rid: str, num_free: int, orders: Any) -> Any:
-        said = may_start(self, rid, num_free, orders)
+    def asked(self: Any, rid: str) -> Any:
+        said = may_start(self, rid)
         send = self.sends.get(rid)
         is_promised = send is not None and send.unpromised <= 0 and rid not in self.ending
         return True if said is False and is_promised else said
@@ -118,7 +120,7 @@ def _promised_prompts_wait_for_loads(patch: Patch) -> None:
 
 
 def _rests_too_early(patch: Patch) -> None:
-    patch(rest_module, "QUIET_STEPS", 0)
+    patch(wakeup_module, "QUIET_STEPS", 0)
 
 
 def _bells_ring_once(patch: Patch) -> None:
@@ -151,7 +153,7 @@ def _blocks_go_before_they_are_written(patch: Patch) -> None:
 
     def pinned(self: Any, key: Any, now_s: float) -> Any:
         lock = pin(self, key, now_s)
-        self._holds.release(f"host memory\0{lock.number}")
+        self._holds.release(lock.name)
         return lock
 
     patch(DeviceBlocks, "pin_key", pinned)
@@ -197,7 +199,7 @@ def _failed_copies_count(patch: Patch) -> None:
 
     def taken(self: Any) -> Any:
         ends, loaded = take(self)
-        return [end._replace(error="") for end in ends], dict.fromkeys(loaded, "")
+        return [msgspec.structs.replace(end, error=None) for end in ends], dict.fromkeys(loaded, "")
 
     patch(WorkerHost, "take_ends", taken)
 
@@ -337,9 +339,12 @@ def _the_state_before_is_sent(patch: Patch) -> None:
     sent = BlockGroups.window_blocks
 
     def before(self: Any, tables: Any, *given: Any) -> Any:
+        found = zip(sent(self, tables, *given), self.windows, strict=True)
         return tuple(
-            one._replace(blocks=(table[-2],)) if one.blocks and any(table[-2:-1]) else one
-            for one, table in zip(sent(self, tables, *given), tables, strict=True)
+            one._replace(blocks=(table[-2],))
+            if one.blocks and any((table := tables[group.number])[-2:-1])
+            else one
+            for one, group in found
         )
 
     patch(BlockGroups, "window_blocks", before)

@@ -21,8 +21,8 @@ from prefixkv.protocol.events import HostCopy, HostCopyDone
 from prefixkv.runtime import decode_transfers, prefill_transfers, transfers
 from prefixkv.runtime.channel import DealerChannel, RouterChannel
 from prefixkv.runtime.control_thread import ControlThread
+from prefixkv.threads import Inbox
 from prefixkv.transport.transports import MAKERS
-from prefixkv.wakeups import Inbox
 
 if TYPE_CHECKING:
     from tests.integration.vllm.liveness.world import World

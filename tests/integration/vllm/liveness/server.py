@@ -165,8 +165,7 @@ class Server:
         self.scheduler: Any = kind(self.config, kv, manager, block_size=size)
         self.connector: Any = self.scheduler.connector
         self.side: SchedulerSide = self.connector.scheduler
-        self.side._now_s = self.side.sends.now_s = self.side.loads.now_s = lambda: world.now_s
-        self.side.loads.draw = world.draw
+        self.side.ledger.now_s, self.side.ledger.draw = lambda: world.now_s, world.draw
         self.side.compute.now_s = lambda: world.now_s
         # Whatever was measured, and again on each call: so every decision has to be a live one.
         chance = random.Random(case.seed)
@@ -175,13 +174,11 @@ class Server:
         )
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.memory = torch.zeros(num_blocks, BLOCK, 1)
-        transfer = self.config.kv_transfer_config
         self.address = self.connector._options.bind
         self.worker = WorkerSide(
             self.connector._options,
+            self.connector._setup,
             prefixkv_config.ModelConfig(model="m"),
-            is_producer=transfer.is_kv_producer,
-            is_consumer=transfer.is_kv_consumer,
         )
         pool = KVPool.from_tensors([self.memory])
         windows = self.connector._groups.windows
@@ -446,18 +443,11 @@ class Server:
     def leftovers(self) -> dict[str, Any]:
         """What has to be nothing at rest."""
         worker, sends = self.worker, self.side.sends
-        host = self.side._host
+        host = self.side.host
         left = {
-            "copies": host.num_copies if host is not None else 0,
-            "host": []
-            if host is None
-            else [
-                *host._keys,
-                *host._load_of,
-                *host._barred,
-                *host._flights._blocks,
-            ],
-            "host parts": list(self.side._host_parts),
+            "copies": host.num_copies,
+            "host": [*host._keys, *host._load_of, *host._barred, *host._flights._blocks],
+            "asked": list(self.side._asked),
             "parts": list(worker._parts),
             "requests": list(self.scheduler.requests),
             "blocks": len(self.pool.blocks) - 1 - self.num_free,
@@ -465,7 +455,6 @@ class Server:
             "loads": list(self.side.loads.pending),
             "wanted": list(self.side.loads.wanted),
             "followers": list(self.side.loads.followers),
-            "joined": list(self.side._joined),
             "failed": list(self.side._turns.failed),
             "landed": list(self.side._turns.landed),
             "flights": len(self.side.flights),
@@ -473,7 +462,7 @@ class Server:
             "sends": list(sends.sends),
             "drawn": list(sends._drawn),
             "ending": list(sends.ending),
-            "errors": dict(self.side._errors),
+            "answers": dict(self.side._answers),
             "worker": [*worker._load_keys, *worker._send_keys, *worker._offers],
             "batches": len(self._queue),
         }
@@ -498,9 +487,8 @@ class Server:
             state = "unpromised" if send.unpromised > 0 else "promised"
             state = "offer" if send.is_offer else state
             lines.append(f"  send {rid}: room {send.room}, {state}, {send.end} tokens computed")
-        if self.side._host is not None:
-            lines.append(f"  copies of host memory: {self.side._host.num_copies}")
-        if joined := self.side._joined:
+        lines.append(f"  copies of host memory: {self.side.host.num_copies}")
+        if joined := [rid for rid, asked in self.side._asked.items() if asked.has_joined]:
             lines.append(f"  wait for another's load: {sorted(joined)}")
         return "\n".join(lines)
 

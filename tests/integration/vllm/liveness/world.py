@@ -281,8 +281,8 @@ class World:
 
     def _leave_in_a_load(self) -> None:
         """The client of a request leaves whose blocks are loaded from host memory."""
-        hosts = [(one, one.side._host) for one in self.servers.values()]
-        loading = [(server, rid) for server, host in hosts if host for rid in host.loading]
+        servers = self.servers.values()
+        loading = [(server, rid) for server in servers for rid in server.side.host.loading]
         if loading:
             server, rid = self.random.choice(loading)
             self._log(f"-{rid}, which loads")

@@ -9,7 +9,6 @@ import pytest
 
 from benchmarks.policies.gittins import Gittins
 from prefixkv.cache.eviction.adaptive import Adaptive
-from prefixkv.cache.eviction.plain import ByPriority
 from prefixkv.cache.eviction.policy import Policy, make_policy, policy_names, register_policy
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.errors import ConfigError
@@ -133,7 +132,6 @@ def test_settings_out_of_range_name_the_value():
         lambda: Adaptive(short_tokens=9, long_tokens=8),
         lambda: Gittins(period=0),
         lambda: Gittins(short_tokens=9, long_tokens=8),
-        lambda: ByPriority(ttl_s=-1),
         lambda: Gittins(stride_blocks=0),
         lambda: make_policy("newest"),
     ):

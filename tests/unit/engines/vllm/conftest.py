@@ -57,7 +57,7 @@ class Servers:
             assert not {name for name, n in engine.scheduler.gauges().items() if n} - {kept}
             assert engine.num_used == 0
             assert len(engine.scheduler.flights) == 0
-            assert not engine.scheduler._errors
+            assert not engine.scheduler._answers
             assert not engine.scheduler.compute.rids
 
     def close(self) -> None:

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from prefixkv.config import ControlConfig, ModelConfig
+from prefixkv.engines.vllm.groups import BlockGroups
 from prefixkv.engines.vllm.layout import pool_of
-from prefixkv.engines.vllm.options import OPTION_NAMES, ConnectorOptions
+from prefixkv.engines.vllm.options import OPTION_NAMES, ConnectorOptions, ServerSetup
 from prefixkv.engines.vllm.scheduler import SchedulerSide
 from prefixkv.engines.vllm.worker import WorkerSide
 
@@ -42,7 +43,7 @@ def kv_cache_config(num_blocks: int, block_size: int = BLOCK, num_kv_heads: int 
         host_resident=False,
         enable_kv_transfer=True,
     )
-    return SimpleNamespace(num_blocks=num_blocks, kv_cache_groups=[group])
+    return SimpleNamespace(num_blocks=num_blocks, kv_cache_groups=[group], hash_block_size=None)
 
 
 class Block:
@@ -129,7 +130,7 @@ class Request:
         ]
         self.chain, self.all_token_ids = chain, list(tokens)
         self.blocks: list[Block] = []
-        self.computed = 0
+        self.computed = self.num_in_flight_tokens = 0
         self.status = "waiting"
         self.answer: dict[str, Any] | None = None
         self.recomputed = False
@@ -146,6 +147,20 @@ def options(name: str, **more: Any) -> ConnectorOptions:
         "control": ControlConfig(heartbeat_s=0.1, resend_s=0.05, fence_settle_s=0.05),
     }
     return ConnectorOptions(name, **({"bind": "tcp://127.0.0.1:*"} | said | more))
+
+
+PREFILL, DECODE = ServerSetup(True, False), ServerSetup(False, True)
+BOTH = ServerSetup(True, True)
+
+
+def side_of(
+    setup: ServerSetup, groups: BlockGroups | None = None, num_blocks: int = 64, **more: Any
+) -> tuple[SchedulerSide, BlockPool]:
+    """A scheduler's side with its pool of blocks; `more` are options."""
+    pool, groups = BlockPool(num_blocks), groups or BlockGroups(BLOCK)
+    made = SchedulerSide(options("d", **more), setup, groups)
+    made.bind(pool)
+    return made, pool
 
 
 class Engine:
@@ -168,13 +183,13 @@ class Engine:
     ) -> None:
         self.caching = caching
         self.options = options(name, **more)
-        roles = {"is_producer": producer, "is_consumer": consumer}
+        setup = ServerSetup(producer, consumer)
         self.pool, self.policy = BlockPool(num_blocks), policy
-        self.scheduler = SchedulerSide(self.options, block_size, **roles)
+        self.scheduler = SchedulerSide(self.options, setup, BlockGroups(block_size))
         self.scheduler.bind(self.pool)
         self.scheduler.sends.can_end = True  # as vLLM's step says, before it asks of any request
         model = ModelConfig(model="m", option_names=OPTION_NAMES)
-        self.worker = WorkerSide(self.options, model, **roles)
+        self.worker = WorkerSide(self.options, setup, model)
         shape = num_blocks, HEADS, block_size, CONTENT
         self.memory = torch.zeros(LAYERS, *shape)
         self.caches = {f"layer.{i}": self.memory[i] for i in range(LAYERS)}
@@ -244,7 +259,7 @@ class Engine:
         self.waiting.remove(request)
         request.blocks = [*cached, *new]
         request.computed = len(cached) * BLOCK
-        self.scheduler.allocated(request, [block.block_id for block in request.blocks], matched)
+        self.scheduler.allocated(request, ([block.block_id for block in request.blocks],), matched)
         if matched:
             request.loaded_from = request.computed
             request.loaded_to = request.computed + matched

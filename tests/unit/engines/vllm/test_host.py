@@ -16,16 +16,15 @@ from prefixkv.cache.radix_key import RadixKey
 from prefixkv.engines.vllm.blocks import Holds
 from prefixkv.engines.vllm.host import DeviceBlocks, HostBlocks, key_of
 from prefixkv.engines.vllm.host_worker import WorkerHost
-from prefixkv.engines.vllm.layout import check_host_memory
-from prefixkv.engines.vllm.orders import CopyEnd, CopyOrder, WorkerReport
+from prefixkv.engines.vllm.options import ServerSetup
+from prefixkv.engines.vllm.orders import CopyOrder, WorkerReport
 from prefixkv.engines.vllm.scheduler import SchedulerSide
-from prefixkv.errors import ConfigError
 from prefixkv.memory.page_copy import CpuPageCopy
-from prefixkv.protocol.events import HostCopy
+from prefixkv.protocol.events import HostCopy, HostCopyDone
 from prefixkv.spi import HostMemory, Inbox
 from tests.support.patience import until
 from tests.unit.engines.vllm.conftest import MakeServers, Servers
-from tests.unit.engines.vllm.standin import BLOCK, BlockPool, Engine, Request, options
+from tests.unit.engines.vllm.standin import BLOCK, BlockPool, Engine, Request, side_of
 from tests.unit.engines.vllm.test_transfers import blocks_sent, error_of
 
 PROMPT = list(range(100, 130))  # 7 blocks and a half
@@ -58,8 +57,7 @@ def left(servers: Servers, tokens: Sequence[int]) -> Engine:
 
 
 def host_of(engine: Engine) -> HostBlocks:
-    assert engine.scheduler._host is not None
-    return engine.scheduler._host
+    return engine.scheduler.host
 
 
 # --- whole requests -------------------------------------------------------------------------------
@@ -180,7 +178,7 @@ def test_a_block_is_not_free_before_it_is_written(small: Servers, copies: HeldCo
     decode.add(Request("1", PROMPT))
     until(lambda: "1" in decode.outputs, step=decode.step)
     assert decode.num_used == decode.scheduler.holds.num_blocks == 7
-    assert decode.scheduler.keeps_blocks_shortly
+    assert host_of(decode).is_writing
     assert decode.scheduler.busy
     # Another finds 7 free blocks, and waits for the others.
     decode.add(Request("2", OTHERS[0]))
@@ -190,7 +188,7 @@ def test_a_block_is_not_free_before_it_is_written(small: Servers, copies: HeldCo
     copies.is_open = True
     until(lambda: "2" in decode.outputs, step=decode.step)
     small.settle()
-    assert not decode.scheduler.keeps_blocks_shortly
+    assert not host_of(decode).is_writing
 
 
 def test_a_client_leaves_while_its_blocks_are_loaded(small: Servers, copies: HeldCopies) -> None:
@@ -312,7 +310,9 @@ def hashes(*numbers: int) -> list[bytes]:
 
 def test_a_block_that_vllm_has_given_away_is_not_found() -> None:
     pool = BlockPool(8)
-    device = DeviceBlocks(Holds(pool))
+    holds = Holds()
+    holds.pool = pool
+    device = DeviceBlocks(holds)
     blocks = pool.new_blocks(3) or []
     for block, one in zip(blocks, hashes(1, 2, 3), strict=True):
         pool.cache(block, one)
@@ -351,19 +351,14 @@ def test_equal_names_are_equal_hashes_and_no_token_is_negative() -> None:
 
 
 def two_ranks() -> tuple[SchedulerSide, BlockPool]:
-    made = SchedulerSide(
-        options("d", host_memory="4x"), BLOCK, is_producer=False, is_consumer=True, num_ranks=2
-    )
-    pool = BlockPool(32)
-    made.bind(pool)
-    return made, pool
+    return side_of(ServerSetup(False, True, 2), num_blocks=32, host_memory="4x")
 
 
 def finished(side: SchedulerSide, pool: BlockPool, rid: str) -> Request:
     request = Request(rid, [int(rid), *PROMPT[:15]])
     side.on_new_request(request)
     blocks = pool.new_blocks(4) or []
-    side.allocated(request, [one.block_id for one in blocks], 0)
+    side.allocated(request, ([one.block_id for one in blocks],), 0)
     request.computed = 16
     for block, one in zip(blocks, request.block_hashes, strict=True):
         pool.cache(block, one)
@@ -385,27 +380,24 @@ def test_what_one_rank_has_not_copied_is_not_there() -> None:
     side.take_reports(WorkerReport(host_pages={0: (60, 60), 1: (60, 60)}), [])
     finished(side, pool, "1")
     (order,) = step_of(side).copies
-    ends = [CopyEnd(order.copy.number, error, 100, 0.1) for error in ("broken off", "")]
+    ends = [
+        HostCopyDone(order.copy.number, error, 100, 0.1) for error in (OSError("broken off"), None)
+    ]
     side.take_reports(WorkerReport(copied=ends), [])
-    assert side._host is not None
-    assert (side._host.num_blocks, side.holds.num_blocks) == (0, 0)
+    assert (side.host.num_blocks, side.holds.num_blocks) == (0, 0)
     assert side.take_counts()["host_copies_failed"] == 1
     side.check_invariants()
 
 
 def test_cache_events_follow_what_is_in_host_memory() -> None:
     """Against a set of hashes; each block has its tokens, and its parent is there."""
-    side = SchedulerSide(
-        options("d", host_memory="4x", host_policy="lru"), BLOCK,
-        is_producer=False, is_consumer=True, tells_host=True,
-    )  # fmt: skip
-    pool = BlockPool(16)
-    side.bind(pool)
+    setup = ServerSetup(False, True, publishes=True)
+    side, pool = side_of(setup, num_blocks=16, host_memory="4x", host_policy="lru")
     side.take_reports(WorkerReport(host_pages={0: (10, 10)}), [])
     there: dict[bytes, tuple[bytes | None, list[int]]] = {}
 
     def hear() -> None:
-        for event in side.take_host_events():
+        for event in side.host.take_events():
             if not event.is_stored:
                 for one in event.hashes:
                     del there[one]
@@ -424,7 +416,7 @@ def test_cache_events_follow_what_is_in_host_memory() -> None:
         for block in pool.blocks:
             block.block_hash = None
         for copy, _ in step_of(side).copies:
-            side.take_reports(WorkerReport(copied=[CopyEnd(copy.number, "", 1, 0.1)]), [])
+            side.take_reports(WorkerReport(copied=[HostCopyDone(copy.number, None, 1, 0.1)]), [])
         hear()
         assert len(there) == side.gauges()["host_blocks"]
         last: bytes | None = None
@@ -504,22 +496,3 @@ def test_a_write_waits_for_the_kernels_of_its_step() -> None:
         assert memory[1].unique().tolist() == [30.0]
     finally:
         host.close()
-
-
-# --- what is refused ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("consumes", "caches", "words"),
-    [
-        (False, True, "host_memory: this server is a kv_producer alone"),
-        (True, False, "host_memory: the prefix cache is off"),
-    ],
-)
-def test_servers_without_use_for_it_refuse_it(consumes: bool, caches: bool, words: str) -> None:
-    config = SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(is_kv_consumer=consumes),
-        cache_config=SimpleNamespace(enable_prefix_caching=caches),
-    )
-    with pytest.raises(ConfigError, match=words):
-        check_host_memory(config)

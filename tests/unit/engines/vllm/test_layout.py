@@ -9,14 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from prefixkv.engines.vllm.layout import (
-    PLAIN,
-    check_config,
-    check_sleep,
-    check_windows,
-    is_plain,
-    pool_of,
-)
+from prefixkv.engines.vllm.groups import STATE_WINDOW, BlockGroups, WindowLayers
+from prefixkv.engines.vllm.layout import PLAIN, check_engine, is_plain, pool_of
 from prefixkv.errors import ConfigError
 from tests.unit.engines.vllm.standin import FullAttentionSpec, kv_cache_config, options
 
@@ -87,7 +81,10 @@ def config(spec: Any = None, **more: Any) -> Any:
     return made
 
 
-PARALLEL = SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1)
+PARALLEL = [
+    "pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size",
+    "prefill_context_parallel_size",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -213,7 +210,7 @@ def test_caches_are_refused_by_name(changed: dict[str, Any], words: str) -> None
     made = config()
     vars(made).update(changed)
     with pytest.raises(ConfigError, match=words):
-        check_config(PARALLEL, made)
+        BlockGroups.of(made)
 
 
 @pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
@@ -222,7 +219,7 @@ def test_window_groups_lie_in_the_memory_of_the_first_layers(order: str, plain: 
     views, made = grouped(order)
     for group in made.kv_cache_groups:
         group.kv_cache_spec.head_size = C // 2
-    check_config(PARALLEL, made)
+    BlockGroups.of(made)
     pool = pool_of(views, made, "tag", plain=plain)
     assert [group.window for group in pool.layout.windows] == [9, 9]
     assert [group.layout.num_layers for group in pool.layout.windows] == [L, L - 1]
@@ -255,19 +252,7 @@ def test_window_groups_lie_in_the_memory_of_the_first_layers(order: str, plain: 
 def test_groups_are_refused_by_name(changed: dict[str, Any], words: str) -> None:
     _, made = grouped(**changed)
     with pytest.raises(ConfigError, match=words):
-        check_config(PARALLEL, made)
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [("policy", "lru"), ("host_memory", "4x"), ("compute_below", 9), ("recompute_below", 9)],
-)
-def test_options_that_windows_do_not_go_with_are_refused_by_name(option: str, value: Any) -> None:
-    for has_states, kept in ((False, "a window, or start vLLM with"), (True, "a state$")):
-        check_windows(options("d"), has_states)
-        words = rf"{option}: is {value!r}; leave it out with a model whose layers keep {kept}"
-        with pytest.raises(ConfigError, match=words):
-            check_windows(options("d", **{option: value}), has_states)
+        BlockGroups.of(made)
 
 
 def stated(order: str = "LBHNC", **more: Any) -> tuple[Any, Any]:
@@ -328,34 +313,74 @@ def test_states_are_refused_by_name(changed: dict[str, Any], words: str) -> None
         pool_of(views, made, "tag")
 
 
+# --- settings that transfers do not go with -------------------------------------------------------
+
+
+def vllm_config(**changed: Any) -> Any:
+    """vLLM's settings as transfers want them, but for what has `changed`."""
+    model = dict.fromkeys(("is_encoder_decoder", "enable_sleep_mode", "enable_cumem_allocator"))
+    cache = {"enable_prefix_caching": True, "use_replayssm": False, "prefix_match_unit": None}
+    parts: dict[str, dict[str, Any]] = {
+        "parallel_config": dict.fromkeys(PARALLEL, 1), "model_config": model,
+        "cache_config": cache, "device_config": {"device_type": "cuda"},
+        "kv_transfer_config": {"is_kv_consumer": True},
+    }  # fmt: skip
+    for name, value in changed.items():
+        next(part for part in parts.values() if name in part)[name] = value
+    return SimpleNamespace(**{name: SimpleNamespace(**part) for name, part in parts.items()})
+
+
+STATES = BlockGroups(N, windows=(WindowLayers(1, "s", STATE_WINDOW, N),))
+WINDOWS = BlockGroups(N, windows=(WindowLayers(1, "w", 9),))
+
+
 @pytest.mark.parametrize(
-    "name",
+    ("changed", "groups", "words"),
     [
-        "pipeline_parallel_size",
-        "data_parallel_size",
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
+        *(({name: 2}, BlockGroups(N), f"{name} is 2, must be 1") for name in PARALLEL),
+        ({"is_encoder_decoder": True}, BlockGroups(N), "an encoder-decoder"),
+        ({"enable_sleep_mode": True}, BlockGroups(N), "enable_sleep_mode is True, must be False"),
+        ({"use_replayssm": True}, STATES, "--use-replayssm"),
+        ({"prefix_match_unit": 2}, STATES, "--prefix-match-unit is 2"),
     ],
 )
-def test_parallel_sizes_are_refused_by_name(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} is 2"):
-        check_config(SimpleNamespace(**{**vars(PARALLEL), name: 2}), config())
-
-
-@pytest.mark.parametrize("device", ["cuda", "xpu", "cpu"])
-@pytest.mark.parametrize("sleeps", [True, False])
-def test_a_server_whose_kv_may_move_is_refused(
-    device: str, sleeps: bool, caplog: pytest.LogCaptureFixture
+def test_settings_are_refused_by_name(
+    changed: dict[str, Any], groups: BlockGroups, words: str
 ) -> None:
-    """Or warned, where nothing moves it before it is told to."""
-    model = SimpleNamespace(enable_sleep_mode=sleeps)
-    if device == "cpu" or not sleeps:
-        check_sleep(model, device)
-        assert caplog.messages == []
-        check_sleep(SimpleNamespace(**vars(model), enable_cumem_allocator=True), device)
-        assert ["--enable-cumem-allocator" in one for one in caplog.messages] == (
-            [] if device == "cpu" else [True]
-        )
-        return
-    with pytest.raises(ConfigError, match=r"enable_sleep_mode is True.*--enable-sleep-mode"):
-        check_sleep(model, device)
+    check_engine(options("d"), vllm_config(), groups)
+    check_engine(options("d"), vllm_config(enable_sleep_mode=True, device_type="cpu"), groups)
+    with pytest.raises(ConfigError, match=words):
+        check_engine(options("d"), vllm_config(**changed), groups)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("policy", "lru"), ("host_memory", "4x"), ("compute_below", 9), ("recompute_below", 9)],
+)
+def test_options_that_windows_do_not_go_with_are_refused_by_name(option: str, value: Any) -> None:
+    said = options("d", **{option: value})
+    for groups, kept in ((WINDOWS, "a window, or start vLLM with"), (STATES, "a state$")):
+        words = rf"{option}: is {value!r}; leave it out with a model whose layers keep {kept}"
+        with pytest.raises(ConfigError, match=words):
+            check_engine(said, vllm_config(), groups)
+    check_engine(said, vllm_config(), BlockGroups(N))
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"is_kv_consumer": False}, "host_memory: this server is a kv_producer alone"),
+        ({"enable_prefix_caching": False}, "host_memory: the prefix cache is off"),
+    ],
+)
+def test_servers_without_use_for_host_memory_refuse_it(changed: dict[str, Any], words: str) -> None:
+    check_engine(options("d"), vllm_config(**changed), BlockGroups(N))
+    with pytest.raises(ConfigError, match=words):
+        check_engine(options("d", host_memory="4x"), vllm_config(**changed), BlockGroups(N))
+
+
+def test_memory_that_may_be_released_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    for device, lines in (("cpu", 0), ("cuda", 1)):
+        config = vllm_config(enable_cumem_allocator=True, device_type=device)
+        check_engine(options("d"), config, BlockGroups(N))
+        assert caplog.text.count("--enable-cumem-allocator") == lines

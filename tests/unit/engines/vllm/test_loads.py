@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from itertools import count
 from typing import Any
 
 import pytest
 
 from prefixkv.engines.vllm.asks import LoadAsk
-from prefixkv.engines.vllm.blocks import Holds
 from prefixkv.engines.vllm.groups import BlockGroups
+from prefixkv.engines.vllm.ledger import Ledger
 from prefixkv.engines.vllm.loads import ScheduledLoads
-from prefixkv.engines.vllm.orders import StepOrders
-from prefixkv.engines.vllm.rest import LONGEST_REST_S, QUIET_STEPS, Rest
-from prefixkv.engines.vllm.stats import Counters
+from prefixkv.engines.vllm.orders import WorkerReport
+from prefixkv.engines.vllm.wakeup import LONGEST_REST_S, QUIET_STEPS, Rest
 from prefixkv.errors import CallerError, RequestError
 from tests.unit.engines.vllm.standin import BLOCK, BlockPool, Request
 
@@ -25,17 +23,14 @@ class Case:
     """Two ranks; `orders` are those of the step."""
 
     def __init__(self, most_blocks: int | None = None) -> None:
-        self.pool, self.orders = BlockPool(32), StepOrders()
-        self.holds = Holds(self.pool)
-        tickets = count(1)
-        self.loads = ScheduledLoads(
-            BlockGroups(BLOCK), 2, BLOCK, Counters(), lambda: next(tickets), lambda: 5.0,
-            most_blocks,
-        )  # fmt: skip
+        self.pool, ledger = BlockPool(32), Ledger(BlockGroups(BLOCK), num_ranks=2)
+        ledger.holds.pool = self.pool
+        self.holds, self.orders = ledger.holds, ledger.orders
+        self.loads = ScheduledLoads(ledger, most_blocks)
 
     def begin(self, rid: str, room: int, tokens: list[int] = PROMPT, **more: Any) -> Request:
         request = Request(rid, tokens, **more)
-        self.loads.begin(request, LoadAsk(room, "p:1", ""), self.orders)
+        self.loads.begin(request, LoadAsk(room, "p:1", ""))
         self.loads.check_invariants()
         return request
 
@@ -45,7 +40,7 @@ class Case:
         blocks = self.pool.new_blocks(NUM_BLOCKS)
         assert blocks is not None
         pages = [block.block_id for block in blocks]
-        self.loads.open(request, wanted, num_sent, pages, (), self.orders)
+        self.loads.open(request, wanted, num_sent, (pages,))
         self.loads.check_invariants()
         return request
 
@@ -67,7 +62,7 @@ def test_a_room_is_one_prompt_s() -> None:
     embeds = Request("d", PROMPT)
     embeds.prompt_token_ids = None
     with pytest.raises(CallerError, match="embeddings"):
-        case.loads.begin(embeds, LoadAsk(1, "p:1", ""), case.orders)
+        case.loads.begin(embeds, LoadAsk(1, "p:1", ""))
     assert not case.orders.refusals, "the room is the first one's"
     assert list(case.loads.wanted) == ["a"]
 
@@ -77,7 +72,7 @@ def test_a_prompt_that_is_not_loaded_is_refused_unless_its_room_is_another_s() -
     embeds = Request("a", PROMPT)
     embeds.prompt_token_ids = None
     with pytest.raises(CallerError, match="embeddings"):
-        case.loads.begin(embeds, LoadAsk(7, "p:1", ""), case.orders)
+        case.loads.begin(embeds, LoadAsk(7, "p:1", ""))
     case.load("b", 1)
     with pytest.raises(RequestError, match="still being transferred"):
         case.begin("b", 2)
@@ -91,9 +86,10 @@ def test_a_proof_that_is_overdue_is_not_waited_for() -> None:
     case.load("a", 1)
     assert case.loads.any_under_way
     assert not case.loads.any_expected, "vLLM waits for its end itself"
-    case.loads.failed("a", "lost", refused=False)
+    case.loads.take(WorkerReport(failed={"a": "lost"}))
     case.received("a")
-    case.loads.overdue(["a", "unknown"])
+    assert case.loads.any_expected
+    case.loads.take(WorkerReport(overdue=["a", "unknown"]))
     assert not case.loads.any_under_way
     assert not case.loads.any_expected
 
@@ -108,7 +104,7 @@ def test_loads_leave_blocks_to_compute_with() -> None:
     assert case.loads.could_fit(13)
     case.received("a")
     assert not case.loads.fits(13), "a rank may still write its blocks"
-    case.loads.flush(case.orders)
+    case.loads.flush()
     assert not case.orders.abort_loads, "it is over"
 
 
@@ -118,13 +114,13 @@ def test_loads_leave_blocks_to_compute_with() -> None:
 def test_the_engine_rests_once_every_worker_wakes_it_and_all_is_quiet() -> None:
     rest = Rest(num_ranks=2)
     assert rest.bell == ""
-    rest.set_address("here")
+    rest.address = "here"
     for _ in range(QUIET_STEPS):
         rest.stepped(is_quiet=True)
-    rest.sent_by(1)
+    rest.num_senders += 1
     assert rest.bell == "here", "a worker has not answered"
     assert not rest.may_rest
-    rest.sent_by(1)
+    rest.num_senders += 1
     assert (rest.bell, rest.has_wakeups, rest.may_rest) == ("", True, True)
     rest.stepped(is_quiet=False)
     for _ in range(QUIET_STEPS):

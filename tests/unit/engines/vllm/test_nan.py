@@ -180,7 +180,7 @@ class Overlapping:
         if (send := self.side.sends.sends.get("1")) is not None:
             send.unpromised = 0
         self.pages = [block.block_id for block in engine.pool.new_blocks(2) or []]
-        self.side.allocated(self.request, self.pages, 0)
+        self.side.allocated(self.request, (self.pages,), 0)
 
     def step(self, count: int, computed: int = 0) -> Any:
         new = [SimpleNamespace(req_id="1", num_computed_tokens=computed)] if count else []
@@ -215,7 +215,7 @@ def test_the_log_has_one_line_a_minute_of_them(
     engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = 1000.0
-    monkeypatch.setattr(engine.scheduler, "_now_s", lambda: now_s)
+    monkeypatch.setattr(engine.scheduler.ledger, "now_s", lambda: now_s)
     for at_s, num_lines in ((1000.0, 1), (1059.9, 1), (1060.0, 2), (1061.0, 2)):
         now_s = at_s
         assert engine.scheduler.take_logits(EMPTY, {"1": 3, "2": 4})[0].keys() == {"1", "2"}
@@ -271,8 +271,7 @@ def test_weights_that_move_meanwhile_leave_nothing_to_send(
 def test_an_offer_whose_blocks_are_needed_meanwhile_is_dropped(engine: Engine) -> None:
     run = Overlapping(engine, DRAWN)
     _, second = run.both()
-    orders = StepOrders()
-    run.side.sends.make_room(1, 0.0, orders)
+    run.side.sends.make_room(1)
     run.side.take_logits(second, {"1": 0})
     assert run.next().before is None
     assert not run.side.sends.sends
@@ -288,7 +287,7 @@ def test_a_request_that_has_ended_is_found_by_its_hashes_when_its_steps_have_com
     """Its client has left between two steps and their results."""
     run = Overlapping(engine, PROMISED)
     steps = run.both()
-    run.request.num_in_flight_tokens = 8  # type: ignore[attr-defined]
+    run.request.num_in_flight_tokens = 8
     run.side.finished(run.request, run.pages)
     found = [run.side.take_logits(step, {"1": n})[1] for step, n in zip(steps, nans, strict=True)]
     hashes = set(run.request.block_hashes)

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from prefixkv.config import ModelConfig
+from prefixkv.engines.vllm.groups import BlockGroups
 from prefixkv.engines.vllm.layout import pool_of
+from prefixkv.engines.vllm.options import ServerSetup
 from prefixkv.engines.vllm.orders import StepOrders, WorkerReport
 from prefixkv.engines.vllm.scheduler import SchedulerSide
 from prefixkv.engines.vllm.worker import Results, WorkerSide
@@ -23,6 +25,7 @@ from tests.unit.engines.vllm.standin import (
     Request,
     kv_cache_config,
     options,
+    side_of,
 )
 
 NUM_RANKS, NUM_BLOCKS, NUM_HEADS = 2, 16, 4
@@ -60,12 +63,12 @@ class Server:
         plain: bool = False,
         **more: Any,
     ) -> None:
-        roles = {"is_producer": producer, "is_consumer": not producer}
+        setup = ServerSetup(producer, not producer, num_ranks)
         # One port for rank 0 alone: the others take free ones.
         self.options = options(name, **(more | {"bind": lasting_address()} if producer else more))
         self.num_ranks = num_ranks
         self.pool = BlockPool(NUM_BLOCKS)
-        self.scheduler = SchedulerSide(self.options, block_size, num_ranks=num_ranks, **roles)
+        self.scheduler = SchedulerSide(self.options, setup, BlockGroups(block_size))
         self.scheduler.bind(self.pool)
         gathering, heads = Gathering(num_ranks), NUM_HEADS // num_ranks
         self.memory = [
@@ -74,13 +77,7 @@ class Server:
 
         def worker(rank: int) -> WorkerSide:
             made = WorkerSide(
-                self.options,
-                ModelConfig(model="m"),
-                rank=rank,
-                num_ranks=num_ranks,
-                num_kv_heads=NUM_HEADS,
-                gather=gathering.of(rank),
-                **roles,
+                self.options, setup, ModelConfig(model="m"), rank, NUM_HEADS, gathering.of(rank)
             )
             caches = {f"layer.{i}": self.memory[rank][i] for i in range(2)}
             config = kv_cache_config(NUM_BLOCKS, block_size, heads)
@@ -142,7 +139,7 @@ def admit(prefill: Server, decode: Server, sending: Request, source: list[int]) 
         return prefill.scheduler.count_loadable(sending, 0) == (0, False)
 
     until(allowed)
-    prefill.scheduler.allocated(sending, source, 0)
+    prefill.scheduler.allocated(sending, (source,), 0)
 
 
 def test_every_rank_gets_its_share() -> None:
@@ -160,7 +157,7 @@ def test_every_rank_gets_its_share() -> None:
         prefill.scheduler.on_new_request(sending)
         decode.scheduler.on_new_request(loading)
         assert decode.scheduler.count_loadable(loading, 0) == (18, True)
-        decode.scheduler.allocated(loading, target, 18)
+        decode.scheduler.allocated(loading, (target,), 18)
         assert prefill.scheduler.count_loadable(sending, 0) == (None, False)
         admit(prefill, decode, sending, source)
         prefill.step(computed("1", 18, source))
@@ -207,7 +204,7 @@ def test_plain_blocks_go_between_other_sizes(
         sending, loading = Request("1", PROMPT, send), Request("1", PROMPT, load)
         prefill.scheduler.on_new_request(sending)
         decode.scheduler.on_new_request(loading)
-        decode.scheduler.allocated(loading, target, 18 - 8)  # decode has 8 tokens
+        decode.scheduler.allocated(loading, (target,), 18 - 8)  # decode has 8 tokens
         admit(prefill, decode, sending, source)
         prefill.step(computed("1", 11, source))
         prefill.step(computed("1", 18, source))
@@ -254,15 +251,11 @@ def wrong(server: Server, blocks: list[int], block_size: int) -> list[int]:
 
 
 def test_blocks_are_held_until_the_last_rank_has_its_proof() -> None:
-    side = SchedulerSide(
-        options("decode-0"), BLOCK, is_producer=False, is_consumer=True, num_ranks=NUM_RANKS
-    )
-    pool = BlockPool(NUM_BLOCKS)
-    side.bind(pool)
+    side, pool = side_of(ServerSetup(False, True, NUM_RANKS), num_blocks=NUM_BLOCKS)
     request = Request("1", PROMPT, {"do_remote_prefill": True, "room": 1, "prefill": "tcp://a:1"})
     side.on_new_request(request)
     blocks = pool.new_blocks(5) or []
-    side.allocated(request, [block.block_id for block in blocks], 18)
+    side.allocated(request, ([block.block_id for block in blocks],), 18)
     side.take_reports(WorkerReport(failed={"1": "lost"}, settled=["1"]), ["1"])
     pool.free_blocks(blocks)  # vLLM's own reference
     assert side.gauges()["held_blocks"] == 5
@@ -284,7 +277,7 @@ def test_host_memory_has_a_share_of_each_rank() -> None:
         side.on_new_request(first)
         blocks = pool.new_blocks(5) or []
         assert side.count_loadable(first, 0) == (0, False)
-        side.allocated(first, [one.block_id for one in blocks], 0)
+        side.allocated(first, ([one.block_id for one in blocks],), 0)
         first.computed = 18
         for block, one in zip(blocks, first.block_hashes, strict=False):
             pool.cache(block, one)
@@ -302,7 +295,7 @@ def test_host_memory_has_a_share_of_each_rank() -> None:
         side.on_new_request(second)
         assert side.count_loadable(second, 0) == (16, True)
         target = [one.block_id for one in pool.new_blocks(4) or []]
-        assert side.allocated(second, target, 16) == 16
+        assert side.allocated(second, (target,), 16) == 16
         until(lambda: decode.received == ["2"], step=decode.step)
         assert decode.failed == set()
         for rank, memory in enumerate(decode.memory):

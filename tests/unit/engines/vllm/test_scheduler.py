@@ -8,19 +8,16 @@ import pytest
 
 from prefixkv.engines.vllm.asks import digest_of
 from prefixkv.engines.vllm.groups import STATE_WINDOW, BlockGroups, WindowBlocks, WindowLayers
+from prefixkv.engines.vllm.options import ServerSetup
 from prefixkv.engines.vllm.orders import WorkerReport
 from prefixkv.engines.vllm.scheduler import SchedulerSide
-from tests.unit.engines.vllm.standin import BLOCK, BlockPool, Request, options
+from tests.unit.engines.vllm.standin import BLOCK, BOTH, DECODE, PREFILL, Request, side_of
 
 PROMPT = list(range(30))
 
 
 def side(hash_size: int = BLOCK) -> SchedulerSide:
-    made = SchedulerSide(
-        options("d"), BLOCK, is_producer=False, is_consumer=True, hash_size=hash_size
-    )
-    made.bind(BlockPool(64))
-    return made
+    return side_of(DECODE, BlockGroups(BLOCK, hash_size=hash_size))[0]
 
 
 def load(rid: str, room: int, tokens: list[int] = PROMPT) -> Request:
@@ -35,7 +32,7 @@ def test_hashes_may_be_of_parts_of_blocks() -> None:
     for request in (first, second):
         request.block_hashes = [hash(tuple(PROMPT[:end])) for end in range(2, 31, 2)]
         made.on_new_request(request)
-    made.allocated(first, range(8), 30)
+    made.allocated(first, (range(8),), 30)
     assert len(made.flights) == 7
     assert made.count_loadable(second, 0) == (None, False)
     second.block_hashes[3] = 0  # the second block differs
@@ -53,7 +50,7 @@ def test_the_last_blocks_may_have_no_hash(missing: int, hash_size: int) -> None:
         ends = range(hash_size, len(tokens) + 1, hash_size)
         request.block_hashes = [hash(tuple(tokens[:end])) for end in ends][:-missing]
         made.on_new_request(request)
-    made.allocated(first, range(6), len(tokens))
+    made.allocated(first, (range(6),), len(tokens))
     whole = len(first.block_hashes) * hash_size // BLOCK
     assert len(made.flights) == whole
     for block in range(6):
@@ -69,9 +66,9 @@ def test_the_block_that_is_partly_filled_flies_for_its_request_alone() -> None:
     first, second = load("1", 1), load("2", 2)
     for request in (first, second):
         made.on_new_request(request)
-    made.allocated(first, range(8), 30)
+    made.allocated(first, (range(8),), 30)
     assert made.count_loadable(second, 28) == (2, True)
-    made.allocated(second, range(8, 16), 2)
+    made.allocated(second, (range(8, 16),), 2)
     made.take_reports(WorkerReport(settled=["1"]), ["1"])
     assert len(made.flights) == 0
     made.check_invariants()
@@ -83,7 +80,7 @@ def test_what_waits_for_a_load_goes_on_as_soon_as_its_client_leaves() -> None:
     first, second = load("1", 1), load("2", 2)
     for request in (first, second):
         made.on_new_request(request)
-    made.allocated(first, range(8), 30)
+    made.allocated(first, (range(8),), 30)
     assert made.count_loadable(second, 0) == (None, False)
     made.finished(first, range(8))
     assert made.count_loadable(second, 0) == (30, True)
@@ -92,19 +89,16 @@ def test_what_waits_for_a_load_goes_on_as_soon_as_its_client_leaves() -> None:
 
 def test_a_choice_of_a_prompt_that_was_admitted_waits_for_no_load_any_more() -> None:
     """It is preempted while another request loads the same blocks."""
-    made = SchedulerSide(
-        options("d", join_flights=False), BLOCK, is_producer=False, is_consumer=True
-    )
-    made.bind(BlockPool(64))
+    made, _ = side_of(DECODE, join_flights=False)
     first, choice, other = load("1", 1), load("2", 1), load("3", 3)
     for request in (first, choice, other):
         made.on_new_request(request)
-    made.allocated(first, range(8), 30)
+    made.allocated(first, (range(8),), 30)
     assert made.count_loadable(choice, 0) == (None, False)
     made.take_reports(WorkerReport(settled=["1"]), ["1"])
     assert made.count_loadable(choice, 28) == (0, False)
-    made.allocated(choice, range(8), 0)
-    made.allocated(other, range(8, 16), 30)
+    made.allocated(choice, (range(8),), 0)
+    made.allocated(other, (range(8, 16),), 30)
     assert made.count_loadable(choice, 0) == (0, False)
     made.check_invariants()
 
@@ -119,13 +113,12 @@ def _nothing() -> object:
 # --- layers that keep a window --------------------------------------------------------------------
 
 
-def windowed(**roles: bool) -> SchedulerSide:
-    """Of two groups; the second keeps every token, the first 9."""
-    groups = BlockGroups(BLOCK, 1, (WindowLayers(0, "last", 9),), 16)
-    roles = roles or {"is_producer": False, "is_consumer": True}
-    made = SchedulerSide(options("d"), BLOCK, groups=groups, **roles)
-    made.bind(BlockPool(64))
-    return made
+WINDOWED = BlockGroups(BLOCK, 1, (WindowLayers(0, "last", 9),), 16)
+"""Two groups; the second keeps every token, the first 9."""
+
+
+def windowed() -> SchedulerSide:
+    return side_of(DECODE, WINDOWED)[0]
 
 
 def test_the_window_is_loaded_whatever_the_prefix_is() -> None:
@@ -135,7 +128,7 @@ def test_the_window_is_loaded_whatever_the_prefix_is() -> None:
     assert made.ignores_windows(request)
     assert made.count_loadable(request, 16) == (13, True)
     table = [*[0] * 5, 40, 41, 42]
-    made.allocated(request, range(8), 13, [table])
+    made.allocated(request, (table, range(8)), 13)
     (opened,) = made.orders(_nothing()).opens
     assert (opened.num_tokens, opened.prefix_len, opened.pages) == (29, 16, (4, 5, 6, 7))
     assert opened.windows == (WindowBlocks(5, (40, 41, 42)),)
@@ -161,27 +154,26 @@ def test_a_prompt_of_one_token_needs_no_room() -> None:
     made.on_new_request(request)
     assert made.count_loadable(request, 0) == (0, False)
     assert [one.room for one in made.orders(_nothing()).refusals] == [1]
-    sends = windowed(is_producer=True, is_consumer=False)
+    sends, _ = side_of(PREFILL, WINDOWED)
     for params in ({"do_remote_decode": True, "room": 1, "decode": "other"},
                    {"do_remote_decode": True}):  # fmt: skip
         sends.sends.address = "tcp://127.0.0.1:1"
         rid = str(len(params))
         sends.on_new_request(Request(rid, [5], params))
-        assert "a prompt of one token" in sends._errors[rid]
+        assert "a prompt of one token" in sends._answers[rid]["error"]
     assert [one.room for one in sends.orders(_nothing()).declines] == [1]
 
 
 @pytest.mark.parametrize("is_here", [True, False])
 def test_a_request_whose_load_has_failed_lets_others_go_first(is_here: bool) -> None:
     """To be computed it needs more blocks than it had, and vLLM comes to no request behind it."""
-    made = windowed()
-    made.bind(BlockPool(20))
+    made, pool = side_of(DECODE, WINDOWED, 20)
     made.sends.can_end = True
     first, second, third = load("1", 1), load("2", 2, [*range(50, 80)]), Request("3", PROMPT)
     for number, request in enumerate((first, second)):
         made.on_new_request(request)
-        made.holds._pool.new_blocks(8)  # type: ignore[attr-defined]
-        made.allocated(request, range(8 * number, 8 * number + 8), 29, [range(8)])
+        pool.new_blocks(8)
+        made.allocated(request, (range(8), range(8 * number, 8 * number + 8)), 29)
     made.on_new_request(third)
     news = WorkerReport(failed={"1": "gone"}, settled=["1"])
     made.take_reports(news, ["1"])
@@ -202,9 +194,7 @@ def test_a_request_whose_load_has_failed_lets_others_go_first(is_here: bool) -> 
 
 
 def both_roles() -> SchedulerSide:
-    made = SchedulerSide(options("d"), BLOCK, is_producer=True, is_consumer=True)
-    made.bind(BlockPool(24))
-    return made
+    return side_of(BOTH, num_blocks=24)[0]
 
 
 def promised(made: SchedulerSide, rid: str, room: int) -> Request:
@@ -237,7 +227,7 @@ def test_a_preempted_send_goes_before_all_others(ends: bool) -> None:
     plain, wanted = Request("plain", PROMPT), load("wanted", 3)
     made.on_new_request(wanted)
     assert made.count_loadable(send, 0) == (0, False)
-    made.allocated(send, range(8), 0)
+    made.allocated(send, (range(8),), 0)
     compute(made, send, 14)
     goes = {"later": (0, False), "plain": (0, False), "wanted": (30, True)}
     others = later, plain, wanted
@@ -248,7 +238,7 @@ def test_a_preempted_send_goes_before_all_others(ends: bool) -> None:
     if ends:
         made.finished(send, [])
     else:
-        made.allocated(send, range(8), 0)
+        made.allocated(send, (range(8),), 0)
         send.computed = 12
     assert {one.request_id: made.count_loadable(one, 0) for one in others} == goes
 
@@ -258,7 +248,7 @@ def test_promised_sends_pass_a_request_that_lacks_the_blocks_of_loads() -> None:
     made = both_roles()
     loading = load("loading", 1)
     made.on_new_request(loading)
-    made.allocated(loading, range(8), 30)
+    made.allocated(loading, (range(8),), 30)
     large, small = Request("large", range(25 * BLOCK)), Request("small", PROMPT)
     # No promised send waits: vLLM's own order.
     assert made.count_loadable(large, 0) == (0, False)
@@ -280,12 +270,11 @@ def test_promised_sends_pass_a_request_that_lacks_the_blocks_of_loads() -> None:
 # --- layers that keep a state ---------------------------------------------------------------------
 
 
-def stated(table_tokens: int, **roles: bool) -> SchedulerSide:
+def stated(table_tokens: int, setup: ServerSetup) -> SchedulerSide:
     """Of two groups; the second keeps every token, the first a state, in a table with an entry for
     `table_tokens` tokens."""
     state = WindowLayers(0, "state", STATE_WINDOW, table_tokens, most_blocks=3)
-    made = SchedulerSide(options("d"), BLOCK, groups=BlockGroups(BLOCK, 1, (state,), 16), **roles)
-    made.bind(BlockPool(64))
+    made, _ = side_of(setup, BlockGroups(BLOCK, 1, (state,), 16))
     made.sends.can_end, made.sends.address = True, "tcp://127.0.0.1:1"
     return made
 
@@ -298,12 +287,12 @@ def test_the_state_is_loaded_behind_all_but_the_last_token(
     num_tokens: int, table_tokens: int, table: list[int]
 ) -> None:
     """Into the block that vLLM reads it from when it computes that token."""
-    made = stated(table_tokens, is_producer=False, is_consumer=True)
+    made = stated(table_tokens, DECODE)
     request = load("1", 1, PROMPT[:num_tokens])
     made.on_new_request(request)
     assert (request.num_prompt_tokens, len(request.prompt_token_ids or ())) == (num_tokens,) * 2
     assert made.count_loadable(request, 16) == (num_tokens - 17, True)
-    made.allocated(request, range(8), num_tokens - 17, [table])
+    made.allocated(request, (table, range(8)), num_tokens - 17)
     (opened,) = made.orders(_nothing()).opens
     last = (num_tokens - 2) // BLOCK
     assert (opened.num_tokens, opened.windows) == (num_tokens - 1, (WindowBlocks(last, (40,)),))
@@ -312,7 +301,7 @@ def test_the_state_is_loaded_behind_all_but_the_last_token(
 @pytest.mark.parametrize("params", [{"room": 1, "decode": "d"}, {}])
 def test_prefill_leaves_out_the_last_token(params: dict[str, object]) -> None:
     """A state has no way back to the tokens before. The prompt is compared whole."""
-    made = stated(BLOCK, is_producer=True, is_consumer=False)
+    made = stated(BLOCK, PREFILL)
     tokens = PROMPT[: 6 * BLOCK]
     request = Request("1", tokens, {"do_remote_decode": True, **params}, max_tokens=20)
     request._all_token_ids, shared = list(tokens), request.prompt_token_ids
@@ -326,7 +315,7 @@ def test_prefill_leaves_out_the_last_token(params: dict[str, object]) -> None:
 
 
 def test_a_prompt_that_is_not_sent_stays_whole() -> None:
-    made = stated(BLOCK, is_producer=True, is_consumer=False)
+    made = stated(BLOCK, PREFILL)
     image = SimpleNamespace(
         identifier="i", mm_position=SimpleNamespace(offset=len(PROMPT) - 4, length=4)
     )
@@ -337,7 +326,7 @@ def test_a_prompt_that_is_not_sent_stays_whole() -> None:
         params = {"do_remote_decode": True, "room": int(rid), "decode": "d"}
         request = Request(rid, PROMPT, params, **more)
         made.on_new_request(request)
-        assert words in made._errors[rid]
+        assert words in made._answers[rid]["error"]
         assert request.num_prompt_tokens == len(PROMPT)
     plain = Request("3", PROMPT)
     made.on_new_request(plain)

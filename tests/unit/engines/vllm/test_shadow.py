@@ -10,9 +10,8 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from benchmarks.policies.gated import Gated
-from prefixkv.engines.vllm.scheduler import SchedulerSide
 from prefixkv.engines.vllm.shadow import Shadow
-from tests.unit.engines.vllm.standin import BlockPool, Request, options
+from tests.unit.engines.vllm.standin import DECODE, Request, side_of
 
 BLOCK, NUM_BLOCKS = 2, 12
 
@@ -162,8 +161,7 @@ def test_namespaces_are_apart() -> None:
 def test_a_request_that_ends_leaves_its_cached_blocks_until_a_flush() -> None:
     """The scheduler's side tells the shadow: only blocks that have a hash, and whole ones."""
     shadow = Shadow(4, "lru", lambda: 0.0)
-    side = SchedulerSide(options("d"), 4, is_producer=False, is_consumer=True)
-    pool = BlockPool(8)
+    side, pool = side_of(DECODE, num_blocks=8)
     side.bind(pool, shadow)
     for rid, first in (("1", 10), ("2", 20)):
         request = Request(rid, range(first, first + 15), num_computed_tokens=15)
@@ -171,7 +169,7 @@ def test_a_request_that_ends_leaves_its_cached_blocks_until_a_flush() -> None:
         for block in blocks[:2] + blocks[3:]:
             pool.cache(block, first + block.block_id)
         pages = [block.block_id for block in blocks]
-        side.allocated(request, pages, 0)
+        side.allocated(request, (pages,), 0)
         side.finished(request, pages)
         if rid == "1":
             assert sorted(shadow.victims(9, side.holds.is_cached)) == pages[:2]

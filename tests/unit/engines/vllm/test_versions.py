@@ -128,21 +128,3 @@ def test_what_takes_less_than_what_it_replaces_is_refused_at_start() -> None:
 
     with pytest.raises(ConfigError, match="max_cache_hit_length"):  # vLLM may pass it by name
         versions.check_overrides(Renamed, Of33)
-
-
-def test_a_call_that_a_function_does_not_take_is_named() -> None:
-    def get_ip(of: str) -> str:
-        return of
-
-    with pytest.raises(ConfigError, match=r"get_ip\(of: 'str'\).* called with 0 by position"):
-        versions.check_call(get_ip, 0)
-    versions.check_call(get_ip, 1)
-    versions.check_call(get_ip, 0, ["of"])
-    with pytest.raises(ConfigError, match=r"get_ip.* called with 1 by position, port"):
-        versions.check_call(get_ip, 1, ["port"])
-    # A method is called without `self`, a class is made without it too.
-    versions.check_call(Of33.get_computed_blocks, 2)
-    with pytest.raises(ConfigError, match=r"Of33.get_computed_blocks\(.* 3 by position"):
-        versions.check_call(Of33.get_computed_blocks, 3)
-    versions.check_call(Of33, 0)
-    versions.check_call(print, 9, ["end"])

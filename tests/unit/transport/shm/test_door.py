@@ -16,7 +16,7 @@ import pytest
 
 from prefixkv.errors import ConfigError, HandshakeError
 from prefixkv.memory.kv_layout import ADDRESS_END
-from prefixkv.memory.shared import SharedBlock, block_of
+from prefixkv.memory.kv_pool import SharedBlock, block_of
 from prefixkv.protocol.ids import TAG_BYTES, ChunkTag, PeerId
 from prefixkv.runtime import rank_spec
 from prefixkv.transport.base import RankMemory, WriteDone

@@ -22,8 +22,8 @@ import pytest
 
 from prefixkv.config import TransportConfig
 from prefixkv.errors import HandshakeError, PeerLostError, TransferTimeoutError
+from prefixkv.memory.kv_pool import SEALS
 from prefixkv.memory.mesh import Shard
-from prefixkv.memory.shared import SEALS
 from prefixkv.protocol.ids import ChunkTag
 from prefixkv.transport.base import (
     Arrived,

@@ -18,7 +18,7 @@ from prefixkv.errors import (
     AbortedError,
     HandshakeError,
 )
-from prefixkv.memory.shared import SharedBlock
+from prefixkv.memory.kv_pool import SharedBlock
 from prefixkv.protocol.ids import ChunkTag, PeerId
 from prefixkv.transport.base import PeerMemory, PeerUnreachable, RankMemory, WriteDone
 from prefixkv.transport.shm import wire as shm_wire

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from prefixkv.cache.page_runs import MAX_RUNS, packed_range, page_runs
+from prefixkv.engines.sglang.slots import MAX_RUNS, packed_range, page_runs
 
 POOL = 300
 RUN = st.tuples(st.integers(-3, POOL + 3), st.integers(1, 40))
