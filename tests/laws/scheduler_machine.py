@@ -704,8 +704,12 @@ class SchedulerSim(PairSim):
                 if (is_quiet or self.now_s - started_s > 60.0) and self._go_on():
                     continue  # writes that stood still land long after every deadline
                 host = host_of(self.decode.scheduler)
-                if is_quiet and host is not None and (host.has_due or len(host)):
-                    self.decode.schedule()  # a write may wait for the next pass
+                loads = self.decode.scheduler.wake_s <= self.now_s or len(
+                    self.decode.scheduler.flights
+                )
+                if is_quiet and host is not None and (host.has_due or len(host) or loads):
+                    # A write may wait for the next pass, or a load ahead of its request.
+                    self.decode.schedule()
                     self._audit(_DECODE)
                     continue
                 if is_quiet:
