@@ -55,7 +55,8 @@ class Ending:
     def __init__(self, ledger: Ledger, ask_again: Callable[[DecodeRequest], None]) -> None:
         self._ledger, self._pages = ledger, ledger.pages
         self._ask_again = ask_again
-        self._waiting: dict[DecodeRequest, tuple[DeviceEvent, End]] = {}
+        # Requests that have ended, or were retracted, and hold pages.
+        self.deferred: dict[DecodeRequest, tuple[DeviceEvent, End]] = {}
         # By session: tokens that other sessions begin with, as it has said.
         self._shared: dict[tuple[Hashable, str], int] = {}
 
@@ -119,24 +120,13 @@ class Ending:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def __contains__(self, req: object) -> bool:
-        return req in self._waiting
-
-    def requests(self) -> list[DecodeRequest]:
-        """Return the requests that have ended, or were retracted, and hold pages. Any thread may
-        call it."""
-        return list(self._waiting)
-
     def untold(self) -> list[DecodeRequest]:
         """Return the requests that failed while the engine wrote their pages."""
-        return [req for req, (event, _) in self._waiting.items() if event is UNTOLD]
+        return [req for req, (event, _) in self.deferred.items() if event is UNTOLD]
 
     def holders(self) -> list[tuple[str, RequestPages]]:
         """Return what holds pages beside live requests, by name. Any thread may call it."""
-        held = [(req.rid, req.pages_held) for req in self.requests()]
+        held = [(req.rid, req.pages_held) for req in list(self.deferred)]
         orphans = [one for one in self._ledger.flights.all() if one.owner is None]
         found = [(rid, pages) for rid, pages in held if pages is not None]
         return found + [(f"{one.source.name} {one.room_key.room}", one.pages) for one in orphans]
@@ -152,7 +142,7 @@ class Ending:
         since nothing proves that they do."""
         held = [
             end.req.pages_held
-            for event, end in self._waiting.values()
+            for event, end in self.deferred.values()
             if isinstance(event, BrokenEvent) is is_broken
         ]
         return sum(pages.num_own + releases.end(pages.lock) for pages in held if pages is not None)
@@ -171,21 +161,21 @@ class Ending:
             elif not isinstance(unwritten, BrokenEvent):
                 after = AllOf(after, unwritten)
         if after is not None:
-            self._waiting[req] = after, end
+            self.deferred[req] = after, end
         else:
             self._release(end, now_s)
 
     def release(self, now_s: float) -> None:
         """Release what the device is done with. O(requests that wait for it)."""
-        for event, end in list(self._waiting.values()):
+        for event, end in list(self.deferred.values()):
             if (left := still_pending(event, self._pages.errors)) is None:
                 self._release(end, now_s)
             else:
-                self._waiting[end.req] = left, end
+                self.deferred[end.req] = left, end
 
     def _release(self, end: End, now_s: float) -> None:
         req, continues, keep_tokens = end
-        self._waiting.pop(req, None)
+        self.deferred.pop(req, None)
         # 1. A request that finished, or was retracted, leaves its whole pages to the cache; one
         # that was aborted or has failed, also since it was retracted, leaves nothing (law 10).
         if req.pages_held is not None:

@@ -621,7 +621,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def idle(self) -> bool:
         """True if nothing is left: no request, nothing to pop, no undrained room. O(1)."""
         left = self.requests or self._failed or self.prefill.asks or len(self.rooms)
-        if left or len(self._ending) or len(self.flights):
+        if left or self._ending.deferred or len(self.flights):
             return False
         return all(source.is_idle for source in self._organs)
 
@@ -753,7 +753,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     @property
     def num_deferred(self) -> int:
         """Number of ended requests with pages that the device may still touch."""
-        return len(self._ending)
+        return len(self._ending.deferred)
 
     def holders(self) -> list[tuple[str, RequestPages]]:
         """Return what holds pages, by name: requests, and flights. Any thread may call it."""
@@ -768,7 +768,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.rooms.check_invariants()
         requests, flights = self.requests.values(), self.flights
         # A request that was retracted, and waits for the device, is in both.
-        live = list(dict.fromkeys([*requests, *self._ending.requests()]))
+        live = list(dict.fromkeys([*requests, *self._ending.deferred]))
         locks: set[PrefixLock] = set()
         held_by: set[RoomKey] = set()
         for source in (*self._organs, self.prefill):
@@ -793,7 +793,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
                 for req in live
             ),
             "what waits for the device holds its pages": all(
-                req.pages_held is not None for req in self._ending.requests()
+                req.pages_held is not None for req in self._ending.deferred
             ),
             "active counts the admitted requests": self.budget.active
             == sum(req.state in ACTIVE for req in requests),
@@ -804,7 +804,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
                 req.pages_held.num_pages * size
                 >= min(req.prompt_len + len(req.output), req.most_kv_len)
                 for req in requests
-                if req.state in CAN_RUN and req.pages_held and req not in self._ending
+                if req.state in CAN_RUN and req.pages_held and req not in self._ending.deferred
             ),
             "a request with a limit above 0 runs, and has the pages for that much output": all(
                 req.state is DecodeState.RUNNING and req.output_limit <= req.most_output
@@ -976,7 +976,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
                 self._refuse_waiting(req, error)
         self._leave(req, now_s)
         # One that was retracted, and waits for the device, is released by that entry.
-        if req.pages_held is not None and req not in self._ending:
+        if req.pages_held is not None and req not in self._ending.deferred:
             self._ending.release_after(after, End(req), now_s)
 
     def _too_late(self, req: DecodeRequest, now_s: float) -> None:

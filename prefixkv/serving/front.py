@@ -257,7 +257,7 @@ class Front(Entrance):
         if not all(token < self.fleet.vocab_size for token in asked.stop_token_ids or ()):
             num = self.fleet.vocab_size
             raise refused("stop_token_ids", f"has tokens that are not in [0, {num})")
-        sampling = asked.sampling(**self._defaults._asdict())
+        sampling, hints = asked.sampling(**self._defaults._asdict()), asked.hints(request)
         # The salt is the client's secret: workers and their caches see only a digest of it.
         salt = salt_digest(asked.cache_salt) if asked.cache_salt else ""
         # Workers separate the parts of their own ids by "/".
@@ -273,7 +273,7 @@ class Front(Entrance):
             most = self._most_tokens(len(tokens), asked, param)
             # All prompts have one id in the request log; workers need one for each.
             part = part_rid(rid, number) if len(prompts) > 1 else rid
-            ask = Ask(part, tokens, "", sampling, most, asked.num_samples, salt)
+            ask = Ask(part, tokens, "", sampling, most, asked.num_samples, salt, hints=hints)
             current().describe_ask(ask, self.name, isinstance(asked, ChatRequest), asked.streams)
             asks.append(ask)
         answers = Answers(rid, self.name, int(time.time()), isinstance(asked, ChatRequest))

@@ -17,6 +17,7 @@ import numpy as np
 
 from prefixkv.engines.vllm.stats import Counters
 from prefixkv.errors import check_laws
+from prefixkv.settings import Continues
 from prefixkv.spi import MAX_INDEX, InsertResult, Policy, PrefixLock, RadixCache
 
 Usable = Callable[[int], bool]
@@ -58,13 +59,15 @@ class Shadow:
             self._tree.unlock(seen)
 
     def ended(
-        self, rid: str, tokens: Sequence[int], blocks: Sequence[int], namespace: Hashable = None
-    ) -> None:
+        self, rid: str, tokens: Sequence[int], blocks: Sequence[int], namespace: Hashable = None,
+        continues: Continues = None,
+    ) -> None:  # fmt: skip
         """Enter and unlock the blocks of a request that ends, all of them cached."""
         lock = self._locks.pop(rid, None)
         # A request that was never admitted here has not been counted as a use.
         if blocks:
-            self._insert(tokens, blocks, namespace, visit=lock is None)
+            inserted = self._insert(tokens, blocks, namespace, visit=lock is None)
+            self._tree.hint(inserted, continues)
         if lock is not None:
             self._tree.unlock(lock)
 
