@@ -721,11 +721,13 @@ class HostSource(MeasuringSource):
         if end > start and ledger.flights.find(pause.key, start)[0] is None:
             missing = end - start + ledger.budget.kept_back - pages.allocator.free_pages
             if missing > 0:
+                # What is left of the path itself is parked too.
+                lock = pages.pin_key(pause.key, now_s)
                 pages.free_worthless(missing, now_s)
+                pages.unpin(lock)
                 if end - start + ledger.budget.kept_back > pages.allocator.free_pages:
                     return False
                 match = pages.find(pause.key)
-                start = match.depth
             row = pages.open(match, end - start, now_s, is_load=True, is_used=True)
             request = Request("", pause.key, room=0, priority=pause.priority)
             flight = Flight(
