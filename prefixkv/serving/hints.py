@@ -44,3 +44,9 @@ class SessionFields(msgspec.Struct, kw_only=True):
         if self.prompt_cache_retention == "24h" and found.continues is None:
             returns_after = 600
         return msgspec.structs.replace(found, session=session, returns_after=returns_after)
+
+
+class AnnouncedTurn(msgspec.Struct, forbid_unknown_fields=True):
+    """A body of /v1/sessions/NAME: the next turn of the session comes soon."""
+
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None

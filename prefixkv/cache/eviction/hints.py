@@ -24,7 +24,7 @@ from math import inf
 from typing import Any, Final, TypeAlias
 
 from prefixkv.cache.eviction.policy import NOTHING_SAID, Policy, Said
-from prefixkv.cache.eviction.queues import EvictionQueue, LeafRank, forget
+from prefixkv.cache.eviction.queues import EvictionQueue, forget
 from prefixkv.cache.node import DEAD, Mark, Packed, Root, TreeNode
 from prefixkv.paging import MAX_INDEX
 
@@ -317,15 +317,8 @@ class HintedQueue:
                 self._owed.append((place, min(num_pages, end - at)))
             at += num_pages
 
-    def rank_at(self, leaf: TreeNode, now_s: float) -> LeafRank:
-        return self._queue.rank_at(leaf, now_s)
-
     def count_dead(self) -> None:
         """The entry of a leaf has died. It is dropped when it comes first, or in a sweep."""
-
-    def expect(self, num_leaves: int, now_s: float) -> None:
-        self._end_promises(now_s)
-        self._queue.expect(num_leaves, now_s)
 
     def broken_laws(self) -> list[str]:
         laws = self._queue.broken_laws()

@@ -51,8 +51,6 @@ NOT_FINITE: Final = "NotFiniteError"
 NAN_LOG_EVERY_S: Final = 60.0
 """Seconds between two lines of the log about such requests."""
 
-_COMPUTES_IT: Final = "decode computes it itself"
-
 
 @dataclass(slots=True)
 class _Asked:
@@ -293,7 +291,7 @@ class SchedulerSide:
             # What is missing is computed here: prefill must stop waiting.
             self.counters.add("computed_requests")
             self.counters.add("computed_tokens", computed)
-            self.loads.refuse(ask, _COMPUTES_IT)
+            self.loads.refuse(ask, "decode computes it itself")
         else:
             total = self.ledger.groups.num_sent(num_tokens)
             cached = total - num_sent

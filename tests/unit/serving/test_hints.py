@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 from starlette.requests import Request
 
 from prefixkv import Hints
+from prefixkv.engines.hf.small import CHAT_TEMPLATE, small_tokenizer
 from prefixkv.serving.hints import HEADER, SessionFields
 from prefixkv.serving.http import ApiError
+from prefixkv.serving.text import Texts
+from tests.support.fronts import fronted
+from tests.support.patience import PATIENCE_S
+from tests.support.scenes import in_loop
 
 
 def hints(header: str = "", **body: Any) -> Hints:
@@ -55,3 +61,31 @@ def test_what_cannot_be_is_refused_by_name(header: str, said: dict[str, Any], pa
     with pytest.raises(ApiError) as raised:
         hints(header, kv_hints=said)
     assert (raised.value.status, raised.value.param) == (400, param)
+
+
+@in_loop
+async def test_a_front_s_workers_hear_of_a_session_in_its_salt_alone() -> None:
+    async with (
+        fronted(Texts(small_tokenizer(), CHAT_TEMPLATE)) as (front, asked),
+        httpx.AsyncClient(base_url=front.server.url, timeout=PATIENCE_S) as client,
+    ):
+        body: dict[str, Any] = {
+            "model": "small", "messages": [{"role": "user", "content": "Hello"}],
+            "cache_salt": "tenant", "kv_hints": {"returns_after": 120},
+        }  # fmt: skip
+        answer = await client.post("/v1/chat/completions", json=body, headers={HEADER: "a/b"})
+        assert answer.status_code == 200
+        said = {"json": {"cache_salt": "tenant"}}, {}
+        for more in said:
+            answer = await client.post("/v1/sessions/a%2Fb", **more)
+            assert (answer.status_code, answer.content) == (202, b"")
+        generated, *announced = asked
+        assert generated["hints"] == msgspec.to_builtins(Hints(session="a/b", returns_after=120))
+        assert announced == [
+            {"session": "a/b", "namespace": generated["namespace"]},
+            {"session": "a/b", "namespace": ""},
+        ]
+        for path, content in (("a", b'{"ends": true}'), ("a" * 257, b"")):
+            answer = await client.post(f"/v1/sessions/{path}", content=content)
+            assert answer.status_code == 400
+        assert len(asked) == 3

@@ -4,6 +4,7 @@ token, and what each part of it decides by itself."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -415,7 +416,7 @@ def test_cache_events_follow_what_is_in_host_memory() -> None:
                 for one in event.hashes:
                     del there[one]
                 continue
-            parent = event.parent
+            parent = event.blocks[0].parent
             for i, one in enumerate(event.hashes):
                 assert one not in there
                 assert parent is None or parent in there
