@@ -919,16 +919,16 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def _recall(self, address: str, now_s: float) -> None:
         error = PeerLostError(f"prefill worker {address} does not answer")
-        # Each goes to the front of the queue, so the last one first.
+        # Each goes to the front of the queue, so the last one first. It may have ended with one
+        # before it. Those that joined one without an owner ask again; what is more than may be
+        # computed here waits for its end.
         for flight in reversed(list(self.prefill.open.values())):
-            req = flight.owner
-            # It may have ended with one before it.
-            if flight.prefill != address or self.prefill.open.get(flight.room_key) is not flight:
-                continue
-            if req is None:
-                self._ending.cancel(flight, error)  # those that joined it ask again
-            # Else it is more than may be computed here, and waits for its end.
-            elif self._planner.needs_no_prefill(req, now_s, joins=False):
+            req, is_open = flight.owner, self.prefill.open.get(flight.room_key) is flight
+            if (
+                flight.prefill == address
+                and is_open
+                and (req is None or self._planner.needs_no_prefill(req, now_s, joins=False))
+            ):
                 self._fail_room(flight, error, error, now_s)
 
     # --- ends -------------------------------------------------------------------------------------

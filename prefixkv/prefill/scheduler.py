@@ -16,7 +16,7 @@ from typing import assert_never
 
 from prefixkv.cache.events import EventFeed
 from prefixkv.cache.radix_key import RadixKey
-from prefixkv.config import PrefillConfig
+from prefixkv.config import PrefillConfig, UsablePrefix
 from prefixkv.errors import (
     AbortedError,
     InternalError,
@@ -36,7 +36,7 @@ from prefixkv.pages.requests import (
     still_pending,
 )
 from prefixkv.paging import pages_for
-from prefixkv.prefill.bootstrap_queue import PrefillBootstrapQueue, UsablePrefix
+from prefixkv.prefill.bootstrap_queue import PrefillBootstrapQueue
 from prefixkv.prefill.request import (
     PrefillJournal,
     PrefillRequest,
@@ -93,7 +93,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         self.shared_prefixes = SharedPrefixes(
             pages.page_size, self.counters, config.follow_s,
             step_pages=1 if points is None else points.step_pages,
-            on_wait=None if points is None else self._save_at,
+            on_wait=None if points is None else points.add_stop,
         )  # fmt: skip
         self.bootstrapped = PrefillBootstrapQueue(
             pages, self.shared_prefixes, usable_prefix, points
@@ -287,12 +287,6 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             self._commands.append(chunk)
         self._tell()
         return len(src_pages)
-
-    def _save_at(self, leader: PrefillRequest, tokens: int) -> None:
-        """Have a checkpoint saved where a request that waits for the leader's prefix parts."""
-        assert self.checkpoints is not None
-        assert leader.plan is not None
-        self.checkpoints.add_stop(leader, tokens, max(leader.prefix_len, leader.plan.computed))
 
     def save_state(self, req: PrefillRequest, end: int) -> int:
         """Return the slot of the StatePool into which the engine copies the extra state behind
