@@ -187,8 +187,8 @@ class Ending:
                     on_cached=(lambda: own.leaving(req)) if own.is_own else None,
                 )
                 # Behind the device's work, so that no copy reads what is still to be written.
-                key = req.key if keep_tokens is None else req.key.prefix(keep_tokens)
                 for source in self._ledger.organs:
+                    key = req.key if keep_tokens is None else req.key.prefix(keep_tokens)
                     source.left(key, now_s, continues)
             else:
                 own.dropped(req)
