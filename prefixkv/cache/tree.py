@@ -332,7 +332,7 @@ class RadixTree:
         every node that lost a child but keeps others: the caller merges those.
         """
         taken: list[Packed] = []
-        ghost_pages = self.policy.ghost_pages
+        remembered_pages = self.policy.remembered_pages
         # About how many leaves will go, if their nodes have as many pages as the average.
         self._queue.expect(num_pages * self.num_nodes // self.evictable_pages, self._now_s)
         missing = num_pages
@@ -349,9 +349,9 @@ class RadixTree:
                 floor = max(floor, node.deepest_want(end - 1))
             count = min(end - floor, missing, self._queue.most_pages)
             missing -= count
-            # The policy remembers evicted paths at every `ghost_pages` pages. It reads the path
+            # The policy remembers evicted paths at every so many pages. It reads the path
             # from the node, so it hears of it before the pages leave.
-            if ghost_pages and end // ghost_pages != (end - count) // ghost_pages:
+            if remembered_pages and end // remembered_pages != (end - count) // remembered_pages:
                 self.policy.evicted(node, count)
             for hints in self._hints:
                 hints.went(node, count)
@@ -417,8 +417,8 @@ class RadixTree:
         """True if evicting everything leaves the same state in any order: if it leaves no ghosts.
         Whether events are recorded must not matter: only one of several ranks records them, and
         marks that fold in another order may round to other floats."""
-        ghost_pages = self.policy.ghost_pages
-        return not (ghost_pages and any(node.end >= ghost_pages for node in self.nodes()))
+        remembered_pages = self.policy.remembered_pages
+        return not (remembered_pages and any(node.end >= remembered_pages for node in self.nodes()))
 
     def _evict_all(self, merge_candidates: dict[TreeNode, None]) -> list[Packed]:
         """Take out all that no lock covers, a branch before what follows. The history of its uses

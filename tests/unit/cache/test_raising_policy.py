@@ -33,7 +33,7 @@ class OopsError(Exception):
 class Moody(LeastRecentlyUsed):
     """Raises with a probability, in any of its methods."""
 
-    ghost_pages = 1
+    remembered_pages = 1
 
     def __init__(self, rng: random.Random, often: float) -> None:
         self.rng, self.often = rng, often

@@ -199,7 +199,7 @@ def test_what_a_model_has_thought_is_left_out_where_sglang_is_told_so(
 @pytest.mark.parametrize("eagle", [False, True])
 def test_policies_count_tokens_whatever_a_key_takes_for_each(eagle: bool) -> None:
     desk = Desk("prefixkv", 16, 4096, eagle=eagle, policy="adaptive")
-    assert desk.cache.tree.policy.ghost_pages == 512 // 16
+    assert desk.cache.tree.policy.remembered_pages == 512 // 16
     desk.check()
 
 
