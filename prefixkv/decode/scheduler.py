@@ -653,23 +653,18 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             flight = self.prefill.arrived(key, aux, now_s)
             if flight is None or flight.owner is None:
                 self.room_drained(key)
-            return
-        # 2. Failure of a room that was aborted here meanwhile: its pages are held already, and the
-        # request has ended.
-        flight = self.prefill.open.get(key)
-        if flight is None:
-            return
-        # 3. Failure. It is no proof: writes may still be landing. The pages move to the room, which
-        # holds them until `room_drained`. The request tries again with other pages.
-        self.journal.transfer_ended(flight.prefill, "failed")
-        error = error or InternalError(f"{key} failed without a reason")
-        self._fail_room(flight, error, None, now_s)
+        # 2. Failure is no proof: writes may still be landing. The pages move to the room, which
+        # holds them until `room_drained`. The request tries again with other pages. Where the room
+        # was aborted here meanwhile, its pages are held already, and the request has ended.
+        elif (flight := self.prefill.open.get(key)) is not None:
+            self.journal.transfer_ended(flight.prefill, "failed")
+            error = error or InternalError(f"{key} failed without a reason")
+            self._fail_room(flight, error, None, now_s)
 
     def prefill_ready(self, address: str, max_tokens: int, now_s: float) -> None:
         """A prefill worker answers. Fail its requests that its pool of `max_tokens` cannot hold,
         before any page is promised. 0 if the worker does not say."""
-        worker = self.workers.get(address)
-        if worker is None:
+        if (worker := self.workers.get(address)) is None:
             return
         self.waiting.opens(worker, max_tokens)
         # Requests that went alone, and were not admitted since, need not be computed here.
@@ -685,8 +680,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def prefill_away(self, address: str, now_s: float) -> None:
         """A worker does not answer any more: its requests hold up no others."""
-        worker = self.workers.get(address)
-        if worker is None:
+        if (worker := self.workers.get(address)) is None:
             return
         self.waiting.closes(worker, now_s)
         if self._fails_over:
@@ -697,8 +691,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def prefill_lost(self, address: str, error: Exception, now_s: float) -> None:
         """Try again, or fail, requests for an address where no worker answers, or one is
         refused."""
-        worker = self.workers.get(address)
-        if worker is None:
+        if (worker := self.workers.get(address)) is None:
             return
         self.waiting.closes(worker, now_s)
         # Before the requests try again: one that comes back to this address has to ask for it once
@@ -964,11 +957,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def _too_late(self, req: DecodeRequest, now_s: float) -> None:
         flight = self.flights.of(req)
-        if (
-            flight is not None
-            and self.flights.is_complete(flight)
-            and flight.source.may_commit(flight)
-        ):
+        complete = self.flights.complete
+        if flight is not None and flight in complete and flight.source.may_commit(flight):
             return
         by = f"by its deadline_s, {req.request.deadline_s}"
         error: Exception = TransferTimeoutError(f"request {req.rid!r}: its KV was not here {by}")
