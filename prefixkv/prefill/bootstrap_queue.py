@@ -20,7 +20,7 @@ from prefixkv.pages.groups import GroupStart
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.request_checkpoints import RequestCheckpoints
 from prefixkv.paging import page_floor, whole_pages
-from prefixkv.prefill.request import PrefillRequest, PrefillState, SendPlan, WindowPlan
+from prefixkv.prefill.request import PrefillRequest, PrefillState, SendPlan
 from prefixkv.prefill.shared_prefixes import SharedPrefixes
 
 
@@ -174,11 +174,8 @@ class PrefillBootstrapQueue:
             pages.keep_hashes(req.pages_held)
         if points is not None:
             points.begin(req, found.dense_pages)
-        req.plan = SendPlan(req.num_tokens, req.decode_prefix_len, page_size)
-        if pages.windows:
-            req.window_plans = tuple(
-                WindowPlan(group.first_page(req.num_tokens), page_size) for group in pages.windows
-            )
+        firsts = [group.first_page(req.num_tokens) for group in pages.windows]
+        req.plan = SendPlan(req.num_tokens, req.decode_prefix_len, page_size, firsts)
         req.become(PrefillState.COMPUTING)
         return True
 

@@ -49,7 +49,6 @@ from prefixkv.protocol.commands import (
     AbortRoom,
     AddRoom,
     DeclineRoom,
-    GroupChunk,
     MoveWeights,
     PrefillCommand,
     SendChunk,
@@ -244,7 +243,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         assert req.pages_held is not None
         # 3. Send. The plan checks `end`, so it moves first; the ids are copied, since caching may
         # change the row.
-        if req.window_plans:
+        if req.plan.windows:
             computed = end - max(req.prefix_len, req.plan.computed)
             most = min(group.step_tokens for group in self.pages.windows)
             if computed > most:
@@ -252,21 +251,18 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
                 raise RequestError(f"request {req.rid!r} has {what}")
         span = req.plan.send(end, last)
         src_pages = req.pages[span.first_page : span.end_page].copy()
-        groups: tuple[GroupChunk, ...] = ()
-        if req.window_plans:
-            groups = tuple(
-                plan.chunk(plan.send(end, last), *group.row(req.pages_held.row))
-                for plan, group in zip(req.window_plans, self.pages.windows, strict=True)
-            )
-        if state_slot >= 0:
-            groups += state_of(state_slot)
+        groups = tuple(
+            plan.chunk(plan.send(end, last), *group.row(req.pages_held.row))
+            for plan, group in zip(req.plan.windows, self.pages.windows, strict=True)
+        )
+        groups += state_of(state_slot)
         self.journal.chunk(req, len(src_pages), last, now_s)
         if last:
             req.state_slot = state_slot
             req.become(PrefillState.SENDING)
         if self.checkpoints is not None:
             self.checkpoints.computed(req, end)
-        elif req.window_plans:
+        elif req.plan.windows:
             self.pages.slide(req.pages_held, end)
         # 4. Progress, for the tree and for those that follow this request.
         self._computed[req] = None
