@@ -57,6 +57,7 @@ BATCHES = (1, 8, 64, 256)  # of running requests
 POLICIES, BLOCKS = ("lru", "adaptive"), (1000, 3000)  # the pool of a replay, in blocks
 CHUNK_TOKENS, PREFILL_PAGES, PREFILL_ROWS = 512, 1 << 15, 64
 HOST_POOL, HOST_PAGES, HOST_OTHERS = 8192, 32768, 60
+FEW_FREE = 200  # pages: for a request that fits
 HOST_WAYS = {"no host": 0, "in the pool": 0, "half in host": 192, "in host": 384}
 
 AIMS_US = {
@@ -470,6 +471,31 @@ def waiting(size: Size) -> Times:
     return {"pass in vain, 10,000 wait": passes, "abort, 10,000 wait": aborts}
 
 
+def crowd(size: Size) -> Times:
+    """Admissions of requests that fit, each beside 2,000 that wait and do not."""
+    worker, times = Worker(size.seed, size.config), Samples()
+    pasts = worker.fill_cache()
+    worker.leave_free(FEW_FREE)
+    for number in range(2_000):
+        key = RadixKey(pasts[number % len(pasts)])
+        worker.scheduler.add(worker.request(key, MOST_PAGES * PAGE_SIZE - CACHED_TOKENS))
+    assert not worker.scheduler.pop_preallocated()
+    with no_collector():
+        for number in range(size.calls):
+            tail = worker.tokens(PROMPT_TOKENS - CACHED_TOKENS)
+            worker.tick()
+            req = worker.add(np.concatenate([pasts[number % CONVERSATIONS], tail]))
+            admitted, _ = times.take(worker.admit)
+            assert admitted == [req]
+            worker.succeed(req)
+            worker.scheduler.pop_transferred()
+            worker.generate([req], OUTPUT_TOKENS)
+            left = whole_pages(req.kv_len - CACHED_TOKENS, PAGE_SIZE)
+            worker.scheduler.finish(req)
+            worker.evict(left)
+    return {"admission, 2,000 wait": times}
+
+
 def publishing(size: Size) -> Times:
     """Admissions and ends of two workers turn about, of which one publishes cache events that a
     process reads. Then the other publishes, since no two workers are equally fast."""
@@ -539,7 +565,7 @@ PARTS = {
     part.__name__: part
     for part in (
         life, full_pool, match, evict, append_many, prefill, evict_all, policies, host_admission,
-        waiting, publishing
+        waiting, crowd, publishing
     )
 }  # fmt: skip
 

@@ -7,6 +7,11 @@ small model that has answered one chat. There are two in a row: the second meets
 left behind, such as idle connections. Sides run turn about, each with a server of its own: this
 tree, this tree once more, and with `--against` another commit's between them.
 
+`agents`: seconds to the first token of later turns. Each agent pauses between its turns, for a tool
+or a user, and has helpers of one turn. Side "hints" says in each request whether and when its
+session goes on; "none" says nothing, nor does "again". Decode has host memory, and pool and host
+memory together hold less than all agents have.
+
 `idle`: the processor time of the front and its two workers while nothing is asked, user and system,
 of all their threads.
 """
@@ -23,10 +28,11 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated, Final
+from random import Random
+from typing import Annotated, Any, Final
 from urllib.parse import urlsplit
 
 import typer
@@ -38,6 +44,12 @@ PATIENCE_S: Final = 300.0  # of one burst
 _FILES: Final = 20_000
 BOUND: Final = 0.05
 """Of a core, a process that waits."""
+AGENT_TURNS: Final = 6
+AGENT_MEMORY: Final = (
+    "--decode-pages", "512", "--host-memory", "2x", "--prefill-pages", "256",
+)  # fmt: skip
+AGENT_BOUND: Final = 0.8
+"""Of the seconds without hints."""
 REST_S: Final = 4.0
 """From the server's start until it is measured."""
 
@@ -69,11 +81,13 @@ def serving(tree: Path, *more: str) -> Iterator[tuple[subprocess.Popen[str], str
                 process.kill()
 
 
-async def chat(at: tuple[str, int], words: str, num_tokens: int) -> float | None:
-    """Have one chat; return the seconds to its first token, or None if it failed."""
+async def chat(
+    at: tuple[str, int], words: str, num_tokens: int, before: Sequence[Any] = (), **more: Any
+) -> float | None:
+    """Have one turn of a chat; return the seconds to its first token, or None if it failed."""
     asked = {
-        "model": "small", "messages": [{"role": "user", "content": words}], "stream": True,
-        "max_tokens": num_tokens, "ignore_eos": True,
+        "model": "small", "messages": [*before, {"role": "user", "content": words}],
+        "stream": True, "max_tokens": num_tokens, "ignore_eos": True, **more,
     }  # fmt: skip
     body = json.dumps(asked).encode()
     begin_s, first_s, got = time.monotonic(), None, b""
@@ -98,10 +112,7 @@ async def chat(at: tuple[str, int], words: str, num_tokens: int) -> float | None
 async def bursts(url: str, num_chats: int, num_tokens: int) -> dict[str, list[float]]:
     """Send two bursts to one server; return the seconds to the first token of the chats that were
     answered, by burst."""
-    parts = urlsplit(url)
-    assert parts.hostname is not None
-    assert parts.port is not None
-    at = parts.hostname, parts.port
+    at = _place(url)
     await chat(at, "Rain.", num_tokens)
     found = {}
     for name in BURSTS:
@@ -110,6 +121,13 @@ async def bursts(url: str, num_chats: int, num_tokens: int) -> dict[str, list[fl
             waits = await asyncio.gather(*asked)
         found[name] = sorted(wait for wait in waits if wait is not None)
     return found
+
+
+def _place(url: str) -> tuple[str, int]:
+    parts = urlsplit(url)
+    assert parts.hostname is not None
+    assert parts.port is not None
+    return parts.hostname, parts.port
 
 
 def chats_at_once(commit: str | None, chats: list[int], tokens: int, rounds: int) -> Iterator[Row]:
@@ -148,6 +166,60 @@ def chats_at_once(commit: str | None, chats: list[int], tokens: int, rounds: int
 def _median(found: Iterable[float]) -> float | None:
     known = [*found]
     return round(statistics.median(known), 4) if known else None
+
+
+# --- agents that come back ------------------------------------------------------------------------
+
+
+async def agents(url: str, num_agents: int, hints: bool) -> list[float]:
+    """Play agents with their helpers; return the seconds to the first token of later turns."""
+    at, later = _place(url), list[float]()
+    await chat(at, "Rain.", 2)
+
+    async def turn(name: str, text: str, before: list[Any], said: dict[str, Any]) -> float | None:
+        more = {"session_id": name, "kv_hints": said} if hints else {}
+        found = await chat(at, f"{name}: {text}", 8, before, **more)
+        before += [{"role": "user", "content": f"{name}: {text}"},
+                   {"role": "assistant", "content": "Yes."}]  # fmt: skip
+        return found
+
+    async def agent(number: int) -> None:
+        draw, before = Random(number), list[Any]()
+        await asyncio.sleep(draw.uniform(0, 40))
+        for left in reversed(range(AGENT_TURNS)):
+            is_user = draw.random() < 0.25
+            pause_s = draw.uniform(40, 70) if is_user else draw.uniform(3, 20)
+            said = {"returns_after": 120 if is_user else 30} if left else {"ends": True}
+            text = f"turn {left}. " + "Rain. " * (100 if not before else 20)
+            first_s = await turn(f"agent {number}", text, before, said)
+            if left < AGENT_TURNS - 1 and first_s is not None:
+                later.append(first_s)
+            for helper in range(draw.choice((0, 1, 2)) if left else 0):
+                name = f"helper {number}.{left}.{helper}"
+                await turn(name, "Rain. " * 120, [], {"ends": True})
+            if left:
+                await asyncio.sleep(pause_s)
+
+    await asyncio.gather(*map(agent, range(num_agents)))
+    return later
+
+
+def agents_row(num_agents: int, rounds: int) -> Row:
+    found: dict[str, list[float]] = {"hints": [], "none": [], "again": []}
+    sides = [*found]
+    for number in range(rounds):
+        for side in sides[number % 3 :] + sides[: number % 3]:
+            with serving(ROOT, *AGENT_MEMORY) as (_, url, _status):
+                waits = asyncio.run(agents(url, num_agents, side == "hints"))
+            found[side].append(statistics.median(waits))
+    by_none = {
+        side: _median(a / b for a, b in zip(found[side], found["none"], strict=True))
+        for side in ("hints", "again")
+    }
+    return {
+        "part": "agents", "agents": num_agents, "later_ttft_p50_s": found, "by_none": by_none,
+        "bound": AGENT_BOUND, "met": (by_none["hints"] or 0.0) <= AGENT_BOUND,
+    }  # fmt: skip
 
 
 # --- what waiting costs ---------------------------------------------------------------------------
@@ -201,11 +273,15 @@ def serve(
     chats: Annotated[str, typer.Option(help="Chats of each burst; none: no bursts.")] = "1,50,200",
     tokens: Annotated[int, typer.Option(help="Of each answer.")] = 8,
     rounds: Annotated[int, typer.Option(min=1, help="Servers of each side.")] = 3,
+    num_agents: Annotated[
+        int, typer.Option("--agents", help="Agents that come back; 0: none.")
+    ] = 24,
     seconds: Annotated[
         float, typer.Option(help="Of each measurement of what waiting costs; 0: none.")
     ] = 10.0,
 ) -> int:
-    """Chats that begin all at once, and the processor time of servers that only wait."""
+    """Chats that begin all at once, agents that come back, and the processor time of servers that
+    only wait."""
     check_json(json_file)
     if against is not None:
         from benchmarks.against import commit_of
@@ -216,6 +292,8 @@ def serve(
     if chats:
         numbers = [int(one) for one in chats.split(",")]
         parts.append(lambda: chats_at_once(against, numbers, tokens, rounds))
+    if num_agents:
+        parts.append(lambda: [agents_row(num_agents, rounds)])
     if seconds:
         parts.append(lambda: idle_rows(seconds))
     for part in parts:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, NamedTuple, Protocol
+from typing import Annotated, Any, Final, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from msgspec import Meta
@@ -322,16 +322,11 @@ def check_reserved(reserved_pages: int, num_pages: int) -> int:
     return reserved_pages
 
 
-class UsablePrefix(Protocol):
-    """Return from how many of the tokens that hit prefill can go on."""
+UsablePrefix = Callable[[Any, int], int]
+"""(request, tokens that hit) -> from how many of them prefill can go on."""
 
-    def __call__(self, req: Any, prefix_len: int, /) -> int: ...
-
-
-class Retarget(Protocol):
-    """Choose the prefill worker for a request whose transfer failed; None: the one before."""
-
-    def __call__(self, req: Any, error: Exception) -> str | None: ...
+Retarget = Callable[[Any, Exception], str | None]
+"""(request whose transfer failed, why) -> the prefill worker to ask; None: the one before."""
 
 
 def _check_names(policy: str | Policy, admission: str | AdmissionPolicy = "fifo") -> None:

@@ -81,6 +81,7 @@ if TYPE_CHECKING:
     from prefixkv.protocol.messages import PROTOCOL_VERSION as PROTOCOL_VERSION
     from prefixkv.protocol.messages import ProcessLife as ProcessLife
     from prefixkv.ranks.row_log import RankLog as RankLog
+    from prefixkv.request import MAX_SESSION_CHARS as MAX_SESSION_CHARS
     from prefixkv.request import DeviceEvent as DeviceEvent
     from prefixkv.request import whole_number as whole_number
     from prefixkv.runtime.death import HeldLife as HeldLife
@@ -136,7 +137,7 @@ _HOMES = homes_of(
         "runtime.death": "HeldLife is_dead",
         "runtime.metrics": "NodeCollector",
         "threads": "Closing Inbox",
-        "request": "DeviceEvent whole_number",
+        "request": "MAX_SESSION_CHARS DeviceEvent whole_number",
         "config": "check_environ check_version",
     }
 )

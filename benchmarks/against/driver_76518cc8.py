@@ -224,6 +224,31 @@ def host_admission(order: Order) -> Seconds:
     return {f"admission, host: {name}": seconds_of(order, one) for name, one in times.items()}
 
 
+def crowd(order: Order) -> Seconds:
+    """Measure admissions of requests that fit, each beside 2,000 that wait and do not."""
+    sched, yardsticks, times = own("sched"), own("yardsticks"), own("sched").Samples()
+    worker, pasts = filled(order)
+    worker.leave_free(200)
+    most = sched.MOST_PAGES * sched.PAGE_SIZE - sched.CACHED_TOKENS
+    for number in range(2_000):
+        key = sched.RadixKey(pasts[number % len(pasts)])
+        worker.scheduler.add(worker.request(key, most), worker.now_s)
+    assert not worker.scheduler.pop_preallocated(worker.now_s)
+    with yardsticks.no_collector():
+        for number in range(order.calls):
+            tail, now_s = worker.tokens(sched.PROMPT_TOKENS - sched.CACHED_TOKENS), worker.now_s
+            req = worker.add(sched.np.concatenate([pasts[number % len(pasts)], tail]), now_s)
+            admitted, _ = times.take(worker.admit, now_s)
+            assert admitted == [req]
+            worker.succeed(req)
+            worker.scheduler.pop_transferred(now_s)
+            worker.generate([req], sched.OUTPUT_TOKENS)
+            left = (req.kv_len - sched.CACHED_TOKENS) // sched.PAGE_SIZE
+            worker.scheduler.finish(req, now_s)
+            worker.drop_cached(left)
+    return {"admission, 2,000 wait": seconds_of(order, times)}
+
+
 def filled(order: Order) -> tuple[Any, list[Any]]:
     """Return a worker with conversations in its cache, and these."""
     sched = own("sched")
@@ -317,7 +342,8 @@ def sends(pipe: Connection, _watch: Any, case: Any) -> list[float]:
 CALLS = {
     one.__name__: one
     for one in (
-        life, full_pool, match, evict, append_many, prefill, evict_all, policies, host_admission
+        life, full_pool, match, evict, append_many, prefill, evict_all, policies, host_admission,
+        crowd,
     )
 }  # fmt: skip
 PAIRS = {one.__name__: one for one in (full_hit, goodput)}

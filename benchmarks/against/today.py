@@ -20,7 +20,7 @@ Seconds = dict[str, list[float]]
 
 CALLS = (
     "life", "full_pool", "match", "evict", "append_many", "prefill", "evict_all", "policies",
-    "host_admission",
+    "host_admission", "crowd",
 )  # fmt: skip
 
 

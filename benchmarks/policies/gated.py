@@ -147,7 +147,7 @@ class _TwoLevels(LeafOrders):
             return _OLDEST_KNOWN, tick, None
         return _OLDEST_FRESH, tick, (_NEWEST_FRESH, -tick)
 
-    def choose(self, now_s: float) -> TreeNode | None:
+    def first(self, now_s: float) -> TreeNode | None:
         fresh, known = self.head(_OLDEST_FRESH), self.head(_OLDEST_KNOWN)
         fresh_overdue_s = now_s - fresh.mark.now_s - self._fresh_s if fresh is not None else 0.0
         known_overdue_s = now_s - known.mark.now_s - self._known_s if known is not None else 0.0
@@ -156,12 +156,3 @@ class _TwoLevels(LeafOrders):
         if known_overdue_s > 0:
             return known
         return (self.head(_NEWEST_FRESH) if now_s > 0 else fresh) or known
-
-    def rank_at(self, leaf: TreeNode, now_s: float) -> tuple[float, ...]:
-        history: Seen = leaf.mark
-        tick, _, used_s, _, _ = history
-        known = level(history)
-        overdue_s = now_s - used_s - (self._known_s if known else self._fresh_s)
-        if overdue_s > 0:
-            return (1, -overdue_s, known, tick)
-        return (3, tick) if known else (2, -tick if now_s > 0 else tick)

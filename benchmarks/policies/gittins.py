@@ -162,7 +162,7 @@ class _GittinsQueue(LeafOrders):
         tick, _, kind, _, _ = history
         return 2 * kind, tick, (2 * kind + 1, -tick)
 
-    def choose(self, now_s: float) -> TreeNode | None:
+    def first(self, now_s: float) -> TreeNode | None:
         # Of each class the oldest or the newest leaf is worth least, so the heads are enough.
         least, chosen = None, None
         for order, heap in enumerate(self._heaps):

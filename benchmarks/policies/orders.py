@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
 from typing import Any, TypeAlias
 
-from prefixkv.cache.eviction.least_worth import Batches
 from prefixkv.cache.eviction.queues import LeafRank, forget
 from prefixkv.cache.node import Mark, TreeNode
+from prefixkv.paging import MAX_INDEX
 
 LeafPlace: TypeAlias = tuple[int, LeafRank, tuple[int, LeafRank] | None]
 """(order, key, maybe (another order, key)): where a leaf stands; in each order the least key comes
@@ -18,24 +17,24 @@ Leaves that agree in the first order and key agree in the second.
 """
 
 
-class LeafOrders(Batches):
+class LeafOrders:
     """A leaf's entry is (key, node, queue, order). The heap of its first order holds the entry
     itself; the heap of a second one holds (other key, entry), so that a leaf costs little
     memory."""
 
+    most_pages = MAX_INDEX
+
     def __init__(self, num_orders: int) -> None:
-        super().__init__()
         self._heaps: list[list[tuple[Any, ...]]] = [[] for _ in range(num_orders)]
+        self._num_entries = self._num_dead = 0  # living ones, and others
 
     def place(self, history: Mark) -> LeafPlace:
         """Return the place in the orders of a leaf with this history."""
         raise NotImplementedError
 
-    def ranked(self, now_s: float) -> list[Any]:
-        entries = [entry for entry in self._entries() if entry is entry[1].entry]
-        # No two leaves have equal ranks.
-        entries.sort(key=lambda entry: self.rank_at(entry[1], now_s), reverse=True)
-        return entries
+    def first(self, now_s: float) -> TreeNode | None:
+        """Return the leaf that is evicted first, by the heads of the orders."""
+        raise NotImplementedError
 
     def add(self, leaf: TreeNode) -> None:
         """Add or move a leaf. O(log leaves)."""
@@ -50,8 +49,6 @@ class LeafOrders(Batches):
         heappush(self._heaps[order], entry)
         if second is not None:
             heappush(self._heaps[second[0]], (second[1], entry))
-        if self._batch_s is not None:
-            heappush(self._late, (self.rank_at(leaf, self._batch_s), leaf, entry))
 
     def head(self, order: int) -> TreeNode | None:
         """Return the leaf that is first in one order; None if the order is empty."""
@@ -69,16 +66,18 @@ class LeafOrders(Batches):
                 heappop(heap)
         return None
 
-    def _entries(self) -> Iterable[tuple[Any, ...]]:
-        # An item of two is an entry's second place, behind another key.
-        return (entry for heap in self._heaps for entry in heap if len(entry) == 4)
+    def count_dead(self) -> None:
+        """Count a dead entry; sweep when the dead outnumber the living."""
+        self._num_entries -= 1
+        self._num_dead += 1
+        if self._num_dead > 1024 and self._num_dead > self._num_entries:
+            for order, heap in enumerate(self._heaps):
+                self._heaps[order] = [one for one in heap if _entry(one)[1].entry is _entry(one)]
+                heapify(self._heaps[order])
+            self._num_dead = 0
 
-    def _sweep(self) -> None:
-        if not self._num_entries:
-            self._heaps = [[] for _ in self._heaps]
-        for order, heap in enumerate(self._heaps):
-            self._heaps[order] = [item for item in heap if _entry(item)[1].entry is _entry(item)]
-            heapify(self._heaps[order])
+    def broken_laws(self) -> list[str]:
+        return []
 
 
 def _entry(item: tuple[Any, ...]) -> tuple[Any, ...]:

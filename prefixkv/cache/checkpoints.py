@@ -82,7 +82,7 @@ class Checkpoints:
         self._tick = 0
         self.evicted = 0
         self.cut_tokens = 0  # cached, and computed again: no checkpoint lay behind them
-        cache.checkpoint_pages = lambda: list(self._at)
+        cache.more_changes = lambda: [CheckpointSaved(page) for page in self._at]
 
     def __len__(self) -> int:
         return len(self._at)
@@ -147,7 +147,7 @@ class Checkpoints:
         made = Checkpoint(page, depth, slot, windows=windows)
         self._at[page] = made
         self._has[page] = True
-        self._cache.note_checkpoint(CheckpointSaved(page))
+        self._cache.note_change(CheckpointSaved(page))
         self._touch(made)
         if parent is not None and not parent.is_gone and parent.uses <= 1:
             self._superseded.add(parent)
@@ -199,7 +199,7 @@ class Checkpoints:
             return False
         self._remove(checkpoint)
         # What else removes one is the end of its page, which the tree has noted itself.
-        self._cache.note_checkpoint(CheckpointEvicted(checkpoint.page))
+        self._cache.note_change(CheckpointEvicted(checkpoint.page))
         self.evicted += 1
         return True
 

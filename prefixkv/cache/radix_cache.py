@@ -24,8 +24,6 @@ from prefixkv.cache.events import (
     LOG_PAGES,
     Change,
     ChangeLog,
-    CheckpointEvicted,
-    CheckpointSaved,
     Cleared,
     TakenOut,
 )
@@ -105,8 +103,8 @@ class RadixCache(RadixTree):
         self._last_want = 0  # its number
         # One object for all uses, filled in by `_next_use`.
         self._use = Use()
-        # The pages that checkpoints end on, for a full list of changes: set by what keeps them.
-        self.checkpoint_pages: Callable[[], list[int]] = list
+        # What a full list of changes has behind the pages, of what lies on them.
+        self.more_changes: Callable[[], list[Change]] = list
 
     # --- looking ---------------------------------------------------------------------------------
 
@@ -472,16 +470,9 @@ class RadixCache(RadixTree):
         if not num_pages:
             return NO_PAGES.copy()
         merge_candidates: dict[TreeNode, None] = {}  # lost a child, so may have become mergeable
-        # If everything goes, the order does not matter and `_evict_all` is quicker. It walks over
-        # what is held, though, so that has to be the smaller part. Listeners hear of pages in
-        # reverse: what follows on a path is removed before what it follows.
-        if num_pages == self.evictable_pages >= self.protected_pages and self._order_is_free():
-            taken = self._evict_all(merge_candidates)
-            reported = taken[::-1]
-        else:
-            reported = taken = self._evict_in_order(num_pages, merge_candidates)
+        taken = self._evict_in_order(num_pages, merge_candidates)
         if self._logs:
-            self._note(TakenOut(reported))
+            self.note_change(TakenOut(taken))
         # Merge last. A node that lost one child may lose the others in the same call, and
         # `_evict_in_order` must not meet nodes that died in a merge.
         for node in merge_candidates:
@@ -510,14 +501,7 @@ class RadixCache(RadixTree):
             # Pages of former orphans come back here; all other pages are evictable then.
             orphans = [self.unlock(lock) for lock in list(self._locks)]
             return np.concatenate([*orphans, self.reset()])
-        freed = self._evict_all({})
-        # What is left is held. It keeps its own root, so that locks can still walk up, but no match
-        # finds that root again. Its wants and queue entries belong to the tree, which goes on
-        # without it.
-        for namespace, root in list(self._roots.items()):
-            for node in self._subtree(root):
-                node.wants = node.entry = None
-            del self._roots[namespace]
+        freed = self._clear()
         self.policy.reset()
         # Before the counters start again at 0. The flags of orphans stay set: a page that a lock
         # still holds must not be inserted.
@@ -528,7 +512,7 @@ class RadixCache(RadixTree):
         # Results become stale, and locks of before are orphans from here on.
         self.version += 1
         self._epoch += 1
-        self._note(Cleared())
+        self.note_change(Cleared())
         # Waiting requests begin again at the top of their namespaces.
         for want in self._wants.values():
             want.attach(self._root(want.namespace), 0)
@@ -612,11 +596,7 @@ class RadixCache(RadixTree):
             for node in self.nodes()
             if (above := node.parent) is not None
         ]
-        return [Cleared(), *stored, *map(CheckpointSaved, self.checkpoint_pages())]
-
-    def note_checkpoint(self, change: CheckpointSaved | CheckpointEvicted) -> None:
-        """Note a change of `Checkpoints` for listeners, in the order of the cache's own changes."""
-        self._note(change)
+        return [Cleared(), *stored, *self.more_changes()]
 
     @property
     def num_locks(self) -> int:

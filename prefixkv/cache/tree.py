@@ -301,10 +301,11 @@ class RadixTree:
         if self._in_tree is not None:
             self._in_tree[np.frombuffer(pages, np.int32) if where is None else where] = True
         if self._logs:
-            self._note(inserted(node, pages_above, key, pages), num_pages)
+            self.note_change(inserted(node, pages_above, key, pages), num_pages)
         return node
 
-    def _note(self, change: Change, num_pages: int = 0) -> None:
+    def note_change(self, change: Change, num_pages: int = 0) -> None:
+        """Note a change for listeners, in the order of the cache's own."""
         for log in [*self._logs]:
             log.add(change, num_pages)
 
@@ -332,9 +333,7 @@ class RadixTree:
         every node that lost a child but keeps others: the caller merges those.
         """
         taken: list[Packed] = []
-        remembered_pages = self.policy.remembered_pages
-        # About how many leaves will go, if their nodes have as many pages as the average.
-        self._queue.expect(num_pages * self.num_nodes // self.evictable_pages, self._now_s)
+        every_pages = self.policy.evicted_every_pages
         missing = num_pages
         while missing:
             node = self._victim()
@@ -349,9 +348,9 @@ class RadixTree:
                 floor = max(floor, node.deepest_want(end - 1))
             count = min(end - floor, missing, self._queue.most_pages)
             missing -= count
-            # The policy remembers evicted paths at every so many pages. It reads the path
-            # from the node, so it hears of it before the pages leave.
-            if remembered_pages and end // remembered_pages != (end - count) // remembered_pages:
+            # The policy remembers evicted paths at every so many pages. It reads the path from the
+            # node, so it hears of it before the pages leave.
+            if every_pages and end // every_pages != (end - count) // every_pages:
                 self.policy.evicted(node, count)
             for hints in self._hints:
                 hints.went(node, count)
@@ -364,8 +363,6 @@ class RadixTree:
                 self._remove_leaf(node, parent, merge_candidates)
             else:
                 taken.append(self._trim(node, count))
-        # The eviction is over, also when it found less than was asked for.
-        self._queue.expect(0, self._now_s)
         return taken
 
     def _floor(self, node: TreeNode, low: int) -> int:
@@ -413,43 +410,23 @@ class RadixTree:
         elif not parent.lock_ref:
             self._queue.add(parent)
 
-    def _order_is_free(self) -> bool:
-        """True if evicting everything leaves the same state in any order: if it leaves no ghosts.
-        Whether events are recorded must not matter: only one of several ranks records them, and
-        marks that fold in another order may round to other floats."""
-        remembered_pages = self.policy.remembered_pages
-        return not (remembered_pages and any(node.end >= remembered_pages for node in self.nodes()))
-
-    def _evict_all(self, merge_candidates: dict[TreeNode, None]) -> list[Packed]:
-        """Take out all that no lock covers, a branch before what follows. The history of its uses
-        goes to the page above."""
+    def _clear(self) -> list[Packed]:
+        """Take out all that no lock covers. What is left is held: it keeps its own root, so that
+        locks can still walk up, but no match finds that root again. Its wants and queue entries
+        belong to the tree, which goes on without it."""
         freed: list[Packed] = []
-        fold = self.policy.fold
-        for root in list(self._roots.values()):
+        for root in self._roots.values():
             # The list holds only held nodes and the root, none of which leaves below: safe to
             # iterate over.
             for node in self._subtree(root, held=True):
                 gone = [item for item in node.children.items() if not item[1].lock_ref]
                 for first_page, child in gone:
                     node.disown(first_page)
-                    branch = self._subtree(child) if child.children else [child]
-                    for below in branch:
+                    for below in self._subtree(child):
                         freed.append(below.pages)
-                        # What was below the held node counts as its last page's history, as after
-                        # single evictions.
-                        if node is not root:
-                            for _, mark in [*(below.steps or ()), (below.end, below.mark)]:
-                                if mark is not None:
-                                    node.mark = mark if node.mark is None else fold(node.mark, mark)
-                        # Wants survive: each is now attached at the end of the held node, the
-                        # deepest page that is left.
-                        if below.wants:
-                            below.move_wants(node, 0, below.end, limit=node.end)
                         below.leave_tree()
-                        self.num_nodes -= 1
-                if gone:
-                    merge_candidates[node] = None
-            self._drop_root_if_idle(root)
+                node.wants = node.entry = None
+        self._roots.clear()
         # All that stood in the old ones is gone, or held.
         self._queue = self._new_queue()
         self._wanted_queue = LeafHeap(self.policy.last_tick)

@@ -35,23 +35,26 @@ class PrefixHasher:
         self._powers = np.ones(1, dtype=np.uint64)  # _FACTOR ** i
         self._inverses = np.ones(1, dtype=np.uint64)
 
-    def prefixes(self, tokens: npt.NDArray[np.int32]) -> Hashes:
-        """Return the hash of the prefix up to each token: uint64, same length. O(n).
+    def prefixes(self, tokens: npt.NDArray[np.int32], before: int = _START) -> Hashes:
+        """Return the hash of the prefix up to each token: uint64, same length. O(n). `before`: the
+        hash of what comes before them.
 
         >>> hasher = PrefixHasher()
         >>> long = hasher.prefixes(np.array([5, 6, 7], dtype=np.int32))
         >>> bool(np.array_equal(long[1:], extend(long[:2], np.array([6, 7], dtype=np.int32))))
+        True
+        >>> bool(np.array_equal(long[1:], hasher.prefixes(np.array([6, 7]), int(long[0]))))
         True
         """
         n = len(tokens)
         if n >= len(self._powers):
             self._powers = _powers(_FACTOR, 2 * n + 1)
             self._inverses = _powers(_INVERSE, 2 * n + 1)
-        # h[i] = sum of (token[j] + 1) * F**(i - j), plus the start: with the inverse powers of F
+        # h[i] = sum of (token[j] + 1) * F**(i - j), plus `before`: with the inverse powers of F
         # taken inside the sum it is one cumulative sum, times F**(i + 1). The + 1 keeps token 0
         # from vanishing.
         terms = (tokens.astype(np.uint64) + np.uint64(1)) * self._inverses[1 : n + 1]
-        terms[:1] += np.uint64(_START)
+        terms[:1] += np.uint64(before)
         return self._powers[1 : n + 1] * np.cumsum(terms, dtype=np.uint64)
 
 

@@ -11,7 +11,14 @@ from typing import Final
 
 import numpy as np
 
-from prefixkv import DecodeConfig, DecodeNode, PrefillConfig, PrefillNode, Request
+from prefixkv import (
+    DecodeConfig,
+    DecodeNode,
+    PrefillAsk,
+    PrefillConfig,
+    PrefillNode,
+    Request,
+)
 from prefixkv.conformance.interface import (
     AnswerLog,
     EngineSides,
@@ -61,7 +68,8 @@ class ScenarioRun:
         self.answers: list[AnswerLog] = []
         self._patience_s, self._probe = patience_s, probe
         self._decode: DecodeWitness
-        self._prefill: PrefillWitness | None
+        self._prefill: PrefillWitness | None = None
+        self._asks: dict[tuple[int, int], PrefillAsk] = {}  # of decode, not brought to prefill yet
         self.sides = make(settings)
         try:
             check_sides(self.sides)
@@ -69,32 +77,31 @@ class ScenarioRun:
             with suppress(Exception):  # the error that says what is missing matters
                 self.sides.close()
             raise
-        self._meet_decode()
-        self._meet_prefill()
+        for node in self._nodes().values():
+            self._meet(node)
 
     def _witnesses(self) -> list[DecodeWitness | PrefillWitness]:
         return [self._decode, *([] if self._prefill is None else [self._prefill])]
 
-    def _meet_decode(self) -> None:
-        node = self.sides.decode
-        one_token = self.settings.tokens_per_step == 1
-        self._decode = DecodeWitness(node, self.tell, self.random, self._probe, one_token)
-        self._check_made(node, self.settings.decode, self.settings.decode_pages, "decode")
+    def _nodes(self) -> dict[Side, DecodeNode | PrefillNode]:
+        """Return the nodes that are in this process."""
+        nodes: dict[Side, DecodeNode | PrefillNode] = {"decode": self.sides.decode}
+        if self.sides.prefill is not None:
+            nodes["prefill"] = self.sides.prefill
+        return nodes
 
-    def _meet_prefill(self) -> None:
-        node = self.sides.prefill
-        if node is None:  # it is in another process
-            self._prefill = None
-            return
-        asks = self._decode.asks
-        self._prefill = PrefillWitness(node, self.tell, self.random, self._probe, asks)
-        self._check_made(node, self.settings.prefill, self.settings.prefill_pages, "prefill")
-
-    def _check_made(
-        self, node: DecodeNode | PrefillNode, wanted: DecodeConfig | PrefillConfig, pages: int,
-        side: Side,
-    ) -> None:  # fmt: skip
-        """A node that is not what the settings say would show something else."""
+    def _meet(self, node: DecodeNode | PrefillNode) -> None:
+        """Put a witness around a node, and look at what was made of the settings."""
+        settings, parts = self.settings, (self.tell, self.random, self._probe, self._asks)
+        wanted: DecodeConfig | PrefillConfig
+        if isinstance(node, DecodeNode):
+            one_token = settings.tokens_per_step == 1
+            self._decode = DecodeWitness(node, *parts, one_token)
+            side, wanted, pages = "decode", settings.decode, settings.decode_pages
+        else:
+            self._prefill = PrefillWitness(node, *parts)
+            side, wanted, pages = "prefill", settings.prefill, settings.prefill_pages
+        # A node that is not what the settings say would show something else.
         for field in fields(wanted):
             got, given = getattr(node.config, field.name), getattr(wanted, field.name)
             if field.name not in _ENGINES_OWN and got != given:
@@ -150,15 +157,12 @@ class ScenarioRun:
                 answer.lost |= side == "decode"
         self._guarded(lambda: self.sides.restart(side))
         # What was to be asked again was the former life's.
-        self._decode.asks.clear()
+        self._asks.clear()
         if self._prefill is not None:
             self._prefill.added.clear()
-        if side == "prefill":
-            self._meet_prefill()
-            return
-        self._meet_decode()
-        if self._prefill is not None:
-            self._prefill.asks = self._decode.asks
+        for node in self._nodes().values():
+            if all(node is not one.node for one in self._witnesses()):
+                self._meet(node)
 
     def step(self) -> bool:
         """Make one pass of the engine's loops, and look at what they did."""
@@ -179,12 +183,6 @@ class ScenarioRun:
     def stats(self, side: Side = "decode") -> dict[str, int]:
         """Return a node's counters; none of a node in another process."""
         return {} if (node := self._nodes().get(side)) is None else node.stats()
-
-    def _nodes(self) -> dict[Side, DecodeNode | PrefillNode]:
-        nodes: dict[Side, DecodeNode | PrefillNode | None] = {
-            "decode": self.sides.decode, "prefill": self.sides.prefill
-        }  # fmt: skip
-        return {side: node for side, node in nodes.items() if node is not None}
 
     def end_copies(self) -> None:
         """Make passes until nothing is copied to or from host memory."""

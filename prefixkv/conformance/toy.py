@@ -21,14 +21,13 @@ from prefixkv import (
     PrefillRequest,
     Request,
 )
-from prefixkv.conformance.hashing import VOCABULARY, Hashes, sample, splitmix64
+from prefixkv.conformance.hashing import VOCABULARY, Hashes, PrefixHasher, sample, splitmix64
 from prefixkv.conformance.interface import AnswerLog, Prompt, ScenarioSettings, Side
 from prefixkv.spi import Pages
 
 Tokens = npt.NDArray[np.int32]
 
-_FACTOR: Final = 0xD1342543DE82EF95
-_MASK: Final = 2**64 - 1
+_HASHER: Final = PrefixHasher()
 
 
 class ToyModel:
@@ -48,18 +47,9 @@ class ToyModel:
         at = np.arange(len(tokens))
         page, slot = pages[at // self.page_size], at % self.page_size
         before = int(self._k[page[start - 1], slot[start - 1]]) if start else 0
-        self._k[page[start:], slot[start:]] = new = _chain(before, tokens[start:].tolist())
+        self._k[page[start:], slot[start:]] = new = _HASHER.prefixes(tokens[start:], before)
         self._v[page[start:], slot[start:]] = splitmix64(new)
         return _next_token(self._k[page, slot], self._v[page, slot])
-
-
-def _chain(before: int, tokens: Sequence[int]) -> Hashes:
-    """Return K of tokens behind one whose K is `before`: uint64, one per token."""
-    found = []
-    for token in tokens:
-        before = (before * _FACTOR + token + 1) & _MASK
-        found.append(before)
-    return np.array(found, dtype=np.uint64)
 
 
 def _next_token(k: Hashes, v: Hashes) -> int:
@@ -71,7 +61,7 @@ def toy_answer(tokens: Sequence[int], num_tokens: int) -> list[int]:
     """Return what the model says, without pages."""
     said = list(tokens)
     for _ in range(num_tokens):
-        k = _chain(0, said)
+        k = _HASHER.prefixes(np.array(said, np.int32), 0)
         said.append(_next_token(k, splitmix64(k)))
     return said[len(tokens) :]
 

@@ -53,10 +53,12 @@ class _Watch:
     side = ""
 
     def __init__(
-        self, node: DecodeNode | PrefillNode, tell: Tell, random: np.random.Generator, probe: bool
-    ) -> None:
-        self._pool, self._scheduler = node.pool, node
-        self._tell, self._random = tell, random
+        self, node: DecodeNode | PrefillNode, tell: Tell, random: np.random.Generator, probe: bool,
+        asks: dict[tuple[int, int], PrefillAsk],
+    ) -> None:  # fmt: skip
+        """`asks`: decode's, by room and generation, until prefill is asked."""
+        self._pool, self.node = node.pool, node
+        self._tell, self._random, self.asks = tell, random, asks
         # The inside of an opaque page has no slots that anyone but its kernels knows.
         self.probe = probe and not node.pool.layout.opaque
         self.calls: Counter[str] = Counter()
@@ -113,7 +115,7 @@ class _Watch:
         if changed.any():
             pages = [page for page, is_changed in zip(self._unowned, changed, strict=True)
                      if is_changed]  # fmt: skip
-            state = self._scheduler.pages.allocator.state(pages[0]).name.lower()
+            state = self.node.pages.allocator.state(pages[0]).name.lower()
             self._tell("law 4", f"before {when}, {self.side}'s engine wrote page {pages[0]}, which "
                        f"is {state} ({len(pages)} such pages)")  # fmt: skip
             self._bytes = now
@@ -121,7 +123,7 @@ class _Watch:
     def _note_unowned(self) -> None:
         """Remember the bytes of the pages that no request has, as the call left them."""
         if self.probe:
-            state = self._scheduler.pages.allocator.state
+            state = self.node.pages.allocator.state
             self._writing = [one for one in self._writing if not one[0].query()]
             busy = set().union(*(pages for _, pages in self._writing))
             everything = range(self._pool.layout.num_pages)
@@ -184,16 +186,15 @@ class DecodeWitness(_Watch):
 
     def __init__(
         self, node: DecodeNode, tell: Tell, random: np.random.Generator, probe: bool,
-        one_token: bool,
+        asks: dict[tuple[int, int], PrefillAsk], one_token: bool,
     ) -> None:  # fmt: skip
         """`one_token`: one per request and step, so nothing behind the next slot is written."""
-        super().__init__(node, tell, random, probe)
+        super().__init__(node, tell, random, probe, asks)
         self._one_token = one_token
         self._computes = node.config.compute is not None
         self.requests: dict[str, DecodeRequest] = {}
         self.rooms: dict[int, str] = {}  # whose they are
         self._added: list[Request] = []
-        self.asks: dict[tuple[int, int], PrefillAsk] = {}  # not submitted to prefill yet
         # Tokens that found no page, by request, with their position.
         self._owed: dict[DecodeRequest, tuple[int, int]] = {}
         self._named: Counter[str] = Counter()  # to be retracted, and not retracted yet
@@ -366,8 +367,6 @@ class DecodeWitness(_Watch):
 
 
 class PrefillWitness(_Watch):
-    """`asks` are decode's, which it takes out as they come."""
-
     WATCHED = ("add", "pop_bootstrapped", "send_chunk", "pop_sent", "pop_failed", "abort")
     side = "prefill"
 
@@ -375,8 +374,7 @@ class PrefillWitness(_Watch):
         self, node: PrefillNode, tell: Tell, random: np.random.Generator, probe: bool,
         asks: dict[tuple[int, int], PrefillAsk],
     ) -> None:  # fmt: skip
-        super().__init__(node, tell, random, probe)
-        self.asks = asks
+        super().__init__(node, tell, random, probe, asks)
         self.added: list[Request] = []
         self._sent: dict[PrefillRequest, int] = {}  # tokens handed over of what is computed
         self._handed: dict[PrefillRequest, tuple[list[int], ByteArray]] = {}

@@ -82,13 +82,13 @@ def install(node: Node[Any, Any, Any], config: KVEventsConfig) -> None:
             publisher.blocks.check(request.key.namespace)
 
     node.checks.append(check)
-    node.on_change(*[one for one in (publisher, publisher.host) if one is not None])
+    node.on_change(*publisher.tiers)
     node.kv_events = publisher
 
 
 class _Tier:
     """The listener of a publisher to the cache in one kind of memory. Used by the cache's
-    thread."""
+    thread; O(changes), without hashing."""
 
     log: ChangeLog | None = None
 
@@ -107,11 +107,11 @@ class _Tier:
 
 
 class KVEventPublisher:
-    """Publisher of one worker's cache events. The scheduler's thread calls `listen` and
-    `pass_on`; the rest happens in a thread of its own.
+    """Publisher of one worker's cache events. The scheduler's thread uses the `tiers`, which listen
+    to a cache each; the rest happens in a thread of its own.
 
-    `model` is `ModelConfig.model`, for the topic. With `has_host`, `host` takes the changes of a
-    cache in host memory.
+    `model` is `ModelConfig.model`, for the topic. With `has_host`, the second tier takes the
+    changes of a cache in host memory.
 
     Raises ConfigError, with nothing left open: an address that cannot be bound, or that other
     machines reach on a network that is not isolated; a name that makes no topic, or `medium` of
@@ -137,8 +137,7 @@ class KVEventPublisher:
                 "this worker keeps pages too: name another one"
             )
         self.blocks = BlockEvents(page_size, config.medium, config.checkpoint_blocks)
-        self._device = _Tier(self, 0)
-        self.host = _Tier(self, 1) if has_host else None
+        self.tiers = [_Tier(self, number) for number in range(1 + has_host)]
         # In microseconds: no life publishes a million batches per second, so the next begins above.
         first_seq = time.time_ns() // 1000
         host = None
@@ -184,14 +183,6 @@ class KVEventPublisher:
 
     # --- the scheduler's thread -------------------------------------------------------------------
 
-    def listen(self, cache: EventSource) -> None:
-        """Publish the changes of this cache, of the pool, from now on."""
-        self._device.listen(cache)
-
-    def pass_on(self) -> None:
-        """Hand what has changed in the pool's cache to the thread. O(changes), without hashing."""
-        self._device.pass_on()
-
     @property
     def takes(self) -> bool:
         """False while the thread is too far behind, and after a defect."""
@@ -217,7 +208,7 @@ class KVEventPublisher:
 
     def stats(self) -> dict[str, int]:
         """Return counts of what was published, answered and lost. Any thread may call."""
-        logs = [tier.log for tier in (self._device, self.host) if tier and tier.log]
+        logs = [tier.log for tier in self.tiers if tier.log is not None]
         return {**self.counters, "overruns": sum(log.overruns for log in logs)}
 
     def close(self) -> None:

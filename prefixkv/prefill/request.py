@@ -85,7 +85,7 @@ class SendPlan(WindowPlan):
         num_tokens: int,
         decode_prefix_len: int,
         page_size: int,
-        first_pages: Iterable[int] = (),
+        firsts: Iterable[int] = (),
     ) -> None:
         if not 0 <= decode_prefix_len <= num_tokens:
             raise RequestError(

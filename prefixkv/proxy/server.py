@@ -23,6 +23,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from prefixkv import Hints
 from prefixkv.errors import ConfigError
 from prefixkv.proxy.bodies import (
     cached_tokens,
@@ -40,7 +41,14 @@ from prefixkv.proxy.metrics import ProxyMetrics
 from prefixkv.serving import interrupts
 from prefixkv.serving.client import make_client, pieces_of
 from prefixkv.serving.failures import ApiError, Rate, failed, refused
-from prefixkv.serving.http import Stream, count_samples, read_body, run_until_disconnect
+from prefixkv.serving.hints import SessionFields
+from prefixkv.serving.http import (
+    Stream,
+    count_samples,
+    decode_body,
+    read_body,
+    run_until_disconnect,
+)
 from prefixkv.serving.ids import HEADER, id_of
 from prefixkv.serving.outcomes import RequestLine, line_of
 from prefixkv.serving.router import BoundedAffinityRouter
@@ -242,6 +250,13 @@ class Proxy(Entrance):
         for name, kind in (("stream", bool), ("n", int)):
             if not isinstance(body.get(name) or kind(), kind):
                 raise refused(name, f"is {body[name]!r}")
+        said = {name: body[name] for name in SessionFields.__struct_fields__ if name in body}
+        hints = decode_body(msgspec.json.encode(said), SessionFields).hints(request)
+        if hints != Hints():
+            body[_PARAMS] = {"hints": msgspec.to_builtins(hints)}
+        if hints.session:  # vLLM's cache events name it
+            body["session_id"] = hints.session
+        body.pop("kv_hints", None)  # vLLM's field of that name is an envelope
         # Checked after the body has been read: draining may have begun meanwhile.
         if self.draining:
             raise ApiError(503, "the proxy is ending", "server_error", "not_ready")
@@ -459,9 +474,10 @@ class _ProxiedRequest:
         if prefill is not None:
             # A new room each time: nothing that arrives late for an earlier one can match it.
             room = line.fields["room"] = secrets.randbits(63)
-            body[_PARAMS] = {"do_remote_prefill": True, "room": room, "prefill": prefill.at}
+            params = {"room": room, **body.get(_PARAMS, {})}
+            body[_PARAMS] = {"do_remote_prefill": True, "prefill": prefill.at, **params}
             send = _for_prefill(self._body, self._path)
-            send[_PARAMS] = {"do_remote_decode": True, "room": room, "decode": decode.at}
+            send[_PARAMS] = {"do_remote_decode": True, "decode": decode.at, **params}
         sent, answer = asyncio.Event(), None
         asked = proxy.ask(
             "decode", decode.url + self._path, body, self._whole, f"{rid}.decode", sent

@@ -38,6 +38,7 @@ from prefixkv.serving.tracing import current
 from prefixkv.serving.waits import wait_set
 from prefixkv.serving.wire import (
     SILENCE_S,
+    Announcement,
     Ask,
     FenceRequest,
     LostPeer,
@@ -468,6 +469,18 @@ class Fleet:
         # A stream that closes in order, but with samples that have not ended, is a lost worker too.
         if left:
             raise WorkerLostError(f"{pair.decode.name} ended before its answer did")
+
+    async def announce(self, announcement: Announcement) -> None:
+        """Tell each decode worker that answers: any of them may have had the session's last turn.
+        What a worker does not hear costs time, no answer."""
+        body = msgspec.json.encode(announcement)
+
+        async def tell(url: str) -> None:
+            with contextlib.suppress(aiohttp.ClientError):
+                async with self._client.post(f"{url}/announce", data=body):
+                    pass
+
+        await asyncio.gather(*(tell(self.workers[name].url) for name in self._answering("decode")))
 
     def stats(self) -> dict[str, int]:
         """Return the numbers of repeats and silent workers, and each router's counters."""

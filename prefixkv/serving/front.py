@@ -27,11 +27,13 @@ from prefixkv.engines.hf.generation import OPENAI, SamplingDefaults
 from prefixkv.serving.config import ListenSettings
 from prefixkv.serving.failures import answer_ended, refused
 from prefixkv.serving.fleet import Fleet
+from prefixkv.serving.hints import AnnouncedTurn
 from prefixkv.serving.http import (
     BODIES,
     ApiError,
     Stream,
     count_samples,
+    decode_body,
     json_response,
     read_body,
     run_until_disconnect,
@@ -57,7 +59,8 @@ from prefixkv.serving.status import Entrance
 from prefixkv.serving.streams import numbered
 from prefixkv.serving.text import TextError, Texts, TooManyTokensError
 from prefixkv.serving.tracing import TracedEndpoint, current
-from prefixkv.serving.wire import Ask, TokenEvent, part_rid, salt_digest
+from prefixkv.serving.wire import Announcement, Ask, TokenEvent, part_rid, salt_digest
+from prefixkv.spi import MAX_SESSION_CHARS
 
 _SHORT: Final = 4096  # characters of a text that is tokenized in the event loop
 _MESSAGE: Final = 64  # template time of one message, in characters of tokenizer time
@@ -93,6 +96,7 @@ class Front(Entrance):
         everything = [
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/completions", complete, methods=["POST"]),
+            Route("/v1/sessions/{name:path}", self._announce, methods=["POST"]),
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/v1/models/{name:path}", self._model, methods=["GET"]),
             Route("/health", self._show_health, methods=["GET"]),
@@ -200,6 +204,16 @@ class Front(Entrance):
                 found.append(prompt)
         return await self._answer(request, asked, found, "prompt")
 
+    async def _announce(self, request: Request) -> Response:
+        """Have what host memory has of a session loaded before its next turn comes."""
+        said = decode_body(await read_body(request, self._limits) or b"{}", AnnouncedTurn)
+        name = request.path_params["name"]
+        if not 0 < len(name) <= MAX_SESSION_CHARS:
+            raise refused("session", f"has to have 1 to {MAX_SESSION_CHARS} characters")
+        salt = salt_digest(said.cache_salt) if said.cache_salt else ""
+        await self.fleet.announce(Announcement(name, salt))
+        return Response(status_code=202)
+
     @contextlib.contextmanager
     def _untokenized(self, num_bytes: int) -> Iterator[None]:
         """Count the bytes of a body whose texts wait. Raises ApiError where too many do."""
@@ -257,7 +271,7 @@ class Front(Entrance):
         if not all(token < self.fleet.vocab_size for token in asked.stop_token_ids or ()):
             num = self.fleet.vocab_size
             raise refused("stop_token_ids", f"has tokens that are not in [0, {num})")
-        sampling = asked.sampling(**self._defaults._asdict())
+        sampling, hints = asked.sampling(**self._defaults._asdict()), asked.hints(request)
         # The salt is the client's secret: workers and their caches see only a digest of it.
         salt = salt_digest(asked.cache_salt) if asked.cache_salt else ""
         # Workers separate the parts of their own ids by "/".
@@ -273,7 +287,7 @@ class Front(Entrance):
             most = self._most_tokens(len(tokens), asked, param)
             # All prompts have one id in the request log; workers need one for each.
             part = part_rid(rid, number) if len(prompts) > 1 else rid
-            ask = Ask(part, tokens, "", sampling, most, asked.num_samples, salt)
+            ask = Ask(part, tokens, "", sampling, most, asked.num_samples, salt, hints=hints)
             current().describe_ask(ask, self.name, isinstance(asked, ChatRequest), asked.streams)
             asks.append(ask)
         answers = Answers(rid, self.name, int(time.time()), isinstance(asked, ChatRequest))

@@ -15,6 +15,7 @@ from msgspec import Meta, Raw
 
 from prefixkv.engines.hf.requests import MAX_LOGPROBS, AnswerToken, Name, Sampling
 from prefixkv.serving.failures import refused
+from prefixkv.serving.hints import SessionFields
 from prefixkv.serving.http import ApiError, decode_body
 from prefixkv.serving.text import Arguments
 
@@ -60,7 +61,7 @@ _UNSERVED: Final[dict[str, tuple[Any, ...]]] = {
 # Parameters whose value changes no answer here, whatever it is.
 _IGNORED: Final = frozenset({
     # OpenAI's
-    "metadata", "parallel_tool_calls", "prompt_cache_retention", "service_tier", "store",
+    "metadata", "parallel_tool_calls", "service_tier", "store",
     # of vLLM and SGLang
     "data_parallel_rank", "guided_decoding_backend", "include_reasoning", "media_io_kwargs",
     "mm_processor_kwargs", "priority", "rid", "separate_reasoning", "stream_interval",
@@ -86,7 +87,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     continuous_usage_stats: bool | None = None
 
 
-class _RequestBase(msgspec.Struct, kw_only=True):
+class _RequestBase(SessionFields, kw_only=True):
     """Parameters of both kinds of request."""
 
     model: Name
@@ -108,7 +109,6 @@ class _RequestBase(msgspec.Struct, kw_only=True):
     request_id: Name | None = None
     user: Name | None = None
     safety_identifier: Name | None = None
-    prompt_cache_key: Name | None = None
 
     @property
     def num_samples(self) -> int:

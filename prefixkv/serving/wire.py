@@ -7,6 +7,7 @@
 | any worker | POST /audit | | 204 if every invariant of its node holds; slow |
 | any worker | GET /lost | | a `LostPeer` for each lost peer that it holds something for |
 | any worker | POST /fence | a `FenceRequest` | 202 |
+| decode | POST /announce | an `Announcement` | 202, also of a session that is unknown there |
 | decode | POST /generate | an `Ask` | lines: `TokenEvent`s; an empty line is a sign of life |
 | prefill | POST /jobs | a `PrefillJob`, whose `namespace` is a salt | 202 |
 | prefill | POST /abort | an `AbortJobs` | 202 |
@@ -65,6 +66,13 @@ class Ask(Generate, frozen=True):
     salts share no KV."""
 
     prefill_url: Name = ""
+
+
+class Announcement(msgspec.Struct, frozen=True):
+    """The next turn of a session comes soon. `namespace` is a salt."""
+
+    session: Name
+    namespace: Name = ""
 
 
 class TokenEvent(AnswerToken, frozen=True, omit_defaults=True):

@@ -55,6 +55,7 @@ from prefixkv.serving.waits import wait_set
 from prefixkv.serving.wire import (
     LIFE_SIGN_S,
     AbortJobs,
+    Announcement,
     Ask,
     FenceRequest,
     LostPeer,
@@ -392,7 +393,10 @@ class DecodeWorker(Worker):
         return DecodeEngine(model, pool, node, tokenizer, self.config.thinking, shared)
 
     def _routes(self) -> list[Route]:
-        return [Route("/generate", self._generate, methods=["POST"])]
+        return [
+            Route("/generate", self._generate, methods=["POST"]),
+            Route("/announce", self._announce, methods=["POST"]),
+        ]
 
     async def close(self) -> None:
         await super().close()
@@ -421,6 +425,12 @@ class DecodeWorker(Worker):
         return Stream(
             self._lines(one), limits, "application/x-ndjson", end=lambda: self._end_request(one)
         )
+
+    async def _announce(self, request: Request) -> Response:
+        said = await self._read(request, Announcement)
+        namespace = namespace_of(said.namespace)
+        await self._call(lambda engine: engine.node.announce(said.session, namespace))
+        return Response(status_code=202)
 
     async def _lines(self, one: _OpenRequest) -> AsyncGenerator[bytes, None]:
         """Yield outputs, and an empty line as a sign of life after `LIFE_SIGN_S` without one."""

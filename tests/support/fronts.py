@@ -39,7 +39,10 @@ async def fronted(
 
         return StreamingResponse(signs())
 
-    routes = [Route("/generate", generate, methods=["POST"]), Route("/events", events)]
+    routes = [
+        *(Route(path, generate, methods=["POST"]) for path in ("/generate", "/announce")),
+        Route("/events", events),
+    ]
     async with AsyncExitStack() as stack:
         worker = HttpServer(make_app(routes), "127.0.0.1", 0, Limits())
         await worker.start()

@@ -97,7 +97,7 @@ def request(rid: str, room: int, **fields: Any) -> Request:
 # What only looks, and what a page manager calls.
 _NOT_THE_ENGINES = {
     "stats", "check_invariants", "nodes", "oldest_lock", "pin", "keep_hash", "hashed",
-    "note_checkpoint", "insert_owned", "lock_at", "record",
+    "note_change", "insert_owned", "lock_at", "record",
 }  # fmt: skip
 
 

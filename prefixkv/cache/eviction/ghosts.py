@@ -252,8 +252,8 @@ class GhostPolicy(Policy):
         self._page_bytes = page_size * TOKEN_BYTES
         self._page_tokens = max(1, int(page_size * self.token_scale))
         self._capacity_pages = pool_pages or 0
-        self.remembered_pages = max(1, self.block_tokens // self._page_tokens)
-        self.remembered = Ghosts(self._page_bytes, self.remembered_pages, self.stride_blocks)
+        self.evicted_every_pages = max(1, self.block_tokens // self._page_tokens)
+        self.remembered = Ghosts(self._page_bytes, self.evicted_every_pages, self.stride_blocks)
 
     def insertion_marks(self, use: Use) -> Sequence[tuple[int, Mark]]:
         # Marks first: they are worked out from the ghosts, which go once their pages are back.
@@ -283,7 +283,7 @@ class GhostPolicy(Policy):
             return None, new_pages
         end: int = last[PATH_PAGES_FIELD]
         if found:
-            end -= end % self.remembered_pages
+            end -= end % self.evicted_every_pages
         # The known pages end elsewhere: this path parts from that one, which may still continue.
         if end != known_pages:
             return None, new_pages

@@ -230,7 +230,7 @@ class Hazards:
     def _work_out(self) -> None:
         """`worth[kind][bin]` rises up to `peak[kind]` and falls from there, so the leaf of a class
         that is worth least is its oldest or newest. Both lists are new objects (see
-        `LeastWorth.choose`)."""
+        `LeastWorth.first`)."""
         self._due, self._overdue = self._period, -(self._period // 8)
         self._count()
         self._thin_out(self.now_s)

@@ -22,7 +22,7 @@ from heapq import heapify, heappop, heappush
 from typing import Any, Final, TypeAlias
 
 from prefixkv.cache.eviction.policy import Policy
-from prefixkv.cache.eviction.queues import EvictionQueue, LeafRank, forget
+from prefixkv.cache.eviction.queues import EvictionQueue, forget
 from prefixkv.cache.node import Mark, Packed, Root, TreeNode
 from prefixkv.paging import MAX_INDEX
 
@@ -307,15 +307,8 @@ class HintedQueue:
                 self._owed.append((place, min(num_pages, end - at)))
             at += num_pages
 
-    def rank_at(self, leaf: TreeNode, now_s: float) -> LeafRank:
-        return self._queue.rank_at(leaf, now_s)
-
     def count_dead(self) -> None:
         """The entry of a leaf has died. It is dropped when it comes first, or in a sweep."""
-
-    def expect(self, num_leaves: int, now_s: float) -> None:
-        self._end_promises(now_s)
-        self._queue.expect(num_leaves, now_s)
 
     def broken_laws(self) -> list[str]:
         laws = self._queue.broken_laws()

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from itertools import chain
 from math import inf, nextafter
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from prefixkv.cache.eviction.hazards import EDGES_S, Hazards
-from prefixkv.cache.eviction.queues import LeafRank, forget
+from prefixkv.cache.eviction.queues import forget
 from prefixkv.cache.node import TreeNode
 from prefixkv.paging import MAX_INDEX
 
@@ -114,113 +114,24 @@ def _stands(entry: Entry) -> bool:
     return True
 
 
-class Batches:
-    """The base of queues in which the order changes as time passes. Within a batch time stands
-    still, so before a large batch the leaves are sorted by their rank. A leaf's entry is (key,
-    node, queue, ...)."""
-
-    most_pages = MAX_INDEX
-
-    def __init__(self) -> None:
-        self._num_entries = 0  # living
-        self._num_dead = 0
-        self._batch_s: float | None = None  # the time of the batch under way, if it is large
-        self._run: list[tuple[Any, ...]] = []  # entries of its leaves, falling in rank
-        self._late: list[
-            tuple[LeafRank, TreeNode, Any]
-        ] = []  # those that became leaves in it: a heap
-
-    def choose(self, now_s: float) -> TreeNode | None:
-        """Return the leaf that is evicted first."""
-        raise NotImplementedError
-
-    def rank_at(self, leaf: TreeNode, now_s: float) -> LeafRank:
-        """Return a leaf's rank at `now_s`; the lowest goes first, and no two are equal."""
-        raise NotImplementedError
-
-    def ranked(self, now_s: float) -> list[Any]:
-        """Return all leaves' entries, falling in rank at `now_s`. O(leaves log leaves)."""
-        raise NotImplementedError
-
-    def _entries(self) -> Iterable[tuple[Any, ...]]:
-        """Each entry once, dead ones too."""
-        raise NotImplementedError
-
-    def _sweep(self) -> None:
-        """Drop the dead entries."""
-        raise NotImplementedError
-
-    def first(self, now_s: float) -> TreeNode | None:
-        """Return the leaf that goes first: of a large batch's run, else by `choose`."""
-        if self._batch_s is None:
-            return self.choose(now_s)
-        # 1. The first of the run that is still an evictable leaf.
-        run, late = self._run, self._late
-        first: TreeNode | None = None
-        while run:
-            entry = run[-1]
-            node = entry[1]
-            if node.entry is entry and not node.lock_ref and not node.children:
-                first = node
-                break
-            run.pop()
-        # 2. As a rule no leaf has come since. Else the first of those may go before it.
-        while late:
-            rank, node, entry = late[0]
-            if node.entry is entry and not node.lock_ref and not node.children:
-                if first is None or rank < self.rank_at(first, self._batch_s):
-                    return node
-                break
-            heappop(late)
-        return first
-
-    def count_dead(self) -> None:
-        """Count a dead entry; sweep, except within a batch, when the dead outnumber the living."""
-        self._num_entries -= 1
-        self._num_dead += 1
-        if self._num_dead > 1024 and self._num_dead > self._num_entries and self._batch_s is None:
-            self._num_dead = 0
-            self._sweep()
-
-    def expect(self, num_leaves: int, now_s: float) -> None:
-        """Begin a large batch by sorting all leaves at its time, or end it."""
-        if num_leaves > 64 and 4 * num_leaves > self._num_entries:
-            self._run = self.ranked(now_s)
-            self._batch_s = now_s
-        # The batch has killed many entries, and none was swept meanwhile.
-        elif self._batch_s is not None and not num_leaves:
-            self._batch_s = None
-            self._run, self._late, self._num_dead = [], [], 0
-            self._sweep()
-
-    def broken_laws(self) -> list[str]:
-        found, living = 0, 0
-        for entry in self._entries():
-            found += 1
-            living += entry is entry[1].entry
-        laws = {
-            f"the living entries are counted: {living}": living == self._num_entries,
-            f"most dead entries are swept: {found - living}": self._batch_s is not None
-            or found - living <= 1 + max(1024, living),
-        }
-        return [law for law, holds in laws.items() if not holds]
-
-
-class LeastWorth(Batches):
-    """A line of leaves, and an offer, per class. Marks are (tick, anything, now_s, ...).
+class LeastWorth:
+    """A line of leaves, and an offer, per class; a leaf's entry is (tick, leaf, queue, class).
+    Marks are (tick, anything, now_s, ...).
 
     `class_of` returns the class of a leaf.
     """
 
+    most_pages = MAX_INDEX
+
     def __init__(self, hazards: Hazards, class_of: Callable[[TreeNode], int]) -> None:
-        super().__init__()
         num_kinds = len(hazards.worth)
         self._hazards = hazards
         self._class_of = class_of
+        self._num_entries = self._num_dead = 0  # living ones, and others
         self._lines = [Line() for _ in range(num_kinds)]
         self._worth = hazards.worth
-        # The offer of each class: (worth, True if it is the newest leaf, +-tick, class). Compares
-        # like `rank_at`. An empty class offers infinity.
+        # The offer of each class: (worth, True if it is the newest leaf, +-tick, class), the least
+        # goes first. An empty class offers infinity.
         self._offers: list[tuple[float, bool, int, int]] = [
             (inf, True, 0, kind) for kind in range(num_kinds)
         ]
@@ -252,11 +163,8 @@ class LeastWorth(Batches):
             or (self._hazards.peak[kind] and self._worth[kind][0] < self._least[kind])
         ):
             self._holds_s[kind] = self._all_hold_s = AT_ONCE
-        # A parent may become a leaf in the middle of a batch, and may be due at once.
-        if self._batch_s is not None:
-            heappush(self._late, (self.rank_at(leaf, self._batch_s), leaf, entry))
 
-    def choose(self, now_s: float) -> TreeNode | None:
+    def first(self, now_s: float) -> TreeNode | None:
         """Return the leaf that is worth least. O(classes), and O(1) per class to look at again."""
         # 1. New tables: no offer holds any more. `Hazards` makes new lists, so identity is enough.
         if self._hazards.worth is not self._worth:
@@ -326,48 +234,25 @@ class LeastWorth(Batches):
         # Without a clock the oldest goes, and ages count from the first time that is given.
         self._holds_s[kind] = holds_s - MARGIN_S if now_s > 0 else WITH_A_CLOCK
 
-    def rank_at(self, leaf: TreeNode, now_s: float) -> LeafRank:
-        """Return (worth, True if newer ones go first, +-tick): lowest first, at this time only."""
-        tick, _, used_s, *_ = leaf.mark
-        kind, hazards = self._class_of(leaf), self._hazards
-        place = bisect_right(EDGES_S, now_s - used_s)
-        # Where worth rises with age the newest is worth least. Without a clock nothing has an age,
-        # so the oldest goes.
-        rises = now_s > 0 and place < hazards.peak[kind]
-        return (hazards.worth[kind][place], rises, -tick if rises else tick)
-
-    def ranked(self, now_s: float) -> list[Entry]:
-        # As `rank_at`, of all leaves of a class at once.
-        entries: list[Entry] = []
-        worths, rises, order = [], [], []
-        for kind, line in enumerate(self._lines):
-            both = chain(line.in_order, line.oldest)
-            here = [entry for entry in both if entry is entry[1].entry]
-            if not here:
-                continue
-            entries += here
-            used_s = np.array([entry[1].mark[2] for entry in here])
-            ticks = np.array([entry[0] for entry in here])
-            places = _EDGES_S.searchsorted(now_s - used_s, "right")
-            worths.append(np.array(self._hazards.worth[kind])[places])
-            # Without a clock nothing has an age.
-            rising = (places < self._hazards.peak[kind]) & (now_s > 0)
-            rises.append(rising)
-            order.append(np.where(rising, -ticks, ticks))
-        if not entries:
-            return entries
-        keys = np.concatenate(order), np.concatenate(rises), np.concatenate(worths)
-        # The last of the keys decides first; falling, so that the first to go is the last.
-        return [entries[at] for at in np.lexsort(keys)[::-1].tolist()]
+    def count_dead(self) -> None:
+        """Count a dead entry; sweep when the dead outnumber the living."""
+        self.count_dead_unswept()
+        if self._num_dead > 1024 and self._num_dead > self._num_entries:
+            for line in self._lines:
+                line.sweep()
+            self._num_dead = 0
 
     def count_dead_unswept(self) -> None:
         """Count a dead entry while a line is read: never sweeps, which would replace the line."""
         self._num_entries -= 1
         self._num_dead += 1
 
-    def _entries(self) -> Iterable[tuple[Any, ...]]:
-        return chain.from_iterable((*line.in_order, *line.oldest) for line in self._lines)
-
-    def _sweep(self) -> None:
-        for line in self._lines:
-            line.sweep()
+    def broken_laws(self) -> list[str]:
+        entries = [*chain.from_iterable((*line.in_order, *line.oldest) for line in self._lines)]
+        living = sum(entry is entry[1].entry for entry in entries)
+        laws = {
+            f"the living entries are counted: {living}": living == self._num_entries,
+            f"most dead entries are swept: {len(entries) - living}": len(entries) - living
+            <= 1 + max(1024, living),
+        }
+        return [law for law, holds in laws.items() if not holds]

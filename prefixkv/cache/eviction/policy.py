@@ -66,7 +66,7 @@ class Policy(ABC):
     supersedes = False
     """True if only the last use counts: a later mark then replaces those above it in its node."""
 
-    remembered_pages = 0
+    evicted_every_pages = 0
     """Call `evicted` when pages go that end at a multiple of this depth; 0: never."""
 
     error: Exception | None = None

@@ -109,6 +109,8 @@ class ModelWorkers:
         await self._client.close()
         # After a failure nothing is worth a drain.
         grace_s = 0 if any(failed) else _END_S
+        for child in self._children:
+            child.ready.cancel()  # that it did not start is no news any more
         await asyncio.gather(*(child.end(grace_s) for child in self._children))
 
     def _start(self, name: str) -> Child:

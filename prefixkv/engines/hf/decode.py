@@ -184,7 +184,7 @@ class DecodeEngine(NodeEngine):
         request = Request(
             f"{ask.rid}/{sample}", ask.tokens, ask.max_new_tokens, room=self._rooms,
             prefill=ask.prefill, namespace=ask.namespace, cacheable=ask.cacheable,
-            priority=ask.priority, deadline_s=deadline_s,
+            priority=ask.priority, deadline_s=deadline_s, hints=ask.hints,
         )  # fmt: skip
         if why := self._why_refused(request.key, ask.max_new_tokens):
             raise RequestError(why)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 
 import msgspec
 
-from prefixkv import Request
+from prefixkv import Hints, Request
 from prefixkv.errors import RequestError
 from prefixkv.spi import whole_number
 
@@ -113,7 +113,7 @@ class Generate(msgspec.Struct, frozen=True):
         prefill: address of the prefill worker, `PrefillEngine.endpoint`.
         max_new_tokens: limit per answer.
         num_samples: answers to this prompt. They share its whole pages; see docs/engine.md.
-        namespace, cacheable, priority, deadline_s: see `Request`.
+        namespace, cacheable, priority, deadline_s, hints: see `Request`.
     """
 
     rid: Name
@@ -126,6 +126,7 @@ class Generate(msgspec.Struct, frozen=True):
     cacheable: bool = True
     priority: int = 0
     deadline_s: float | None = None
+    hints: Hints = Hints()
 
 
 class TokenLogprob(NamedTuple):

@@ -19,13 +19,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from prefixkv.engines.envelope import hints_of
 from prefixkv.engines.sglang import internals as sgl
 from prefixkv.engines.sglang.clock import CLOCK, RankClock
 from prefixkv.engines.sglang.events import EventTranslator
 from prefixkv.engines.sglang.keys import TOKEN_WORDS, Packer, RequestKey, namespace_of
 from prefixkv.engines.sglang.slots import SlotTable
 from prefixkv.engines.sglang.waiting import weight_order
-from prefixkv.errors import LockError, UserErrors
+from prefixkv.errors import LockError, RequestError, UserErrors
+from prefixkv.settings import Continues
 from prefixkv.spi import (
     DEFAULT_POLICY,
     MatchResult,
@@ -241,7 +243,9 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         # 5. `insert` has moved an old lock; without one the request gets its lock here. Locked
         # before the former one is released, so that shared pages stay protected in between. A
         # finished request needs none: SGLang releases its lock next.
-        if old is None and not req.finished():
+        if req.finished():
+            self.tree.hint(result, _continues(req))
+        elif old is None:
             lock = self.tree.pin(result, self._clock.now_s)  # inserting it was its use
             self.unlock(req.lock)
             req.lock = sgl.TreeLock(lock, sgl.DecLockRefParams())
@@ -368,6 +372,17 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
 
 
 _NO_PAGES: Pages = np.empty(0, np.int32)
+
+
+def _continues(req: Any) -> Continues:
+    """Return what the request's `kv_hints`, an envelope, say of its session."""
+    if req.kv_hints is None:
+        return None
+    try:
+        return hints_of(req.kv_hints.actions).continues
+    except RequestError as error:
+        _log.warning("request %s: %s", req.rid, error)
+        return None
 
 
 def _raw_len(key: Any) -> int:

@@ -4,8 +4,8 @@ prefill server computes it. See docs/vllm.md.
     --kv-transfer-config '{"kv_connector": "PrefixKVConnector",
         "kv_connector_module_path": "prefixkv.engines.vllm", "kv_role": "kv_producer", ...}'
 
-Only `compat` imports vLLM; `connector`, `metrics`, `end_request` and `extension` take its names
-from there. `scheduler` and `worker` are the two sides; they use vLLM's objects by attribute.
+Only `compat` imports vLLM; `connector`, `metrics`, `hooks` and `extension` take its names from
+there. `scheduler` and `worker` are the two sides; they use vLLM's objects by attribute.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from prefixkv import prompt_digest
+from prefixkv import Hints, prompt_digest
+from prefixkv.engines.envelope import hints_of
 from prefixkv.errors import RequestError
 from prefixkv.spi import shortened, whole_number
 
@@ -91,6 +92,16 @@ def _text(params: Mapping[str, Any], key: str, least: int, most: int) -> str:
             "characters is needed"
         )
     return text
+
+
+def hints_of_request(request: Any) -> Hints:
+    """Return the hints in `kv_transfer_params` under "hints", where `prefixkv proxy` puts a
+    client's, and those of vLLM's own envelope and `session_id`. Raises RequestError."""
+    params, envelope = request.kv_transfer_params, request.kv_hints
+    fields = params.get("hints") if isinstance(params, Mapping) else None
+    if fields is not None and not isinstance(fields, Mapping):
+        raise RequestError(f"hints is {repr(fields)[:200]}, an object is needed")
+    return hints_of(envelope.actions if envelope is not None else (), request.session_id, fields)
 
 
 def ends_in_media(request: Any) -> bool:

@@ -68,11 +68,12 @@ def host_events(events: Iterable[HostEvent], block_size: int) -> list[Any]:
         if not event.is_stored:
             found.append(BlockRemoved(block_hashes=hashes, medium=MEDIUM_CPU))
             continue
-        lora_id, lora_name = event.lora or (None, None)
+        first = event.blocks[0]
+        lora_id, lora_name = first.lora or (None, None)
         found.append(
             BlockStored(
                 block_hashes=hashes,
-                parent_block_hash=None if event.parent is None else convert(event.parent),
+                parent_block_hash=None if first.parent is None else convert(first.parent),
                 token_ids=event.tokens,
                 block_size=block_size,
                 lora_id=lora_id,

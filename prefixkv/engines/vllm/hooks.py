@@ -9,8 +9,16 @@ on. All do nothing for another connector, nor behind `MultiConnector`.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
+from prefixkv.engines.vllm.compat import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    RequestStatus,
+    get_block_hash,
+    unwatched,
+)
 from prefixkv.engines.vllm.scheduler import SchedulerSide
 
 
@@ -23,8 +31,6 @@ def install(scheduler: Any, core: Any, process: Any) -> None:
 
 
 def _wrap_update_from_output(original: Any) -> Any:
-    from prefixkv.engines.vllm.end_request import answer, end_request, fail_requests
-
     @functools.wraps(original)
     def update_from_output(
         self: Any, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any
@@ -39,23 +45,66 @@ def _wrap_update_from_output(original: Any) -> Any:
         errors, ended_hashes = side.take_logits(scheduler_output, counts)
         failed: list[Any] = []
         if errors:
-            failed, blocks = fail_requests(self, errors, ended_hashes)
+            failed, blocks = _fail_requests(self, errors, ended_hashes)
             side.spoilt(blocks)
         # After it: the report that decode has refused a request was taken in there.
         outputs = original(self, scheduler_output, model_runner_output, *args, **kwargs)
         for request in failed:
-            answer(request, {"prefixkv": {"error": errors[request.request_id]}}, outputs)
+            _answer(request, {"prefixkv": {"error": errors[request.request_id]}}, outputs)
         # Only now is it known that this scheduler passes here: from the first call on
         # `ScheduledSends` keeps such requests waiting until they are ended, instead of computing
         # them.
         side.sends.can_end = True
         for rid, params in side.take_ended().items():
-            end_request(self, rid, params, outputs)
+            _end_request(self, rid, params, outputs)
         side.clear_spoilt()
         return outputs
 
     update_from_output.prefixkv = True  # type: ignore[attr-defined]
     return update_from_output
+
+
+def _end_request(scheduler: Any, rid: str, params: dict[str, Any], outputs: Any) -> None:
+    """End a request as if its client had left, and answer it."""
+    for request in scheduler.finish_requests([rid], RequestStatus.FINISHED_ABORTED):
+        _answer(request, params, outputs)
+
+
+def _answer(request: Any, params: dict[str, Any], outputs: Any) -> None:
+    """Answer a request that was ended here, with no token: vLLM answers only what it has computed.
+    `outputs` maps each client to its outputs of this step."""
+    output = EngineCoreOutput(
+        request_id=request.request_id,
+        new_token_ids=[],
+        finish_reason=request.get_finished_reason(),
+        events=request.take_events(),
+        kv_transfer_params=params,
+        trace_headers=request.trace_headers,
+    )
+    outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
+
+
+def _fail_requests(
+    scheduler: Any, rids: Iterable[str], ended_hashes: set[Any]
+) -> tuple[list[Any], set[int]]:
+    """End live requests with an error, and take all blocks of their tokens out of the prefix cache,
+    with those of `ended_hashes`. All, their hits too: a block that was wrong before must not spoil
+    every request that finds it. Returns the requests that were ended, and these blocks."""
+    manager = scheduler.kv_cache_manager
+    live = [scheduler.requests[rid] for rid in rids if rid in scheduler.requests]
+    # By hash: vLLM has taken back the blocks of a request that is preempted, and those that a
+    # window has left behind, and may still find them.
+    hashes = ended_hashes.union(*(request.block_hashes for request in live))
+    blocks = {
+        block.block_id
+        for block in manager.block_pool.blocks
+        if block.block_hash is not None and get_block_hash(block.block_hash) in hashes
+    }
+    for request in live:
+        blocks.update(*manager.get_block_ids(request.request_id))
+    manager.block_pool.evict_blocks(blocks)
+    rids = [request.request_id for request in live]
+    return scheduler.finish_requests(rids, RequestStatus.FINISHED_ERROR), blocks
 
 
 def _wrap_set_weight_version(original: Any) -> Any:
@@ -70,16 +119,12 @@ def _wrap_set_weight_version(original: Any) -> Any:
 
 
 def _wrap_process_engine_step(original: Any) -> Any:
-    from prefixkv.engines.vllm.compat import RequestStatus, unwatched
-
-    compiling = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
-
     @functools.wraps(original)
     def _process_engine_step(self: Any, *args: Any, **kwargs: Any) -> Any:
         executed = original(self, *args, **kwargs)
         # After the step, so that its orders and reports are out before the engine sleeps.
         side = None if executed else _side(self.scheduler)
-        if side is not None and _may_rest(self, compiling):
+        if side is not None and _may_rest(self):
             timeout_s = side.rest_s()
             if timeout_s > 0.0:
                 with unwatched():
@@ -89,10 +134,10 @@ def _wrap_process_engine_step(original: Any) -> Any:
     return _process_engine_step
 
 
-def _may_rest(engine: Any, compiling: Any) -> bool:
+def _may_rest(engine: Any) -> bool:
     # Each line is something that only a further step moves on, and for which no wakeup is sent.
     # Data parallel engines step together, so none of them may rest alone.
-    scheduler = engine.scheduler
+    scheduler, compiling = engine.scheduler, RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
     return (
         engine.is_running()
         and engine.vllm_config.parallel_config.data_parallel_size == 1

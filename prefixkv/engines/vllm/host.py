@@ -23,6 +23,7 @@ from prefixkv.engines.vllm.blocks import Flights, Holds
 from prefixkv.engines.vllm.host_events import HostEvent, HostEvents
 from prefixkv.engines.vllm.orders import CopyOrder
 from prefixkv.errors import UserErrors
+from prefixkv.settings import Continues
 from prefixkv.spi import HostCopyDone, HostTier, Pages, RadixKey
 from prefixkv.transfer import RoomKey
 
@@ -282,8 +283,9 @@ class HostBlocks:
         return self._load_of.keys()
 
     def finished(
-        self, request: Any, hashes: list[Any], blocks: Sequence[int], num_tokens: int
-    ) -> None:
+        self, request: Any, hashes: list[Any], blocks: Sequence[int], num_tokens: int,
+        continues: Continues = None,
+    ) -> None:  # fmt: skip
         """Write what is lacking here of a request that ends, with these first blocks cached."""
         rid = request.request_id
         self._keys.pop(rid, None)
@@ -300,7 +302,7 @@ class HostBlocks:
             if self._events is not None:
                 self._events.left(path, hashes, request.all_token_ids[:num_tokens], request)
             with self.device.ending(blocks):
-                self.tier.leave(path, self._now_s(), None)
+                self.tier.leave(path, self._now_s(), continues)
 
     def flush(self) -> None:
         self.device.flush()

@@ -18,7 +18,7 @@ _MOST_LEFT: Final = 1 << 16
 """Blocks that were left and are not in host memory; most are there soon, some never come."""
 
 
-class _HostBlock(NamedTuple):
+class HostBlock(NamedTuple):
     block_hash: bytes
     parent: bytes | None
     tokens: bytes  # packed as int32
@@ -26,17 +26,21 @@ class _HostBlock(NamedTuple):
 
 
 class HostEvent(NamedTuple):
-    """Blocks that are in host memory from now on, one behind the other on a path; or, with no
-    tokens, that are not there any more."""
+    """Blocks that are in host memory from now on (`is_stored`), one behind the other on a path; or
+    that are not there any more."""
 
-    hashes: list[bytes]
-    parent: bytes | None
-    tokens: list[int]
-    lora: tuple[int, str] | None
+    is_stored: bool
+    blocks: list[HostBlock]
 
     @property
-    def is_stored(self) -> bool:
-        return bool(self.tokens)
+    def hashes(self) -> list[bytes]:
+        return [block.block_hash for block in self.blocks]
+
+    @property
+    def tokens(self) -> list[int]:
+        packed = b"".join(block.tokens for block in self.blocks)
+        tokens: list[int] = np.frombuffer(packed, np.int32).tolist()
+        return tokens
 
 
 class HostEvents:
@@ -44,8 +48,8 @@ class HostEvents:
 
     def __init__(self, cache: RadixCache, name_bytes: int) -> None:
         self._cache, self._changes, self._name_bytes = cache, cache.record(), name_bytes
-        self._left: OrderedDict[bytes, _HostBlock] = OrderedDict()  # by name: not there yet
-        self._there: dict[int, _HostBlock] = {}  # by host page
+        self._left: OrderedDict[bytes, HostBlock] = OrderedDict()  # by name: not there yet
+        self._there: dict[int, HostBlock] = {}  # by host page
 
     def left(
         self, key: RadixKey, hashes: Sequence[bytes], tokens: Sequence[int], request: Any
@@ -59,7 +63,7 @@ class HostEvents:
         for i in range(self._cache.match_prefix(key).depth, len(hashes)):
             parent = hashes[i - 1] if i else None
             name = key.data[i * size : (i + 1) * size]
-            self._left[name] = _HostBlock(hashes[i], parent, packed[i].tobytes(), lora)
+            self._left[name] = HostBlock(hashes[i], parent, packed[i].tobytes(), lora)
             self._left.move_to_end(name)
         while len(self._left) > _MOST_LEFT:
             self._left.popitem(last=False)
@@ -70,17 +74,14 @@ class HostEvents:
             if isinstance(change, Inserted):
                 events += self._stored(change)
             elif isinstance(change, TakenOut):
-                pages = [
-                    page for run in change.runs for page in np.frombuffer(run, np.int32).tolist()
-                ]
-                events += self._removed(pages)
+                events += self._removed(np.frombuffer(b"".join(change.runs), np.int32).tolist())
             else:
                 events += self._removed(list(self._there))
         return events
 
     def _stored(self, change: Inserted) -> list[HostEvent]:
         """More than one event where what is said of some blocks has been forgotten."""
-        size, runs = self._name_bytes, list[list[_HostBlock]]()
+        size, runs = self._name_bytes, list[list[HostBlock]]()
         last = None
         for i, page in enumerate(np.frombuffer(change.pages, np.int32).tolist()):
             block = self._left.pop(change.tokens[i * size : (i + 1) * size], None)
@@ -90,16 +91,8 @@ class HostEvents:
                     runs.append([])
                 runs[-1].append(block)
             last = block
-        return [
-            HostEvent(
-                [block.block_hash for block in run],
-                run[0].parent,
-                np.frombuffer(b"".join(block.tokens for block in run), np.int32).tolist(),
-                run[0].lora,
-            )
-            for run in runs
-        ]
+        return [HostEvent(True, run) for run in runs]
 
     def _removed(self, pages: Sequence[int]) -> list[HostEvent]:
         gone = [block for page in pages if (block := self._there.pop(page, None)) is not None]
-        return [HostEvent([block.block_hash for block in gone], None, [], None)] if gone else []
+        return [HostEvent(False, gone)] if gone else []

@@ -15,6 +15,7 @@ from prefixkv.engines.vllm.asks import (
     LoadAsk,
     ask_of,
     computes_all,
+    hints_of_request,
     leave_out_last_token,
     namespace_of,
 )
@@ -31,7 +32,8 @@ from prefixkv.engines.vllm.shadow import Shadow
 from prefixkv.engines.vllm.stats import GAUGES
 from prefixkv.engines.vllm.turns import Turns
 from prefixkv.engines.vllm.wakeup import Rest
-from prefixkv.errors import CallerError
+from prefixkv.errors import CallerError, RequestError
+from prefixkv.settings import Continues
 from prefixkv.spi import check_version, pages_for
 
 _log = logging.getLogger("vllm.prefixkv")
@@ -48,8 +50,6 @@ NOT_FINITE: Final = "NotFiniteError"
 """In the reason of a request whose logits had NaN, as its peer hears it too."""
 NAN_LOG_EVERY_S: Final = 60.0
 """Seconds between two lines of the log about such requests."""
-
-_COMPUTES_IT: Final = "decode computes it itself"
 
 
 @dataclass(slots=True)
@@ -291,7 +291,7 @@ class SchedulerSide:
             # What is missing is computed here: prefill must stop waiting.
             self.counters.add("computed_requests")
             self.counters.add("computed_tokens", computed)
-            self.loads.refuse(ask, _COMPUTES_IT)
+            self.loads.refuse(ask, "decode computes it itself")
         else:
             total = self.ledger.groups.num_sent(num_tokens)
             cached = total - num_sent
@@ -316,30 +316,39 @@ class SchedulerSide:
         """End a request, which still has the blocks `pages`. Returns its `kv_transfer_params`.
         Called for every end: finished, aborted, or failed."""
         rid = request.request_id
+        continues = self._continues(request)
         if self.sends.proves and (in_flight := _num_in_flight(request)):
             self._in_flight[rid] = in_flight, [*request.block_hashes]
         # The shadow first: it needs the blocks' hashes, which are there until vLLM frees them.
         if self._shadow is not None and request.prompt_token_ids is not None:
             blocks = self._cached(request, pages)
-            self._shadow.ended(rid, request.all_token_ids, blocks, namespace_of(request))
+            namespace = namespace_of(request)
+            self._shadow.ended(rid, request.all_token_ids, blocks, namespace, continues)
         self._asked.pop(rid, None)
         self._turns.ended(rid)
         self.compute.ended(rid)
         # Its flights land at once, so that requests that joined them stop waiting.
         has_flights = rid in self.host.loading
         if self._options.host_memory:
-            self._leave_to_host(request, pages)
+            self._leave_to_host(request, pages, continues)
         if self.loads.finished(rid) or has_flights:
             self.flights.land(rid)
         # An offer's room; and an error, or a load's figures.
         params, answer = self.sends.finished(rid), self._answers.pop(rid, None)
         return params if answer is None else {**(params or {}), "prefixkv": answer}
 
-    def _leave_to_host(self, request: Any, pages: Sequence[int]) -> None:
+    def _continues(self, request: Any) -> Continues:
+        try:
+            return hints_of_request(request).continues
+        except RequestError as error:
+            self._record_error(request.request_id, str(error))
+            return None
+
+    def _leave_to_host(self, request: Any, pages: Sequence[int], continues: Continues) -> None:
         size = self._block_size
         blocks = self._cached(request, pages)[: self._proved_len(request) // size]
         hashes = self.ledger.groups.hashes(request, 0, len(blocks) * size)
-        self.host.finished(request, hashes, blocks[: len(hashes)], len(hashes) * size)
+        self.host.finished(request, hashes, blocks[: len(hashes)], len(hashes) * size, continues)
 
     def take_ended(self) -> dict[str, dict[str, Any]]:
         """Return the requests that decode does not want, with the `kv_transfer_params` of their

@@ -17,10 +17,8 @@ import numpy as np
 
 from prefixkv.engines.vllm.stats import Counters
 from prefixkv.errors import check_laws
+from prefixkv.settings import Continues
 from prefixkv.spi import MAX_INDEX, InsertResult, Policy, PrefixLock, RadixCache
-
-Usable = Callable[[int], bool]
-"""Function that returns whether a block is free, and its hash is cached."""
 
 
 class Shadow:
@@ -58,13 +56,15 @@ class Shadow:
             self._tree.unlock(seen)
 
     def ended(
-        self, rid: str, tokens: Sequence[int], blocks: Sequence[int], namespace: Hashable = None
-    ) -> None:
+        self, rid: str, tokens: Sequence[int], blocks: Sequence[int], namespace: Hashable = None,
+        continues: Continues = None,
+    ) -> None:  # fmt: skip
         """Enter and unlock the blocks of a request that ends, all of them cached."""
         lock = self._locks.pop(rid, None)
         # A request that was never admitted here has not been counted as a use.
         if blocks:
-            self._insert(tokens, blocks, namespace, visit=lock is None)
+            inserted = self._insert(tokens, blocks, namespace, visit=lock is None)
+            self._tree.hint(inserted, continues)
         if lock is not None:
             self._tree.unlock(lock)
 
@@ -80,15 +80,12 @@ class Shadow:
         )  # fmt: skip
         self._next_place = (self._next_place + len(blocks)) % (MAX_INDEX // 2)
         for place, block in zip(inserted.pages.tolist(), blocks, strict=True):
-            self._set(place, block)
+            # Both are disconnected from what they had before.
+            if self._block_at.get(place) != block:
+                self.taken(block)
+                self._place_of.pop(self._block_at.get(place, -1), None)
+                self._block_at[place], self._place_of[block] = block, place
         return inserted
-
-    def _set(self, place: int, block: int) -> None:
-        # Both are disconnected from what they had before.
-        if self._block_at.get(place) != block:
-            self.taken(block)
-            self._place_of.pop(self._block_at.get(place, -1), None)
-            self._block_at[place], self._place_of[block] = block, place
 
     def taken(self, block: int) -> None:
         """vLLM uses the block for something else. No-op for an unknown one."""
@@ -96,8 +93,9 @@ class Shadow:
         if place is not None:
             del self._block_at[place]
 
-    def victims(self, number: int, usable: Usable) -> list[int]:
-        """Return the blocks that are least worth keeping, fewer if there are none; forget them."""
+    def victims(self, number: int, usable: Callable[[int], bool]) -> list[int]:
+        """Return the blocks that are least worth keeping, fewer if there are none; forget them.
+        `usable`: whether a block is free, and its hash is cached."""
         # Some evicted places have no usable block any more, so evict until there are enough.
         found: list[int] = []
         while len(found) < number:

@@ -101,13 +101,12 @@ class WorkerSide:
         self._prefill: PrefillTransfers | None = None
         self._host: WorkerHost | None = None
         self._wakeup: WakeupSender | None = None
-        # Loads into which a peer may still write, and sends from which a write may still read. Two
-        # maps each, by room and by request id; always changed together. An entry goes with the
-        # proof that no write touches its pages (`_settle`, SourceFree), not with the outcome.
+        # Loads into which a peer may still write, and sends from which a write may still read. An
+        # entry goes with the proof that no write touches its pages (`_settle`, SourceFree), not
+        # with the outcome.
         self._loads: dict[RoomKey, Open] = {}
-        self._load_keys: dict[str, RoomKey] = {}
         self._sends: dict[RoomKey, _SendingRoom] = {}
-        self._send_keys: dict[str, RoomKey] = {}
+        self._send_keys: dict[str, RoomKey] = {}  # by request id
         self._parts: dict[str, _LoadParts] = {}  # of loads that vLLM waits for
         # By room. An offer that was opened is in `_sends` as well, until its source is free.
         self._offers: dict[int, _ComputedOffer] = {}
@@ -219,8 +218,9 @@ class WorkerSide:
             with _logged("room %d of %s was not declined", decline.room, decline.decode):
                 self.prefill.refuse(decline.room, 0, decline.reason, decode=decline.decode)
         # 3. Rooms end. An unknown id is a room that is over already, which an abort may cross.
+        rooms = {load.rid: key for key, load in self._loads.items()} if orders.abort_loads else {}
         for rid, reason in orders.abort_loads.items():
-            if (key := self._load_keys.get(rid)) is not None:
+            if (key := rooms.get(rid)) is not None:
                 self.decode.abort(*key.numbers, reason)
             elif (parts := self._parts.get(rid)) is not None and not parts.failed:
                 # A copy from host memory goes on, but what it brings is of no use.
@@ -266,8 +266,7 @@ class WorkerSide:
             self._report.settled.append(opening.rid)
             self._end_load(opening.rid, failed=True)
             return
-        key = RoomKey(opening.room, 0)
-        self._loads[key], self._load_keys[opening.rid] = opening, key
+        self._loads[RoomKey(opening.room, 0)] = opening
 
     def _add(self, add: Add) -> None:
         try:
@@ -388,9 +387,7 @@ class WorkerSide:
                 self._results.failed.add(rid)
 
     def _settle(self, key: RoomKey) -> None:
-        rid = self._loads.pop(key).rid
-        del self._load_keys[rid]
-        self._report.settled.append(rid)
+        self._report.settled.append(self._loads.pop(key).rid)
 
     def _take_prefill_event(self, event: PrefillEvent) -> None:
         # An offer's events carry keys that are no sends yet: its own key has no decode server's

@@ -32,9 +32,8 @@ class Worker:
         worker = PeerId("decode-0", 7)
         self.publisher = KVEventPublisher(config, worker, "model", PAGE_SIZE, has_host=True)
         stack.enter_context(closing(self.publisher))
-        assert self.publisher.host is not None
-        self.publisher.listen(self.pool)
-        self.publisher.host.listen(self.host)
+        self.publisher.tiers[0].listen(self.pool)
+        self.publisher.tiers[1].listen(self.host)
         self.indexer = stack.enter_context(Indexer(PYTHON, folder))
         self.selector = stack.enter_context(Selector(PYTHON, folder))
         where = {
@@ -57,8 +56,8 @@ class Worker:
 
     def agrees(self) -> None:
         """What the services say comes to be what the trees have."""
-        self.publisher.pass_on()
-        self.publisher.host.pass_on()
+        self.publisher.tiers[0].pass_on()
+        self.publisher.tiers[1].pass_on()
         for tokens in (ONE, TWO):
             depths = [cache.match_prefix(tokens).prefix_len for cache in (self.pool, self.host)]
             expected = [(depths[0], max(depths))] * 2

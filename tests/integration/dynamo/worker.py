@@ -41,7 +41,7 @@ class Worker:
         self.scheduler = decode_scheduler(self.pages, reserve_tokens=PAGE_SIZE)
         life = random.SystemRandom().getrandbits(60)
         self.publisher = KVEventPublisher(config, PeerId(name, life), "model", PAGE_SIZE)
-        self.publisher.listen(self.pages.cache)
+        self.publisher.tiers[0].listen(self.pages.cache)
 
     def run(self, num_operations: int, seed: int, per_second: float, flushes: float) -> int:
         """At most so many a second, of which so many are flushes. Returns how many pages were
@@ -53,7 +53,7 @@ class Worker:
                 self.scheduler.flush()
             else:
                 self._serve(chance)
-            self.publisher.pass_on()
+            self.publisher.tiers[0].pass_on()
             ahead_s = begun_s + number / per_second - time.monotonic()
             if ahead_s > 0:
                 time.sleep(ahead_s)

@@ -318,7 +318,7 @@ def _storm(
     computes = _computing(below, checkpoints=3) if below else {}
     windows = {} if below or not made.window else {"window_pages": 19, "prefill_window_pages": 30}
     with World(
-        made, page_size=8, pages=36, prefill_pages=60, chunk_tokens=48,
+        made, page_size=8, pages=36, prefill_pages=44, chunk_tokens=48,
         prefill={"checkpoints": 4},
         decode={"max_running": 5, "reserve_tokens": 0, **computes}, **windows,
     ) as world:  # fmt: skip

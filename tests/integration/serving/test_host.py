@@ -4,15 +4,17 @@ wherever a request's tokens are, and is there when prefill is not."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
-from tests.support.patience import until
-from tests.support.served import Expected, Serve, at_rest
+from tests.support.patience import PATIENCE_S, until
+from tests.support.served import ROOT, Expected, Serve, at_rest
 
 PAGE, NUM_TOKENS = 16, 12
 CHATS = 6  # of some 14 pages each, more than the pool has together
@@ -107,4 +109,63 @@ def test_what_came_from_host_memory_is_told_everywhere(
     told = lines()
     assert [told["front", name]["decode_host_tokens"] for name in ids] == loaded
     assert [told["decode", name]["host_tokens"] for name in ids] == loaded
+    at_rest(serve)
+
+
+def test_the_client_of_the_page_on_agents_hits(
+    serve: Serve, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs" / "agents.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^<!-- file: agent.py -->\n```python\n(.*?)^```", page, re.S | re.M)
+    exec(code.replace("http://127.0.0.1:8000/v1", serve.url), {})
+    hits = [json.loads(line.replace("'", '"')) for line in capsys.readouterr().out.splitlines()]
+    assert [split["decode_hit_tokens"] > 64 for split in hits] == [False, True, True]
+    at_rest(serve)
+
+
+def test_of_a_session_that_has_ended_nothing_is_copied(serve: Serve, client: openai.OpenAI) -> None:
+    """Of a prompt behind it all is."""
+    owned = 'prefixkv_host_pages{node="decode-0",state="owned"}'  # of copies under way
+    until(lambda: not serve.figures("decode-0")[owned])
+    before = written(serve)
+    for word, hints in (("Ends", {"ends": True}), ("Goes on", {"returns_after": 30})):
+        made = client.chat.completions.create(
+            model="small", messages=[{"role": "user", "content": f"{word}. " + "Rain. " * 30}],
+            max_tokens=4, temperature=0, extra_body={"kv_hints": hints},
+        )  # fmt: skip
+    until(lambda: written(serve) > before)
+    at_rest(serve)
+    assert written(serve) - before == (made.usage.total_tokens - 1) // PAGE
+
+
+def test_a_parked_session_is_loaded_before_its_announced_turn(
+    serve: Serve, client: openai.OpenAI, expected: Expected
+) -> None:
+    def ask(chat: Chat, **hints: object) -> Any:
+        return client.chat.completions.create(
+            model="small", messages=chat, max_tokens=4, temperature=0,
+            extra_body={"session_id": chat[0]["content"][:6], "kv_hints": hints},
+        )  # fmt: skip
+
+    def figure(name: str) -> float:
+        return serve.figures("decode-0")[f"prefixkv_host_{name}_total{NODE}"]
+
+    # 1. It is in host memory, and others take its pages on the device.
+    chat, before = [{"role": "user", "content": "Parked " + "Snow. " * 30}], written(serve)
+    first = ask(chat, returns_after=600)
+    until(lambda: written(serve) >= before + first.usage.prompt_tokens // PAGE)
+    for number in range(4):
+        ask([{"role": "user", "content": f"Other {number} " + "Hail. " * 30}])
+    # 2. Those of a session that has ended are worth nothing.
+    ask([{"role": "user", "content": "Ended " + "Wind. " * 40}], ends=True)
+    loads = figure("loads")
+    assert httpx.post(f"{serve.url}/sessions/Parked", timeout=PATIENCE_S).status_code == 202
+    until(lambda: figure("loads") > loads)
+    chat += [{"role": "assistant", "content": first.choices[0].message.content},
+             {"role": "user", "content": "And then?"}]  # fmt: skip
+    second = ask(chat, returns_after=600)
+    split = second.usage.prefixkv
+    assert split["decode_hit_tokens"] >= first.usage.prompt_tokens // PAGE * PAGE
+    assert split["decode_host_tokens"] == 0
+    assert second.choices[0].message.content == expected.chat(chat, 4)
     at_rest(serve)

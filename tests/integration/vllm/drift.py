@@ -71,6 +71,19 @@ def _names(function: Any) -> list[str]:
     return list(function.__code__.co_varnames[1 : function.__code__.co_argcount])
 
 
+def config_folder() -> str:
+    """Of a model of which only the configuration exists."""
+    folder = tempfile.mkdtemp(prefix="prefixkv-config-")
+    what = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32,
+        "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 32,
+        "intermediate_size": 64, "vocab_size": 2048, "max_position_embeddings": 4096,
+        "torch_dtype": "float32",
+    }  # fmt: skip
+    Path(folder, "config.json").write_text(json.dumps(what))
+    return folder
+
+
 class Made:
     """What vLLM gives a connector, made by the whole vLLM."""
 
@@ -88,14 +101,7 @@ class Made:
         )
         from vllm.v1.request import Request
 
-        folder = tempfile.mkdtemp(prefix="prefixkv-drift-")
-        what = {
-            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32,
-            "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1,
-            "head_dim": 32, "intermediate_size": 64, "vocab_size": 2048,
-            "max_position_embeddings": 4096, "torch_dtype": "float32",
-        }  # fmt: skip
-        Path(folder, "config.json").write_text(json.dumps(what))
+        folder = config_folder()
         model = ModelConfig(
             model=folder, tokenizer=folder, skip_tokenizer_init=True, dtype="float32"
         )

@@ -100,6 +100,19 @@ def test_conversations_that_come_back_are_not_sent_again(pair: HostPair) -> None
     assert pair.decode.metrics()["vllm:prefixkv_host_blocks"] > DECODE_BLOCKS
 
 
+def test_a_session_that_has_ended_leaves_nothing_in_host_memory(pair: HostPair) -> None:
+    """By what the proxy puts into `kv_transfer_params`. Another prompt is written behind it."""
+    pair.settled()
+    written = pair.decode.counter("host_written_blocks")
+    for seed, hints in ((28, {"ends": True}), (29, {"returns_after": 30})):
+        pair.decode.complete(prompt_of(seed, 4 * BLOCK), 1, {"hints": hints}, session_id="s")
+    until(lambda: pair.decode.counter("host_written_blocks") > written)
+    pair.settled()
+    assert pair.decode.counter("host_written_blocks") == written + 4
+    odd = pair.decode.complete(prompt_of(30, BLOCK), 1, {"hints": {"returns_after": 45}})
+    assert "`returns_after`" in odd["kv_transfer_params"]["prefixkv"]["error"]
+
+
 def test_cache_events_say_what_is_in_host_memory(pair: HostPair) -> None:
     """By vLLM's own publisher: the blocks of a prompt in its pool, and then in host memory too."""
     with zmq.Context() as context, context.socket(zmq.SUB) as socket:

@@ -96,7 +96,6 @@ def test_a_part_is_compared_with_a_commit(
 @in_git
 @pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM"])
 def test_the_worktree_is_removed_when_the_run_is_interrupted(how: str) -> None:
-    before = checkouts()
     handler = signal.getsignal(signal.SIGTERM)
     seen: list[Path] = []
 
@@ -112,20 +111,18 @@ def test_the_worktree_is_removed_when_the_run_is_interrupted(how: str) -> None:
         interrupted()
     assert signal.getsignal(signal.SIGTERM) is handler
     assert not seen[0].exists()
-    assert checkouts() == before
+    assert str(seen[0]) not in against.git("worktree", "list")
 
 
 def test_every_call_is_measured_on_either_clock() -> None:
-    """Quickly, and of this tree: that each part finds what it needs in the tree's benchmarks."""
+    """Quickly, and of this tree: that each part finds what it needs in the tree's benchmarks. Each
+    clock has every other part."""
     side = Side(ROOT, seed=0)
     try:
-        for part in CALLS:
-            for cpu in (False, True):
-                order = Order(part, calls=20, quick=True, cpu=cpu)
-                took = side.measure(order)
-                assert took
-                assert all(seconds for seconds in took.values())
-                assert all(min(seconds) > 0 for seconds in took.values())
+        for number, part in enumerate(CALLS):
+            took = side.measure(Order(part, calls=5, quick=True, cpu=number % 2 == 0))
+            assert took
+            assert all(seconds and min(seconds) > 0 for seconds in took.values())
     finally:
         side.close()
 

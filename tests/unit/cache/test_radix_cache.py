@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import benchmarks.policies.gated  # noqa: F401  makes it known by name
-from benchmarks.policies.orders import LeafOrders, LeafPlace
 from prefixkv.cache.events import Cleared, Inserted, TakenOut
 from prefixkv.cache.eviction.plain import LeastRecentlyUsed
 from prefixkv.cache.eviction.policy import Use, policy_names
@@ -287,34 +286,6 @@ def test_a_use_of_all_there_is_moves_a_leaf_where_its_rank_falls():
     cache = filled("a", "b", policy="mru")
     cache.insert(tokens("a"), [0])
     assert cache.evict(1).tolist() == [0]
-
-
-class OneOrder(LeafOrders):
-    def __init__(self):
-        super().__init__(1)
-
-    def place(self, history) -> LeafPlace:
-        return 0, history, None
-
-    def choose(self, now_s):
-        return self.head(0)
-
-    def rank_at(self, leaf, now_s):
-        return leaf.mark
-
-
-class InBatches(LeastRecentlyUsed):
-    def make_queue(self):
-        return OneOrder()
-
-
-@pytest.mark.parametrize("make", [LeastRecentlyUsed, InBatches])
-def test_in_a_large_batch_a_page_goes_right_behind_its_last_branch(make):
-    cache = RadixCache(page_size=1, policy=make())
-    for at in range(100):
-        for branch in (1, 2):
-            cache.insert([1000 + at, branch], [3 * at, 3 * at + branch], now_s=float(at))
-    assert sorted(cache.evict(150, 100.0).tolist()) == [*range(150)]
 
 
 def test_locks_that_end_together_free_what_they_share():

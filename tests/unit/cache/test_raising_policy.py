@@ -33,7 +33,7 @@ class OopsError(Exception):
 class Moody(LeastRecentlyUsed):
     """Raises with a probability, in any of its methods."""
 
-    remembered_pages = 1
+    evicted_every_pages = 1
 
     def __init__(self, rng: random.Random, often: float) -> None:
         self.rng, self.often = rng, often

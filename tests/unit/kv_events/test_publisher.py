@@ -37,7 +37,7 @@ class Worker:
         self.publisher = KVEventPublisher(
             KVEventsConfig(**config), PeerId("decode-0", life), "llama", PAGE_SIZE
         )
-        self.publisher.listen(self.cache)
+        self.publisher.tiers[0].listen(self.cache)
         self.num_pages = 0
 
     def insert(self, seed: int, num_pages: int = 3) -> None:
@@ -46,7 +46,7 @@ class Worker:
         pages = np.arange(self.num_pages, self.num_pages + num_pages, dtype=np.int32)
         self.num_pages += num_pages
         self.cache.insert(tokens, pages)
-        self.publisher.pass_on()
+        self.publisher.tiers[0].pass_on()
 
     def prompt(self, seed: int, num_pages: int = 3) -> Any:
         return np.random.default_rng(seed).integers(0, 1000, num_pages * PAGE_SIZE)
@@ -127,7 +127,7 @@ def test_a_router_that_starts_late_is_given_what_there_is(make: Make) -> None:
     for seed in range(5):
         worker.insert(seed)
     worker.cache.evict(4)
-    worker.publisher.pass_on()
+    worker.publisher.tiers[0].pass_on()
     agrees(worker, make(Subscriber, worker.publisher, PAGE_SIZE), range(6))
 
 
@@ -179,7 +179,7 @@ def test_a_snapshot_says_where_to_go_on(make: Make) -> None:
     assert len(life) == 16
     subscriber.follower.restart(number, payload)
     worker.cache.evict(5)
-    worker.publisher.pass_on()
+    worker.publisher.tiers[0].pass_on()
     worker.insert(7)
     agrees(worker, subscriber, range(8))
     assert subscriber.num_gaps == 0
@@ -326,7 +326,7 @@ def test_a_subscriber_that_does_not_read_misses_events_and_sees_it(
         worker.insert(seed, num_pages=5_000)
         until(lambda: worker.publisher.idle)
     worker.cache.evict(100_000)
-    worker.publisher.pass_on()
+    worker.publisher.tiers[0].pass_on()
     agrees(worker, slow, range(0))
     assert slow.num_gaps >= 1
 

@@ -13,12 +13,14 @@ from dataclasses import replace
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from prefixkv import Hints
 from prefixkv.errors import ConfigError
 from prefixkv.proxy import server as proxy_module
 from prefixkv.proxy.config import ProxyConfig, ServerAt
@@ -228,6 +230,26 @@ async def test_both_servers_are_asked_with_one_room_and_have_a_place_until_it_en
     assert places_taken(stage.proxy) == {"prefill": 1.0, "decode": 1.0}
     asked.cancel()
     await until(lambda: not prefill.under_way and not decode.under_way)
+
+
+@played()
+async def test_both_servers_hear_what_a_client_says_of_its_session(stage: Stage) -> None:
+    hints = {"returns_after": 30, "of_later_versions": 1}
+    answer = await stage.client.post(
+        "/v1/completions", headers={"X-Session-Id": "s"},
+        json={"prompt": "hello", "kv_hints": hints, "prompt_cache_retention": "24h"},
+    )  # fmt: skip
+    assert answer.status_code == 200
+    expected = msgspec.to_builtins(Hints(session="s", returns_after=30))
+    for (engine,) in (stage.prefill, stage.decode):
+        assert engine.asked[0]["kv_transfer_params"]["hints"] == expected
+        assert engine.asked[0]["session_id"] == "s"
+        assert "kv_hints" not in engine.asked[0]
+    refused = await stage.complete(kv_hints={"returns_after": 45})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (
+        400,
+        "kv_hints.returns_after",
+    )
 
 
 def test_parameters_of_the_prompt_reach_both_servers_and_the_others_decode_alone() -> None:

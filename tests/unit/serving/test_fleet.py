@@ -422,7 +422,7 @@ async def test_a_request_waits_for_a_worker_that_is_being_started(
 
 
 @pytest.mark.parametrize(
-    "start, coming",
+    ("start", "coming"),
     [
         (None, ", a decode worker is starting (about 1 s)"),
         (

@@ -88,7 +88,7 @@ def test_what_changes_no_answer_is_taken_whatever_it_is_and_named_once_in_the_lo
     metadata = {"user": "u", "trace": {"a": [1, "x" * 1000]}}
     more = {
         "metadata": metadata, "store": True, "service_tier": "flex",
-        "prompt_cache_retention": "24h", "parallel_tool_calls": False, "priority": 5, "rid": "r",
+        "parallel_tool_calls": False, "priority": 5, "rid": "r",
         "data_parallel_rank": 1, "stream_interval": 4, "include_reasoning": False,
         "mm_processor_kwargs": {"a": 1},
     }  # fmt: skip
@@ -154,7 +154,13 @@ def test_what_is_out_of_range_is_refused_by_name(name: str, value: Any) -> None:
         ({"stop": [1]}, "stop[0]"), ({"stop_token_ids": ["a"]}, "stop_token_ids[0]"),
         ({"stream_options": {"odd": 1}}, "stream_options"), ({"tools": {}}, "tools"),
         ({"tools": [1]}, "tools[0]"), ({"logprobs": 3}, "logprobs"),
-        ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": []}, "chat_template_kwargs"), ({"session_id": 7}, "session_id"),
+        ({"kv_hints": "ends"}, "kv_hints"), ({"kv_hints": {"ends": 1}}, "kv_hints.ends"),
+        ({"kv_hints": {"returns_after": 45}}, "kv_hints.returns_after"),
+        ({"kv_hints": {"session": "s" * 257}}, "kv_hints.session"),
+        ({"kv_hints": {"version": 2}}, "kv_hints.version"),
+        ({"prompt_cache_key": "k" * 257}, "prompt_cache_key"),
+        ({"prompt_cache_retention": "1h"}, "prompt_cache_retention"),
     ],
 )  # fmt: skip
 def test_what_has_the_wrong_type_is_refused_where_it_stands(more: Any, param: str) -> None:

@@ -88,6 +88,7 @@ class Request:
     extend_end: int = 0
     session: Any = None
     session_id: str | None = None
+    kv_hints: Any = None
     kv_rotation_base: int | None = None
     finished_len: int | None = None
     skip_radix_cache_insert = False

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.managers.kv_hints import KvHintAction, KvHintsEnvelope
 from sglang.srt.mem_cache import common
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -79,6 +80,20 @@ def test_a_blocked_head_is_one_visit_however_often_it_is_looked_at() -> None:
     assert desk.evict(16) == 16
     assert desk.match(request("f", range(17))) == 0
     assert desk.match(request("g", range(100, 117))) == 16
+
+
+@pytest.mark.parametrize("eagle", [False, True])
+def test_what_an_envelope_says_of_a_session_is_heeded_at_its_end(eagle: bool) -> None:
+    desk = Desk(OURS, 4, 256, eagle=eagle)
+    paths = {rid: range(100 * at, 100 * at + 20) for at, rid in enumerate("abc")}
+    ends, odd = (KvHintAction(action_id="1", action_type="prefixkv-hints", action_version="1",
+                              payload={"ends": said}) for said in (True, "yes"))  # fmt: skip
+    for rid, actions in (("a", []), ("b", [odd]), ("c", [ends])):
+        envelope = KvHintsEnvelope(protocol_version="0.1", message_id=rid, actions=actions)
+        served(desk, rid, paths[rid], kv_hints=envelope)
+    assert desk.evict(16) == 16
+    left = {rid: desk.match(request(rid, [*path, 7])) for rid, path in paths.items()}
+    assert left["c"] <= 4 < 16 <= min(left["a"], left["b"])
 
 
 @pytest.mark.parametrize("kind", [OURS, RUST])
@@ -199,7 +214,7 @@ def test_what_a_model_has_thought_is_left_out_where_sglang_is_told_so(
 @pytest.mark.parametrize("eagle", [False, True])
 def test_policies_count_tokens_whatever_a_key_takes_for_each(eagle: bool) -> None:
     desk = Desk("prefixkv", 16, 4096, eagle=eagle, policy="adaptive")
-    assert desk.cache.tree.policy.remembered_pages == 512 // 16
+    assert desk.cache.tree.policy.evicted_every_pages == 512 // 16
     desk.check()
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import random
-import tempfile
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +33,10 @@ from prefixkv.engines.vllm.scheduler import SchedulerSide
 from prefixkv.engines.vllm.worker import WorkerSide
 from prefixkv.memory.kv_pool import KVPool, PoolGroup
 from prefixkv.protocol.ids import RoomKey
+from tests.integration.vllm.drift import config_folder
 from tests.integration.vllm.liveness.case import MAX_LEN_BLOCKS
 from tests.laws.liveness.arrivals import BLOCK, LivenessError
+from tests.unit.engines.vllm.standin import prefix_hashes
 
 if TYPE_CHECKING:
     from tests.integration.vllm.liveness.world import World
@@ -47,15 +46,7 @@ OFFER_GRACE_S, OFFER_TIMEOUT_S = 4.0, 8.0
 
 @cache
 def _model() -> ModelConfig:
-    """A model of which only the configuration exists."""
-    folder = tempfile.mkdtemp(prefix="prefixkv-liveness-")
-    what = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32,
-        "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 32,
-        "intermediate_size": 64, "vocab_size": 2048, "max_position_embeddings": 4096,
-        "torch_dtype": "float32",
-    }  # fmt: skip
-    (Path(folder) / "config.json").write_text(json.dumps(what))
+    folder = config_folder()
     return ModelConfig(
         model=folder, tokenizer=folder, skip_tokenizer_init=True, dtype="float32",
         max_model_len=MAX_LEN_BLOCKS * BLOCK,
@@ -463,7 +454,7 @@ class Server:
             "drawn": list(sends._drawn),
             "ending": list(sends.ending),
             "answers": dict(self.side._answers),
-            "worker": [*worker._load_keys, *worker._send_keys, *worker._offers],
+            "worker": [*worker._loads, *worker._send_keys, *worker._offers],
             "batches": len(self._queue),
         }
         return {name: what for name, what in left.items() if what}
@@ -505,12 +496,3 @@ def _state_specs(mode: str, full: Any) -> list[Any]:
         **(checkpoints if mode == "checkpoint" else {}),  # type: ignore[arg-type]
     )
     return [spec, spec]
-
-
-def prefix_hashes(tokens: list[int]) -> list[int]:
-    """Of the tokens up to each: below 2**20, so that float32 has them exactly."""
-    found, last = [], 0
-    for token in tokens:
-        last = (last * 31 + token + 7) % 1_000_003
-        found.append(last)
-    return found

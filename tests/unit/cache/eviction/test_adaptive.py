@@ -90,7 +90,7 @@ def test_a_line_knows_its_oldest_and_its_newest_in_whatever_order_leaves_come():
             gone = living.pop(rng.choice(list(living)))
             forget(gone)
         if not tick % 97:
-            queue._sweep()
+            queue._lines[0].sweep()
         if living:
             assert (line.first()[0], line.last()[0]) == (min(living), max(living))
         assert queue.broken_laws() == []

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
-from types import SimpleNamespace
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -121,6 +121,8 @@ class Request:
         self.lora_request: Any = None
         self.cache_salt: str | None = None
         self.mm_features: list[Any] = []
+        self.kv_hints: Any = None
+        self.session_id: str | None = None
         vars(self).update(more)
         salt = hash((self.cache_salt, self.lora_request and self.lora_request.lora_name))
         chain = prefix_hashes(tokens)
@@ -161,6 +163,24 @@ def side_of(
     made = SchedulerSide(options("d", **more), setup, groups)
     made.bind(pool)
     return made, pool
+
+
+def step_of(
+    scheduled: Mapping[str, tuple[int, int]] = MappingProxyType({}), blocks: Any = ()
+) -> Any:
+    """vLLM's `SchedulerOutput`: by request, from which token on it computes how many. `blocks`: of
+    a request, or by request."""
+    return SimpleNamespace(
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=rid, num_computed_tokens=start)
+            for rid, (start, _) in scheduled.items()
+        ],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+        num_scheduled_tokens={rid: count for rid, (_, count) in scheduled.items()},
+        kv_connector_block_state=SimpleNamespace(
+            get_block_ids=lambda rid: (blocks[rid] if isinstance(blocks, dict) else blocks,)
+        ),
+    )
 
 
 class Engine:
@@ -221,15 +241,7 @@ class Engine:
             request.request_id: [block.block_id for block in request.blocks]
             for request in self.running
         }
-        step = SimpleNamespace(
-            scheduled_new_reqs=[
-                SimpleNamespace(req_id=rid, num_computed_tokens=computed)
-                for rid, (computed, _) in scheduled.items()
-            ],
-            scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
-            num_scheduled_tokens={rid: count for rid, (_, count) in scheduled.items()},
-            kv_connector_block_state=SimpleNamespace(get_block_ids=lambda rid: (tables[rid],)),
-        )
+        step = step_of(scheduled, tables)
         orders = self.scheduler.orders(step)
         self.orders.append(orders)
         self.worker.before_forward(orders)

@@ -24,11 +24,12 @@ from prefixkv.protocol.events import HostCopy, HostCopyDone
 from prefixkv.spi import HostMemory, Inbox
 from tests.support.patience import until
 from tests.unit.engines.vllm.conftest import MakeServers, Servers
-from tests.unit.engines.vllm.standin import BLOCK, BlockPool, Engine, Request, side_of
+from tests.unit.engines.vllm.standin import BLOCK, BlockPool, Engine, Request, side_of, step_of
 from tests.unit.engines.vllm.test_transfers import blocks_sent, error_of
 
 PROMPT = list(range(100, 130))  # 7 blocks and a half
 SMALL = {"num_blocks": 14, "host_memory": "8x"}
+DEREF = SimpleNamespace(action_type="kv.deref", action_version="1.0", payload={})
 OTHERS = [list(range(200 + 40 * i, 240 + 40 * i)) for i in range(2)]  # 10 blocks each
 
 
@@ -100,6 +101,26 @@ def test_a_request_without_prefill_loads_and_computes_the_rest(small: Servers) -
     assert run(decode, "3", PROMPT).loaded_from is None
     assert run(decode, "4", PROMPT, cache_salt="x").loaded_from is None
     small.settle()
+
+
+@pytest.mark.parametrize(
+    ("more", "written"),
+    [
+        ({"params": {"hints": {"ends": True}}}, 0),
+        ({"kv_hints": SimpleNamespace(actions=[DEREF])}, 0),
+        ({"params": {"hints": {"returns_after": 30}}, "session_id": "s"}, 7),
+        ({"params": {"hints": {"ends": "yes"}}}, 7),
+    ],
+)  # fmt: skip
+def test_of_a_session_that_has_ended_nothing_is_written(
+    small: Servers, more: dict[str, Any], written: int
+) -> None:
+    request = run(small.decode, "1", PROMPT, **more)
+    small.settle()
+    counts = small.decode.scheduler.take_counts()
+    assert counts.get("host_written_blocks", 0) == written
+    if counts.get("requests_in_error"):
+        assert "`ends`" in error_of(request)
 
 
 def test_what_is_left_behind_host_memory_may_be_computed_here(make_servers: MakeServers) -> None:
@@ -368,18 +389,11 @@ def finished(side: SchedulerSide, pool: BlockPool, rid: str) -> Request:
     return request
 
 
-def step_of(side: SchedulerSide) -> Any:
-    empty = SimpleNamespace(req_ids=[], num_computed_tokens=[])
-    return side.orders(
-        SimpleNamespace(scheduled_new_reqs=[], scheduled_cached_reqs=empty, num_scheduled_tokens={})
-    )
-
-
 def test_what_one_rank_has_not_copied_is_not_there() -> None:
     side, pool = two_ranks()
     side.take_reports(WorkerReport(host_pages={0: (60, 60), 1: (60, 60)}), [])
     finished(side, pool, "1")
-    (order,) = step_of(side).copies
+    (order,) = side.orders(step_of()).copies
     ends = [
         HostCopyDone(order.copy.number, error, 100, 0.1) for error in (OSError("broken off"), None)
     ]
@@ -402,7 +416,7 @@ def test_cache_events_follow_what_is_in_host_memory() -> None:
                 for one in event.hashes:
                     del there[one]
                 continue
-            parent = event.parent
+            parent = event.blocks[0].parent
             for i, one in enumerate(event.hashes):
                 assert one not in there
                 assert parent is None or parent in there
@@ -415,7 +429,7 @@ def test_cache_events_follow_what_is_in_host_memory() -> None:
         pool.cached.clear()
         for block in pool.blocks:
             block.block_hash = None
-        for copy, _ in step_of(side).copies:
+        for copy, _ in side.orders(step_of()).copies:
             side.take_reports(WorkerReport(copied=[HostCopyDone(copy.number, None, 1, 0.1)]), [])
         hear()
         assert len(there) == side.gauges()["host_blocks"]

@@ -5,7 +5,6 @@ look at the KV of every token that a request goes on from, so a NaN that was kep
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,15 +12,11 @@ import pytest
 from prefixkv.engines.vllm.orders import StepOrders
 from tests.support.patience import until
 from tests.unit.engines.vllm.conftest import MakeServers, Servers
-from tests.unit.engines.vllm.standin import BLOCK, Engine, Request
+from tests.unit.engines.vllm.standin import BLOCK, Engine, Request, step_of
 from tests.unit.engines.vllm.test_host import SMALL, evict, run
 from tests.unit.engines.vllm.test_transfers import blocks_sent, error_of, offered, opened
 
 PROMPT = list(range(100, 130))  # 7 blocks and a half, in 5 chunks
-EMPTY = SimpleNamespace(
-    scheduled_new_reqs=[], num_scheduled_tokens={},
-    scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
-)  # fmt: skip
 SPOILT = [0, 9, 27, 29]  # in the first chunk, the second, in the last one: cached; not cached
 
 
@@ -156,12 +151,12 @@ def test_a_spoilt_block_is_cleared_when_nobody_has_it_and_it_is_not_written_anew
     pool.free_blocks([free, cached])
     side.spoilt([free.block_id, used.block_id, cached.block_id])
     side.clear_spoilt()
-    assert side.orders(EMPTY).cleared == [free.block_id]
+    assert side.orders(step_of()).cleared == [free.block_id]
     pool.free_blocks([used])
     side.clear_spoilt()
     side.clear_spoilt()
     assert side.busy
-    assert side.orders(EMPTY).cleared == [used.block_id]
+    assert side.orders(step_of()).cleared == [used.block_id]
     assert not side.busy
 
 
@@ -176,20 +171,14 @@ class Overlapping:
         self.side.sends.proves = True
         self.request = Request("1", PROMPT[:8], params)
         self.side.on_new_request(self.request)
-        self.side.orders(self.step(0))
+        self.side.orders(step_of())
         if (send := self.side.sends.sends.get("1")) is not None:
             send.unpromised = 0
         self.pages = [block.block_id for block in engine.pool.new_blocks(2) or []]
         self.side.allocated(self.request, (self.pages,), 0)
 
     def step(self, count: int, computed: int = 0) -> Any:
-        new = [SimpleNamespace(req_id="1", num_computed_tokens=computed)] if count else []
-        return SimpleNamespace(
-            scheduled_new_reqs=new,
-            scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
-            num_scheduled_tokens={"1": count} if count else {},
-            kv_connector_block_state=SimpleNamespace(get_block_ids=lambda rid: (self.pages,)),
-        )
+        return step_of({"1": (computed, count)}, self.pages)
 
     def both(self) -> tuple[Any, Any]:
         """Both steps are under way."""
@@ -199,7 +188,7 @@ class Overlapping:
         return first, second
 
     def next(self) -> StepOrders:
-        return self.side.orders(self.step(0))
+        return self.side.orders(step_of())
 
 
 PROMISED = {"do_remote_decode": True, "room": 1, "decode": "decode-0"}
@@ -218,7 +207,7 @@ def test_the_log_has_one_line_a_minute_of_them(
     monkeypatch.setattr(engine.scheduler.ledger, "now_s", lambda: now_s)
     for at_s, num_lines in ((1000.0, 1), (1059.9, 1), (1060.0, 2), (1061.0, 2)):
         now_s = at_s
-        assert engine.scheduler.take_logits(EMPTY, {"1": 3, "2": 4})[0].keys() == {"1", "2"}
+        assert engine.scheduler.take_logits(step_of(), {"1": 3, "2": 4})[0].keys() == {"1", "2"}
         assert caplog.text.count("NotFiniteError") == num_lines
 
 

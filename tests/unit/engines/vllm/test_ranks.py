@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +25,7 @@ from tests.unit.engines.vllm.standin import (
     kv_cache_config,
     options,
     side_of,
+    step_of,
 )
 
 NUM_RANKS, NUM_BLOCKS, NUM_HEADS = 2, 16, 4
@@ -91,11 +91,7 @@ class Server:
         self.failed: set[str] = set()
 
     def step(self, step: Any = None) -> None:
-        empty = SimpleNamespace(req_ids=[], num_computed_tokens=[])
-        nothing = SimpleNamespace(
-            scheduled_new_reqs=[], scheduled_cached_reqs=empty, num_scheduled_tokens={}
-        )
-        orders = self.scheduler.orders(step or nothing)
+        orders = self.scheduler.orders(step or step_of())
         for worker in self.workers:
             worker.before_forward(orders)
             worker.after_forward(orders)
@@ -119,15 +115,6 @@ class Server:
     def close(self) -> None:
         for worker in reversed(self.workers):
             worker.close()
-
-
-def computed(rid: str, end: int, pages: list[int]) -> Any:
-    return SimpleNamespace(
-        scheduled_new_reqs=[SimpleNamespace(req_id=rid, num_computed_tokens=0)],
-        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
-        num_scheduled_tokens={rid: end},
-        kv_connector_block_state=SimpleNamespace(get_block_ids=lambda rid: (pages,)),
-    )
 
 
 def admit(prefill: Server, decode: Server, sending: Request, source: list[int]) -> None:
@@ -160,7 +147,7 @@ def test_every_rank_gets_its_share() -> None:
         decode.scheduler.allocated(loading, (target,), 18)
         assert prefill.scheduler.count_loadable(sending, 0) == (None, False)
         admit(prefill, decode, sending, source)
-        prefill.step(computed("1", 18, source))
+        prefill.step(step_of({"1": (0, 18)}, source))
         prefill.scheduler.finished(sending, source)
         assert prefill.scheduler.gauges()["held_blocks"] == 5
 
@@ -206,8 +193,8 @@ def test_plain_blocks_go_between_other_sizes(
         decode.scheduler.on_new_request(loading)
         decode.scheduler.allocated(loading, (target,), 18 - 8)  # decode has 8 tokens
         admit(prefill, decode, sending, source)
-        prefill.step(computed("1", 11, source))
-        prefill.step(computed("1", 18, source))
+        prefill.step(step_of({"1": (0, 11)}, source))
+        prefill.step(step_of({"1": (0, 18)}, source))
         prefill.scheduler.finished(sending, source)
 
         def both() -> bool:

@@ -11,7 +11,7 @@ from prefixkv.engines.vllm.groups import STATE_WINDOW, BlockGroups, WindowBlocks
 from prefixkv.engines.vllm.options import ServerSetup
 from prefixkv.engines.vllm.orders import WorkerReport
 from prefixkv.engines.vllm.scheduler import SchedulerSide
-from tests.unit.engines.vllm.standin import BLOCK, BOTH, DECODE, PREFILL, Request, side_of
+from tests.unit.engines.vllm.standin import BLOCK, BOTH, DECODE, PREFILL, Request, side_of, step_of
 
 PROMPT = list(range(30))
 
@@ -103,13 +103,6 @@ def test_a_choice_of_a_prompt_that_was_admitted_waits_for_no_load_any_more() -> 
     made.check_invariants()
 
 
-def _nothing() -> object:
-    empty = SimpleNamespace(req_ids=[], num_computed_tokens=[])
-    return SimpleNamespace(
-        scheduled_new_reqs=[], scheduled_cached_reqs=empty, num_scheduled_tokens={}
-    )
-
-
 # --- layers that keep a window --------------------------------------------------------------------
 
 
@@ -129,7 +122,7 @@ def test_the_window_is_loaded_whatever_the_prefix_is() -> None:
     assert made.count_loadable(request, 16) == (13, True)
     table = [*[0] * 5, 40, 41, 42]
     made.allocated(request, (table, range(8)), 13)
-    (opened,) = made.orders(_nothing()).opens
+    (opened,) = made.orders(step_of()).opens
     assert (opened.num_tokens, opened.prefix_len, opened.pages) == (29, 16, (4, 5, 6, 7))
     assert opened.windows == (WindowBlocks(5, (40, 41, 42)),)
     assert not made.ignores_windows(request)  # it asks for nothing any more
@@ -153,7 +146,7 @@ def test_a_prompt_of_one_token_needs_no_room() -> None:
     made, request = windowed(), load("1", 1, [5])
     made.on_new_request(request)
     assert made.count_loadable(request, 0) == (0, False)
-    assert [one.room for one in made.orders(_nothing()).refusals] == [1]
+    assert [one.room for one in made.orders(step_of()).refusals] == [1]
     sends, _ = side_of(PREFILL, WINDOWED)
     for params in ({"do_remote_decode": True, "room": 1, "decode": "other"},
                    {"do_remote_decode": True}):  # fmt: skip
@@ -161,7 +154,7 @@ def test_a_prompt_of_one_token_needs_no_room() -> None:
         rid = str(len(params))
         sends.on_new_request(Request(rid, [5], params))
         assert "a prompt of one token" in sends._answers[rid]["error"]
-    assert [one.room for one in sends.orders(_nothing()).declines] == [1]
+    assert [one.room for one in sends.orders(step_of()).declines] == [1]
 
 
 @pytest.mark.parametrize("is_here", [True, False])
@@ -185,7 +178,7 @@ def test_a_request_whose_load_has_failed_lets_others_go_first(is_here: bool) -> 
     made.finished(second, [])
     if not is_here:
         made.take_reports(WorkerReport(failed={"2": "left"}, settled=["2"]), ["2"])
-    made.orders(_nothing())
+    made.orders(step_of())
     assert made.count_loadable(first, 0) == (0, False)
     assert made.count_loadable(third, 0) == (0, False)
 
@@ -207,15 +200,7 @@ def promised(made: SchedulerSide, rid: str, room: int) -> Request:
 
 def compute(made: SchedulerSide, request: Request, num_tokens: int) -> None:
     """A step that computes so many more tokens of a request."""
-    step = SimpleNamespace(
-        scheduled_new_reqs=[
-            SimpleNamespace(req_id=request.request_id, num_computed_tokens=request.computed)
-        ],
-        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
-        num_scheduled_tokens={request.request_id: num_tokens},
-        kv_connector_block_state=SimpleNamespace(get_block_ids=lambda rid: (list(range(8)),)),
-    )
-    made.orders(step)
+    made.orders(step_of({request.request_id: (request.computed, num_tokens)}, range(8)))
     request.computed += num_tokens
 
 
@@ -258,10 +243,10 @@ def test_promised_sends_pass_a_request_that_lacks_the_blocks_of_loads() -> None:
     assert made.count_loadable(small, 0) == (None, False)
     assert made.count_loadable(send, 0) == (0, False)
     # In the next step, and when the load is over.
-    made.orders(_nothing())
+    made.orders(step_of())
     assert made.count_loadable(small, 0) == (0, False)
     assert made.count_loadable(large, 0) == (None, False)
-    made.orders(_nothing())
+    made.orders(step_of())
     made.take_reports(WorkerReport(settled=["loading"]), ["loading"])
     assert made.count_loadable(large, 0) == (0, False)
     made.check_invariants()
@@ -293,7 +278,7 @@ def test_the_state_is_loaded_behind_all_but_the_last_token(
     assert (request.num_prompt_tokens, len(request.prompt_token_ids or ())) == (num_tokens,) * 2
     assert made.count_loadable(request, 16) == (num_tokens - 17, True)
     made.allocated(request, (table, range(8)), num_tokens - 17)
-    (opened,) = made.orders(_nothing()).opens
+    (opened,) = made.orders(step_of()).opens
     last = (num_tokens - 2) // BLOCK
     assert (opened.num_tokens, opened.windows) == (num_tokens - 1, (WindowBlocks(last, (40,)),))
 
@@ -310,7 +295,7 @@ def test_prefill_leaves_out_the_last_token(params: dict[str, object]) -> None:
     assert shared == tokens  # another request's too
     assert (request.num_prompt_tokens, request.max_tokens) == (len(tokens) - 1, 1)
     assert len(request.block_hashes) == 5
-    for add in made.orders(_nothing()).adds:
+    for add in made.orders(step_of()).adds:
         assert (add.num_tokens, add.digest) == (len(tokens) - 1, digest_of(load("2", 1, tokens)))
 
 

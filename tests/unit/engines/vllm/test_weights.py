@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
-from prefixkv.engines.vllm import hooks
 from tests.unit.engines.vllm.conftest import Servers
 from tests.unit.engines.vllm.standin import Engine
 from tests.unit.engines.vllm.test_transfers import PROMPT, blocks_sent, error_of, offered, opened
@@ -76,7 +78,10 @@ def test_a_room_that_is_ordered_behind_a_move_is_of_the_new_version(servers: Ser
     servers.settle()
 
 
-def test_the_hook_tells_the_connector_and_vllm() -> None:
+def test_the_hook_tells_the_connector_and_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prefixkv.engines.vllm.compat", Mock())  # no vLLM is here
+    hooks = importlib.import_module("prefixkv.engines.vllm.hooks")
+    monkeypatch.delitem(sys.modules, hooks.__name__)
     said: list[str] = []
 
     class Core:
