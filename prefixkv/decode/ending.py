@@ -176,6 +176,7 @@ class Ending:
     def _release(self, end: End, now_s: float) -> None:
         req, continues, keep_tokens = end
         self.deferred.pop(req, None)
+        own = self._ledger.own
         # 1. A request that finished, or was retracted, leaves its whole pages to the cache; one
         # that was aborted or has failed, also since it was retracted, leaves nothing (law 10).
         if req.pages_held is not None:
@@ -189,14 +190,14 @@ class Ending:
                     continues=continues,
                     shared_tokens=keep,
                     keep_tokens=keep_tokens,
-                    on_cached=lambda: self._ledger.own.leaving(req),
+                    on_cached=(lambda: own.leaving(req)) if own.is_own else None,
                 )
                 # Behind the device's work, so that no copy reads what is still to be written.
-                key = req.key if keep_tokens is None else req.key.prefix(keep_tokens)
                 for source in self._ledger.organs:
+                    key = req.key if keep_tokens is None else req.key.prefix(keep_tokens)
                     source.left(req.request, key, now_s, continues, keep)
             else:
-                self._ledger.own.dropped(req)
+                own.dropped(req)
                 self._pages.drop(req.pages_held)
             req.pages_held = req.unwritten = None
         # 2. Only now may a retracted request queue again: it must hold nothing, and the next match

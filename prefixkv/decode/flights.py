@@ -334,10 +334,6 @@ class Flights:
         if flight.joined is None:
             self.complete.append(flight)
 
-    def is_complete(self, flight: Flight) -> bool:
-        """Return True if a flight has arrived and waits for no other."""
-        return not flight.is_open and flight.joined is None
-
     def disown(self, flight: Flight) -> None:
         """Take a flight's owner from it: its request ends, it continues for its waiters."""
         if flight.owner is not None:
@@ -427,7 +423,7 @@ class Flights:
                 [*self.starts.at(one.key, one.start_pages)] == [one] for one in self.starts
             ),
             "what has arrived and waits for nothing is complete": sorted(
-                id(flight) for flight in flights if self.is_complete(flight)
+                id(flight) for flight in flights if not flight.is_open and flight.joined is None
             )
             == sorted(map(id, self.complete)),
         }

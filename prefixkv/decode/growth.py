@@ -56,13 +56,11 @@ class BatchGrowth:
                         due.append(req)
         except (TypeError, AttributeError):  # what lacks these is no request
             raise _no_requests(reqs) from None
-        for req in due:
-            check_own(req, DecodeRequest, self._pages)
+        running = self._running_of(due)
         if not is_known:
             self._batch = list(reqs)  # one of another node was due, and was refused
         if not due:
             return False
-        running = self._running_of(due)
         for req in running:
             if len(req.output) >= req.max_new_tokens:
                 raise RequestError(f"request {req.rid!r} has its {req.max_new_tokens} tokens")
@@ -82,17 +80,15 @@ class BatchGrowth:
         try:
             if len(set(reqs)) != len(reqs):
                 raise RequestError("a request is named twice")
-            for req in reqs:
-                check_own(req, DecodeRequest, self._pages)
-        except (TypeError, AttributeError):  # what lacks these is no request
+        except TypeError:
             raise _no_requests(reqs) from None
+        running = self._running_of(reqs)
         for group in self._pages.windows:
             if num_tokens > group.step_tokens:
                 raise RequestError(
                     f"num_tokens is {num_tokens}, group {group.name!r} has step_tokens "
                     f"{group.step_tokens}"
                 )
-        running = self._running_of(reqs)
         self._take([(req, req.kv_len) for req in running], num_tokens, now_s)
         for req in running:
             if req.state is DecodeState.RUNNING:
@@ -102,6 +98,7 @@ class BatchGrowth:
         """Leave out what was cut short: the engine may have sampled before it could hear of that.
         Raises RequestError for another that does not run."""
         for req in reqs:
+            check_own(req, DecodeRequest, self._pages)
             if req.state not in CAN_RUN and req.state not in CUT_SHORT:
                 raise RequestError(f"request {req.rid!r} is {req.state.value}, it does not run")
         return [req for req in reqs if req.state in CAN_RUN]

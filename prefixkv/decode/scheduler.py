@@ -670,23 +670,18 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             flight = self.prefill.arrived(key, aux, now_s)
             if flight is None or flight.owner is None:
                 self.room_drained(key)
-            return
-        # 2. Failure of a room that was aborted here meanwhile: its pages are held already, and the
-        # request has ended.
-        flight = self.prefill.open.get(key)
-        if flight is None:
-            return
-        # 3. Failure. It is no proof: writes may still be landing. The pages move to the room, which
-        # holds them until `room_drained`. The request tries again with other pages.
-        self.journal.transfer_ended(flight.prefill, "failed")
-        error = error or InternalError(f"{key} failed without a reason")
-        self._fail_room(flight, error, None, now_s)
+        # 2. Failure is no proof: writes may still be landing. The pages move to the room, which
+        # holds them until `room_drained`. The request tries again with other pages. Where the room
+        # was aborted here meanwhile, its pages are held already, and the request has ended.
+        elif (flight := self.prefill.open.get(key)) is not None:
+            self.journal.transfer_ended(flight.prefill, "failed")
+            error = error or InternalError(f"{key} failed without a reason")
+            self._fail_room(flight, error, None, now_s)
 
     def prefill_ready(self, address: str, max_tokens: int, now_s: float) -> None:
         """A prefill worker answers. Fail its requests that its pool of `max_tokens` cannot hold,
         before any page is promised. 0 if the worker does not say."""
-        worker = self.workers.get(address)
-        if worker is None:
+        if (worker := self.workers.get(address)) is None:
             return
         self.waiting.opens(worker, max_tokens)
         # Requests that went alone, and were not admitted since, need not be computed here.
@@ -702,8 +697,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def prefill_away(self, address: str, now_s: float) -> None:
         """A worker does not answer any more: its requests hold up no others."""
-        worker = self.workers.get(address)
-        if worker is None:
+        if (worker := self.workers.get(address)) is None:
             return
         self.waiting.closes(worker, now_s)
         if self._fails_over:
@@ -714,8 +708,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def prefill_lost(self, address: str, error: Exception, now_s: float) -> None:
         """Try again, or fail, requests for an address where no worker answers, or one is
         refused."""
-        worker = self.workers.get(address)
-        if worker is None:
+        if (worker := self.workers.get(address)) is None:
             return
         self.waiting.closes(worker, now_s)
         # Before the requests try again: one that comes back to this address has to ask for it once
@@ -936,16 +929,16 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def _recall(self, address: str, now_s: float) -> None:
         error = PeerLostError(f"prefill worker {address} does not answer")
-        # Each goes to the front of the queue, so the last one first.
+        # Each goes to the front of the queue, so the last one first. It may have ended with one
+        # before it. Those that joined one without an owner ask again; what is more than may be
+        # computed here waits for its end.
         for flight in reversed(list(self.prefill.open.values())):
-            req = flight.owner
-            # It may have ended with one before it.
-            if flight.prefill != address or self.prefill.open.get(flight.room_key) is not flight:
-                continue
-            if req is None:
-                self._ending.cancel(flight, error)  # those that joined it ask again
-            # Else it is more than may be computed here, and waits for its end.
-            elif self._planner.needs_no_prefill(req, now_s, joins=False):
+            req, is_open = flight.owner, self.prefill.open.get(flight.room_key) is flight
+            if (
+                flight.prefill == address
+                and is_open
+                and (req is None or self._planner.needs_no_prefill(req, now_s, joins=False))
+            ):
                 self._fail_room(flight, error, error, now_s)
 
     # --- ends -------------------------------------------------------------------------------------
@@ -981,11 +974,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def _too_late(self, req: DecodeRequest, now_s: float) -> None:
         flight = self.flights.of(req)
-        if (
-            flight is not None
-            and self.flights.is_complete(flight)
-            and flight.source.may_commit(flight)
-        ):
+        complete = self.flights.complete
+        if flight is not None and flight in complete and flight.source.may_commit(flight):
             return
         by = f"by its deadline_s, {req.request.deadline_s}"
         error: Exception = TransferTimeoutError(f"request {req.rid!r}: its KV was not here {by}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import count
 from typing import NamedTuple
 
@@ -15,16 +15,13 @@ from sortedcontainers import SortedDict
 
 from prefixkv.cache.checkpoints import Checkpoint
 from prefixkv.cache.results import MatchResult
+from prefixkv.config import UsablePrefix
 from prefixkv.pages.groups import GroupStart
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.request_checkpoints import RequestCheckpoints
 from prefixkv.paging import page_floor, whole_pages
-from prefixkv.prefill.request import PrefillRequest, PrefillState, SendPlan, WindowPlan
+from prefixkv.prefill.request import PrefillRequest, PrefillState, SendPlan
 from prefixkv.prefill.shared_prefixes import SharedPrefixes
-
-UsablePrefix = Callable[[PrefillRequest, int], int]
-"""Function of a request and the number of its cached tokens that returns how many the engine
-can continue from. Behind those it has no extra state."""
 
 
 class _Found(NamedTuple):
@@ -177,11 +174,8 @@ class PrefillBootstrapQueue:
             pages.keep_hashes(req.pages_held)
         if points is not None:
             points.begin(req, found.dense_pages)
-        req.plan = SendPlan(req.num_tokens, req.decode_prefix_len, page_size)
-        if pages.windows:
-            req.window_plans = tuple(
-                WindowPlan(group.first_page(req.num_tokens), page_size) for group in pages.windows
-            )
+        firsts = [group.first_page(req.num_tokens) for group in pages.windows]
+        req.plan = SendPlan(req.num_tokens, req.decode_prefix_len, page_size, firsts)
         req.become(PrefillState.COMPUTING)
         return True
 

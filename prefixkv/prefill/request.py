@@ -7,6 +7,7 @@ arrived -- decode --> promised -- pages --> started -- compute --> computed -- s
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,15 +78,23 @@ class SendPlan(WindowPlan):
     (Span(first_page=2, end_page=2), Span(first_page=2, end_page=4), Span(first_page=4, end_page=7))
     """
 
-    __slots__ = ("computed", "ended", "num_tokens")
+    __slots__ = ("computed", "ended", "num_tokens", "windows")
 
-    def __init__(self, num_tokens: int, decode_prefix_len: int, page_size: int) -> None:
+    def __init__(
+        self,
+        num_tokens: int,
+        decode_prefix_len: int,
+        page_size: int,
+        firsts: Iterable[int] = (),
+    ) -> None:
         if not 0 <= decode_prefix_len <= num_tokens:
             raise RequestError(
                 f"decode_prefix_len is {decode_prefix_len}, the request has {num_tokens} tokens"
             )
         super().__init__(whole_pages(decode_prefix_len, page_size), page_size)
         self.num_tokens = num_tokens
+        # By window group: from which page on.
+        self.windows = tuple(WindowPlan(first_page, page_size) for first_page in firsts)
         self.computed = 0
         self.ended = False
 
@@ -170,7 +179,7 @@ class PrefillRequest(PagedRequest[PrefillState]):
     __slots__ = (
         "computed_s", "decode_prefix_len", "given_up", "key", "num_chunks",
         "num_tokens", "peer", "plan", "popped", "promised_s", "sent_pages", "source_free",
-        "started_s", "state_slot", "window_plans",
+        "started_s", "state_slot",
     )  # fmt: skip
 
     TRANSITIONS = {
@@ -190,7 +199,6 @@ class PrefillRequest(PagedRequest[PrefillState]):
         self.max_pages = pages_for(self.num_tokens, pages.page_size)
         self.decode_prefix_len = 0
         self.plan: SendPlan | None = None
-        self.window_plans: tuple[WindowPlan, ...] = ()  # by window group
         # Its pages are released when all three are true: it has ended, `source_free`, `popped`.
         self.source_free = False  # no write reads its pages, and its state, any more
         self.state_slot = -1  # slot of extra state that the engine handed over

@@ -16,7 +16,7 @@ from typing import assert_never
 
 from prefixkv.cache.events import EventFeed
 from prefixkv.cache.radix_key import RadixKey
-from prefixkv.config import PrefillConfig
+from prefixkv.config import PrefillConfig, UsablePrefix
 from prefixkv.errors import (
     AbortedError,
     InternalError,
@@ -36,7 +36,7 @@ from prefixkv.pages.requests import (
     still_pending,
 )
 from prefixkv.paging import pages_for
-from prefixkv.prefill.bootstrap_queue import PrefillBootstrapQueue, UsablePrefix
+from prefixkv.prefill.bootstrap_queue import PrefillBootstrapQueue
 from prefixkv.prefill.request import (
     PrefillJournal,
     PrefillRequest,
@@ -49,7 +49,6 @@ from prefixkv.protocol.commands import (
     AbortRoom,
     AddRoom,
     DeclineRoom,
-    GroupChunk,
     MoveWeights,
     PrefillCommand,
     SendChunk,
@@ -93,7 +92,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         self.shared_prefixes = SharedPrefixes(
             pages.page_size, self.counters, config.follow_s,
             step_pages=1 if points is None else points.step_pages,
-            on_wait=None if points is None else self._save_at,
+            on_wait=None if points is None else points.add_stop,
         )  # fmt: skip
         self.bootstrapped = PrefillBootstrapQueue(
             pages, self.shared_prefixes, usable_prefix, points
@@ -244,7 +243,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         assert req.pages_held is not None
         # 3. Send. The plan checks `end`, so it moves first; the ids are copied, since caching may
         # change the row.
-        if req.window_plans:
+        if req.plan.windows:
             computed = end - max(req.prefix_len, req.plan.computed)
             most = min(group.step_tokens for group in self.pages.windows)
             if computed > most:
@@ -252,21 +251,18 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
                 raise RequestError(f"request {req.rid!r} has {what}")
         span = req.plan.send(end, last)
         src_pages = req.pages[span.first_page : span.end_page].copy()
-        groups: tuple[GroupChunk, ...] = ()
-        if req.window_plans:
-            groups = tuple(
-                plan.chunk(plan.send(end, last), *group.row(req.pages_held.row))
-                for plan, group in zip(req.window_plans, self.pages.windows, strict=True)
-            )
-        if state_slot >= 0:
-            groups += state_of(state_slot)
+        groups = tuple(
+            plan.chunk(plan.send(end, last), *group.row(req.pages_held.row))
+            for plan, group in zip(req.plan.windows, self.pages.windows, strict=True)
+        )
+        groups += state_of(state_slot)
         self.journal.chunk(req, len(src_pages), last, now_s)
         if last:
             req.state_slot = state_slot
             req.become(PrefillState.SENDING)
         if self.checkpoints is not None:
             self.checkpoints.computed(req, end)
-        elif req.window_plans:
+        elif req.plan.windows:
             self.pages.slide(req.pages_held, end)
         # 4. Progress, for the tree and for those that follow this request.
         self._computed[req] = None
@@ -287,12 +283,6 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             self._commands.append(chunk)
         self._tell()
         return len(src_pages)
-
-    def _save_at(self, leader: PrefillRequest, tokens: int) -> None:
-        """Have a checkpoint saved where a request that waits for the leader's prefix parts."""
-        assert self.checkpoints is not None
-        assert leader.plan is not None
-        self.checkpoints.add_stop(leader, tokens, max(leader.prefix_len, leader.plan.computed))
 
     def save_state(self, req: PrefillRequest, end: int) -> int:
         """Return the slot of the StatePool into which the engine copies the extra state behind

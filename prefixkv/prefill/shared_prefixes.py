@@ -57,7 +57,7 @@ class SharedPrefixes:
     """Leaders and followers of one rank. Owned by the scheduler's thread.
 
     With a `stall_s` of 0 no request follows another. A wait ends at a multiple of `step_pages`.
-    `on_wait` is told of its leader, and of the tokens that this has to pass.
+    `on_wait` is told of its leader, of the tokens that this has to pass, and of those it has.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class SharedPrefixes:
         counters: MutableMapping[str, int],
         stall_s: float,
         step_pages: int = 1,
-        on_wait: Callable[[PrefillRequest, int], object] | None = None,
+        on_wait: Callable[[PrefillRequest, int, int], object] | None = None,
     ) -> None:
         self._step_pages = step_pages
         self._on_wait = on_wait
@@ -153,7 +153,9 @@ class SharedPrefixes:
             self._by_tokens.add(wait.place)
             lead.followers.add(wait.end)
             if self._on_wait is not None:
-                self._on_wait(leader, end * self._page_size)
+                assert leader.plan is not None
+                done = max(leader.prefix_len, leader.plan.computed)
+                self._on_wait(leader, end * self._page_size, done)
             if passed_over is None:
                 self._passed_over[req] = set()
                 self._counters["followed"] += 1

@@ -60,7 +60,7 @@ Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Short = Annotated[str, msgspec.Meta(max_length=1024)]
 Metadata = Annotated[bytes, msgspec.Meta(max_length=MAX_METADATA_BYTES)]
-ShmOffer = Annotated[bytes, msgspec.Meta(max_length=1024)]
+MemoryOffer = Annotated[bytes, msgspec.Meta(max_length=1024)]
 Tensors = Annotated[tuple[StateTensor, ...], msgspec.Meta(max_length=4096)]
 Stages = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_RANKS)]
 Endpoints = Annotated[tuple[Short, ...], msgspec.Meta(max_length=MAX_RANKS)]
@@ -255,7 +255,7 @@ class Hello(Body, frozen=True, tag="hello"):
     life: ProcessLife | None = None
     """Which process the sender is; None where the kernel has no such thing, or the process keeps it
     to itself."""
-    shm: ShmOffer = b""
+    shm: MemoryOffer = b""
     """How its memory may be mapped; empty: not at all."""
     age_ms: U64 | None = None
     """How long ago this life of the worker began; sent by rank 0. None: other ranks, or not known.

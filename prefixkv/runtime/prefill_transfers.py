@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from numbers import Real
-from typing import NamedTuple, cast
+from typing import cast
 
 from prefixkv.config import PrefillConfig, Way
 from prefixkv.control.effects import RelaySlots
@@ -16,7 +16,7 @@ from prefixkv.errors import AbortedError, ConfigError, RequestError, shown
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.pages.requests import check_reason
 from prefixkv.paging import PageIds, as_pages, check_in_pool, pages_for
-from prefixkv.prefill.request import SendPlan, WindowPlan, checked_chunk, state_of
+from prefixkv.prefill.request import SendPlan, checked_chunk, state_of
 from prefixkv.protocol.commands import (
     AbortRoom,
     AddRoom,
@@ -46,13 +46,6 @@ from prefixkv.transport.nixl.ucx import loaded_libraries
 _STAGING_WINDOW = 4  # leases under way at once, per room and pair of ranks
 
 
-class _Plans(NamedTuple):
-    """What chunks send: pages of the first group, and of each window group."""
-
-    pages: SendPlan
-    windows: tuple[WindowPlan, ...]
-
-
 def _key(room: int, generation: int, decode: str) -> RoomKey:
     """Raise RequestError for numbers or names that cannot be."""
     if not isinstance(decode, str) or not decode:
@@ -74,7 +67,7 @@ class PrefillTransfers(Transfers[PrefillCommand, PrefillEvent]):
 
     # Rooms with pages that a write may still read. The plan covers the whole prompt: the control
     # object cuts off what decode has. None: refused, or ended and its SourceFree still to come.
-    _rooms: dict[RoomKey, _Plans | None]
+    _rooms: dict[RoomKey, SendPlan | None]
     _is_written_to = False
 
     def __init__(
@@ -165,7 +158,7 @@ class PrefillTransfers(Transfers[PrefillCommand, PrefillEvent]):
         num_tokens = whole_number("num_tokens", num_tokens, 1, 2**31)
         digest = check_digest(digest)
         # Its number is taken, then the command queued: both or neither.
-        self._begin(key, self._plans(num_tokens))
+        self._begin(key, self._plan(num_tokens))
         self.submit(AddRoom(key, num_tokens, digest))
 
     def send_chunk(
@@ -228,7 +221,7 @@ class PrefillTransfers(Transfers[PrefillCommand, PrefillEvent]):
             raise RequestError("the last chunk has no pages of window groups, and none follows")
         sent = () if windows is None else self._window_chunks(plan, end, last, windows)
         sent += state_of(state_slot)
-        span = plan.pages.send(end, last)
+        span = plan.send(end, last)
         src = ids[span.first_page : span.end_page].copy()
         for one in plan.windows if windows is not None else ():
             one.send(end, last)
@@ -245,23 +238,22 @@ class PrefillTransfers(Transfers[PrefillCommand, PrefillEvent]):
             )
             self.submit(chunk)
 
-    def _plans(self, num_tokens: int) -> _Plans:
-        size = self._page_size
-        return _Plans(
-            SendPlan(num_tokens, 0, size),
-            tuple(WindowPlan(group.first_page(num_tokens), size) for group in self._windows),
-        )
+    def _plan(self, num_tokens: int) -> SendPlan:
+        firsts = [group.first_page(num_tokens) for group in self._windows]
+        return SendPlan(num_tokens, 0, self._page_size, firsts)
 
     def _window_chunks(
-        self, plans: _Plans, end: int, last: bool, windows: Sequence[tuple[int, PageIds]]
+        self, plan: SendPlan, end: int, last: bool, windows: Sequence[tuple[int, PageIds]]
     ) -> tuple[GroupChunk, ...]:
         self._check_windows(windows)
         if not all(isinstance(one, tuple | list) and len(one) == 2 for one in windows):
             raise RequestError(f"windows is {shown(windows)}, pairs of page and ids are needed")
         found: list[GroupChunk] = []
-        for group, plan, (number, pages) in zip(self._windows, plans.windows, windows, strict=True):
+        for group, of_group, (number, pages) in zip(
+            self._windows, plan.windows, windows, strict=True
+        ):
             first, ids = whole_number("first page", number, 0, 2**31), as_pages(pages)
-            span = plan.next(end, last)
+            span = of_group.next(end, last)
             if span.first_page < span.end_page and not (
                 first <= span.first_page and span.end_page <= first + len(ids)
             ):
@@ -269,7 +261,7 @@ class PrefillTransfers(Transfers[PrefillCommand, PrefillEvent]):
                     f"group {group.name!r}: pages {first} to {first + len(ids)}, this chunk sends "
                     f"{span.first_page} to {span.end_page}"
                 )
-            found.append(plan.chunk(span, first, ids))
+            found.append(of_group.chunk(span, first, ids))
             check_in_pool(found[-1].src_pages, group.layout.num_pages, "source page")
         return tuple(found)
 
@@ -316,7 +308,7 @@ class PrefillTransfers(Transfers[PrefillCommand, PrefillEvent]):
             isinstance(timeout_s, Real) and 0 < timeout_s < 1e18
         ):
             raise RequestError(f"timeout_s is {shown(timeout_s)}, seconds above 0 are needed")
-        self._begin(key, self._plans(num_tokens))
+        self._begin(key, self._plan(num_tokens))
         self.submit(OfferRoom(key, num_tokens, digest, float(timeout_s)))
 
     def withdraw(self, room: int, generation: int, reason: str = "withdrawn") -> None:
