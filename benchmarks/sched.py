@@ -510,18 +510,17 @@ def publishing(size: Size) -> Times:
         publisher = KVEventPublisher(
             KVEventsConfig(free, free, free), PeerId("decode-0", 1), "model", PAGE_SIZE
         )
-        publisher.listen(workers[which].pages.cache)
+        [tier] = publisher.tiers
+        tier.listen(workers[which].pages.cache)
         reader = subprocess.Popen([sys.executable, "-c", _READER, publisher.endpoint])
 
-        def call(
-            at: int, name: str, made: Callable[[], Any], which: int, publisher: KVEventPublisher
-        ) -> Any:
+        def call(at: int, name: str, made: Callable[[], Any], which: int, tier: Any) -> Any:
             """As a node makes it: the publisher takes what changed, before and after."""
 
             def passing_on() -> Any:
-                publisher.pass_on()
+                tier.pass_on()
                 result = made()
-                publisher.pass_on()
+                tier.pass_on()
                 return result
 
             if at == which:
@@ -538,16 +537,16 @@ def publishing(size: Size) -> Times:
                     worker.tick()
                     tail = worker.tokens(PROMPT_TOKENS - CACHED_TOKENS)
                     req = worker.add(np.concatenate([past, tail]))
-                    call(at, "admission", worker.admit, which, publisher)
+                    call(at, "admission", worker.admit, which, tier)
                     worker.succeed(req)
                     worker.scheduler.pop_transferred()
                     worker.generate([req], OUTPUT_TOKENS)
                     left = whole_pages(req.kv_len - CACHED_TOKENS, PAGE_SIZE)
                     end = partial(worker.scheduler.finish, req)
-                    call(at, "finish", end, which, publisher)
+                    call(at, "finish", end, which, tier)
                     worker.evict(left)
                     if at == which:
-                        publisher.pass_on()
+                        tier.pass_on()
         finally:
             reader.kill()
             reader.wait()

@@ -38,10 +38,11 @@ class Hints(msgspec.Struct, frozen=True, kw_only=True):
     `msgspec.convert` makes one of a client's JSON, and ignores fields that it does not know.
 
     Args:
-        session: a name for the session, unique in its namespace; at most 256 characters.
+        session: a name for the session, unique in its namespace; at most 256 characters. It is
+            needed to announce the next turn (`DecodeNode.announce`).
         ends: no further turn comes.
         returns_after: the next turn comes within 30, 120 or 600 seconds (`RETURNS_AFTER_S`).
-        shared: other sessions begin with this prompt, so it stays when this session ends.
+        shared: other sessions begin with this prompt, so it does not go with this session.
         demote: this path is not needed again; the session goes on elsewhere.
         version: of this record.
     """
@@ -190,6 +191,12 @@ def _check_namespace(namespace: Hashable) -> None:
             f"namespace is {shown_namespace(namespace)}, it has to be hashable and equal to itself"
         )
     check_size(namespace)
+
+
+def check_session(session: object, namespace: Hashable) -> None:
+    """Raise RequestError for what no `Hints` names a session by, or no request a namespace."""
+    _check_text("session", session)
+    _check_namespace(namespace)
 
 
 def _check_hints(hints: Any) -> None:

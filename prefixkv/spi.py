@@ -21,9 +21,7 @@ if TYPE_CHECKING:
     from prefixkv.assembly import PrefillRank as PrefillRank
     from prefixkv.cache.events import NO_PARENT as NO_PARENT
     from prefixkv.cache.events import Change as Change
-    from prefixkv.cache.events import CheckpointEvicted as CheckpointEvicted
     from prefixkv.cache.events import CheckpointRemoved as CheckpointRemoved
-    from prefixkv.cache.events import CheckpointSaved as CheckpointSaved
     from prefixkv.cache.events import CheckpointStored as CheckpointStored
     from prefixkv.cache.events import Cleared as Cleared
     from prefixkv.cache.events import EventBatch as EventBatch
@@ -116,7 +114,7 @@ _HOMES = homes_of(
         "ranks.row_log": "RankLog",
         # A listener to the changes of a cache: a router.
         "cache.events": """
-            Change CheckpointEvicted CheckpointRemoved CheckpointSaved CheckpointStored
+            Change CheckpointRemoved CheckpointStored
             Cleared EventBatch Inserted NO_PARENT PagePaths PageRef Removed Stored TakenOut
             page_keys""",
         "kv_events.publisher": "default_topic",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from hashlib import blake2b
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias, assert_never
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -221,24 +221,28 @@ class PagePaths:
             key, number = own, number + 1
         return run
 
-    def taken_out(self, change: TakenOut) -> list[list[PageRef]]:
-        """Forget evicted pages, and return where each stood, run by run."""
-        pop = self._page_refs.pop
-        return [[pop(page) for page in _ids(pages)] for pages in change.runs]
-
-    def saved(self, change: CheckpointSaved) -> PageRef:
-        """Add a checkpoint, and return the page that it ends on."""
-        ref = self._checkpoints[change.page] = self._page_refs[change.page]
-        return ref
-
-    def evicted(self, change: CheckpointEvicted | TakenOut) -> list[PageRef]:
-        """Forget checkpoints, and return the pages that they ended on. Before `taken_out`."""
-        found = self._checkpoints
-        if isinstance(change, CheckpointEvicted):
-            return [found.pop(change.page)]
-        if not found:
-            return []
-        return [found.pop(page) for pages in change.runs for page in _ids(pages) if page in found]
+    def told(self, change: Change) -> Iterator[tuple[type[CacheEvent], list[PageRef]]]:
+        """Follow a change, and yield the kind of each event that it is, with the pages that the
+        event is about: neighbours, or that which a checkpoint ends on."""
+        found, pop = self._checkpoints, self._page_refs.pop
+        match change:
+            case Inserted():
+                yield Stored, self.inserted(change)
+            case CheckpointSaved(page):
+                found[page] = self._page_refs[page]
+                yield CheckpointStored, [found[page]]
+            case CheckpointEvicted(page):
+                yield CheckpointRemoved, [found.pop(page)]
+            case TakenOut(runs):
+                # A checkpoint goes before the page that it ends on.
+                for page in [page for run in runs for page in _ids(run)] if found else ():
+                    if page in found:
+                        yield CheckpointRemoved, [found.pop(page)]
+                for run in runs:
+                    yield Removed, [pop(page) for page in _ids(run)]
+            case Cleared():
+                self.clear()
+                yield Cleared, []
 
     @property
     def checkpoints(self) -> list[PageRef]:
@@ -345,29 +349,14 @@ class EventFeed:
 
     def _events(self, changes: list[Change]) -> Iterator[CacheEvent]:
         for change in changes:
-            match change:
-                case Inserted():
-                    yield self._of_run(Stored, self._paths.inserted(change))
-                case TakenOut():
-                    for ref in self._paths.evicted(change):
-                        yield CheckpointRemoved(ref.namespace, ref.key)
-                    for run in self._paths.taken_out(change):
-                        yield self._of_run(Removed, run)
-                case CheckpointSaved():
-                    ref = self._paths.saved(change)
-                    yield CheckpointStored(ref.namespace, ref.key)
-                case CheckpointEvicted():
-                    for ref in self._paths.evicted(change):
-                        yield CheckpointRemoved(ref.namespace, ref.key)
-                case Cleared():
-                    self._paths.clear()
-                    yield Cleared(self._is_host)
-                case _:
-                    assert_never(change)
-
-    def _of_run(self, kind: type[Stored | Removed], run: list[PageRef]) -> Stored | Removed:
-        keys = tuple(ref.key for ref in run)
-        return kind(run[0].namespace, run[0].parent, keys, self._is_host)
+            for kind, run in self._paths.told(change):
+                if issubclass(kind, Cleared):
+                    yield kind(self._is_host)
+                elif issubclass(kind, _Path):
+                    keys = tuple(ref.key for ref in run)
+                    yield kind(run[0].namespace, run[0].parent, keys, self._is_host)
+                else:
+                    yield kind(run[0].namespace, run[0].key)
 
 
 def page_keys(data: Packed, page_size: int, parent: bytes = NO_PARENT) -> list[bytes]:

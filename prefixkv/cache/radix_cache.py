@@ -13,6 +13,7 @@ A node exists only where branches part or a lock ends. Everything else is merged
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from math import inf
 from numbers import Real
 from operator import attrgetter
 from typing import Any
@@ -27,7 +28,7 @@ from prefixkv.cache.events import (
     Cleared,
     TakenOut,
 )
-from prefixkv.cache.eviction.policy import Policy, Use
+from prefixkv.cache.eviction.policy import Policy, Said, Use
 from prefixkv.cache.eviction.queues import forget
 from prefixkv.cache.node import PAGE_ID_BYTES, TreeNode, Want
 from prefixkv.cache.radix_key import RadixKey, TokensLike
@@ -448,14 +449,15 @@ class RadixCache(RadixTree):
 
     # --- taking back -----------------------------------------------------------------------------
 
-    def evict(self, num_pages: int, now_s: float = 0.0) -> Pages:
+    def evict(self, num_pages: int, now_s: float = 0.0, *, only_worthless: bool = False) -> Pages:
         """Take the pages least worth keeping: exactly `num_pages`, or all that are evictable.
 
         Each step takes the last page of the leaf that the policy ranks first, so what is left is
         still a set of prefixes. A batch takes the same pages as single steps would. O(log leaves)
         per leaf and O(1) per page. Returns int32 page ids, now the caller's, in no particular
-        order. Raises CallerError: a count that is negative or no whole number; a time that is no
-        number. Nothing was changed.
+        order. `only_worthless`: it ends where the next page is of a session that is neither ended
+        nor parked. Raises CallerError: a count that is negative or no whole number; a time that is
+        no number. Nothing was changed.
 
         >>> cache = RadixCache(page_size=1, policy="lru")
         >>> _ = cache.insert([1, 2, 3], [10, 11, 12])
@@ -470,7 +472,7 @@ class RadixCache(RadixTree):
         if not num_pages:
             return NO_PAGES.copy()
         merge_candidates: dict[TreeNode, None] = {}  # lost a child, so may have become mergeable
-        taken = self._evict_in_order(num_pages, merge_candidates)
+        taken = self._evict_in_order(num_pages, merge_candidates, only_worthless)
         if self._logs:
             self.note_change(TakenOut(taken))
         # Merge last. A node that lost one child may lose the others in the same call, and
@@ -520,14 +522,19 @@ class RadixCache(RadixTree):
 
     # --- hints, all of them soft -----------------------------------------------------------------
 
-    def hint(self, target: MatchResult | PrefixLock, continues: Continues) -> None:
+    def hint(
+        self, target: MatchResult | PrefixLock, continues: Continues, *, is_parked: bool = False,
+        keep_pages: int = 0,
+    ) -> None:  # fmt: skip
         """Note whether the session that used `target` last will continue, and within how many
         seconds; soft, it changes only the order of evictions within its namespace.
 
         Leaves of ended sessions go first. Leaves of sessions that continue go last, those that are
         due last first, until they are used again or overdue (eviction/hints.py). A target that is
-        gone, or where no use ended, is ignored, and so is None. Raises LockError: the target is
-        another cache's. CallerError: `continues` is neither a flag nor seconds.
+        gone, or where no use ended, is ignored, and so is None. `is_parked`: it has a copy
+        elsewhere, so it goes right behind ended ones. `keep_pages`: the first ones of the path are
+        not meant. Raises LockError: the target is another cache's. CallerError: `continues` is
+        neither a flag nor seconds.
         """
         returns_s = check_continues(continues)
         # 1. Find the place. A lock of an earlier epoch, or after its end, may point to where
@@ -546,7 +553,8 @@ class RadixCache(RadixTree):
         # 2. The hint is about one use, so it needs that use's mark.
         if returns_s is None or depth < 1 or (mark := node.mark_at(depth)) is None:
             return
-        self._hint(node, mark, returns_s)
+        due_s = self._now_s + returns_s if returns_s else inf
+        self._hint(node, mark, Said(due_s, is_parked or not returns_s, keep_pages))
         # 3. The leaf may belong to another group of the queue now, also if the mark lies above its
         # end: one insertion may leave several marks, the last of them there.
         if not node.lock_ref and not node.children:

@@ -10,7 +10,7 @@ import numpy as np
 
 from prefixkv.cache.events import Change, ChangeLog, Inserted
 from prefixkv.cache.eviction.guard import guarded
-from prefixkv.cache.eviction.policy import Policy, SessionHints, Use, make_policy
+from prefixkv.cache.eviction.policy import Policy, Said, SessionHints, Use, make_policy
 from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, forget
 from prefixkv.cache.node import PAGE_ID_BYTES, Mark, Packed, Root, TreeNode, Want
 from prefixkv.cache.radix_key import TOKEN_BYTES, common_pages
@@ -208,7 +208,7 @@ class RadixTree:
                 queue.add(node)
         return queue
 
-    def _hint(self, node: TreeNode, mark: Mark, returns_s: float) -> None:
+    def _hint(self, node: TreeNode, mark: Mark, said: Said) -> None:
         if not self._hints:
             self._hints = [make() for make in self.hint_makers]
             for hints in self._hints:
@@ -216,7 +216,7 @@ class RadixTree:
         root = _root_of(node)
         tick = self.policy.last_tick(mark)
         for hints in self._hints:
-            hints.note(tick, root, returns_s, self._now_s)
+            hints.note(tick, root, said)
 
     # --- attaching -----------------------------------------------------------------------------
 
@@ -325,9 +325,10 @@ class RadixTree:
         return self._wanted_queue.first()
 
     def _evict_in_order(
-        self, num_pages: int, merge_candidates: dict[TreeNode, None]
+        self, num_pages: int, merge_candidates: dict[TreeNode, None], only_worthless: bool = False
     ) -> list[Packed]:
-        """Take exactly `num_pages` pages, coldest leaf first; return their packed ids.
+        """Take exactly `num_pages` pages, coldest leaf first; return their packed ids. With
+        `only_worthless` fewer: it ends where hints do not say of the next leaf that it goes first.
 
         Equals single steps that each take the last page of the first leaf. `merge_candidates` gets
         every node that lost a child but keeps others: the caller merges those.
@@ -337,7 +338,9 @@ class RadixTree:
         missing = num_pages
         while missing:
             node = self._victim()
-            if node is None:
+            if node is None or (
+                only_worthless and not any(hints.goes_first(node) for hints in self._hints)
+            ):
                 break
             # How far up this leaf may be cut before another leaf could be due: to its parent if all
             # its pages have one history, else to where the policy says, and not past a wanted page.

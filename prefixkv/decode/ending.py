@@ -13,7 +13,7 @@ still read or write of an ended request is kept until its event.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from operator import attrgetter
 from typing import Final, NamedTuple
 
@@ -24,8 +24,10 @@ from prefixkv.decode.request import CUT_SHORT, DecodeRequest, DecodeState
 from prefixkv.errors import AbortedError
 from prefixkv.pages.manager import RequestPages
 from prefixkv.pages.requests import AllOf, BrokenEvent, still_pending
-from prefixkv.request import DeviceEvent
+from prefixkv.request import DeviceEvent, Request
 from prefixkv.settings import Continues
+
+_MOST_SESSIONS: Final = 1 << 14  # whose shared prompts are remembered
 
 
 class End(NamedTuple):
@@ -55,6 +57,8 @@ class Ending:
         self._ask_again = ask_again
         # Requests that have ended, or were retracted, and hold pages.
         self.deferred: dict[DecodeRequest, tuple[DeviceEvent, End]] = {}
+        # By session: tokens that other sessions begin with, as it has said.
+        self._shared: dict[tuple[Hashable, str], int] = {}
 
     # --- flights ----------------------------------------------------------------------------------
 
@@ -176,19 +180,21 @@ class Ending:
         # that was aborted or has failed, also since it was retracted, leaves nothing (law 10).
         if req.pages_held is not None:
             if req.state not in CUT_SHORT and req.request.cacheable:
+                keep = self._shared_tokens(req.request)
                 self._pages.cache_finished(
                     req.pages_held,
                     req.key,
                     now_s,
                     priority=req.request.priority,
                     continues=continues,
+                    shared_tokens=keep,
                     keep_tokens=keep_tokens,
                     on_cached=lambda: self._ledger.own.leaving(req),
                 )
                 # Behind the device's work, so that no copy reads what is still to be written.
                 key = req.key if keep_tokens is None else req.key.prefix(keep_tokens)
                 for source in self._ledger.organs:
-                    source.left(key, now_s, continues)
+                    source.left(req.request, key, now_s, continues, keep)
             else:
                 self._ledger.own.dropped(req)
                 self._pages.drop(req.pages_held)
@@ -197,3 +203,13 @@ class Ending:
         # finds what has just been cached. One aborted meanwhile is over.
         if req.state is DecodeState.RETRACTED:
             self._ask_again(req)
+
+    def _shared_tokens(self, request: Request) -> int:
+        hints, num_tokens = request.hints, len(request.key)
+        name = request.key.namespace, hints.session
+        most = max(self._shared.pop(name, 0), num_tokens * hints.shared)
+        if most and hints.session:
+            self._shared[name] = most
+            if len(self._shared) > _MOST_SESSIONS:
+                del self._shared[next(iter(self._shared))]
+        return most

@@ -16,8 +16,9 @@ it is to give its pages to the tree, where the flights that joined it find them.
 from __future__ import annotations
 
 import enum
+import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import attrgetter
@@ -123,8 +124,14 @@ class Source:
         """Return requests that would wait for ever, at the beginning of a pass."""
         return ()
 
-    def left(self, key: RadixKey, now_s: float, continues: Continues) -> None:
-        """A request has left this path to the tree, and the device is done with it."""
+    def left(
+        self, request: Request, key: RadixKey, now_s: float, continues: Continues, keep_tokens: int
+    ) -> None:
+        """A request has left this path to the tree, and the device is done with it. If its session
+        has ended, the first `keep_tokens` are still of use."""
+
+    def announced(self, session: str, namespace: Hashable, now_s: float) -> None:
+        """The next turn of a session comes soon."""
 
     def flushed(self) -> None:
         """The tree was emptied."""
@@ -146,6 +153,11 @@ class Source:
     def coming_pages(self, releases: Releases) -> int:
         """Count the pages that the source keeps, and gives back by itself."""
         return 0
+
+    @property
+    def wake_s(self) -> float:
+        """When `new_pass` has something to do, at the latest."""
+        return math.inf
 
     @property
     def is_idle(self) -> bool:
@@ -218,7 +230,8 @@ class Source:
 class Flight:
     """Pages [start_pages, end_pages) of `key` on their way to the row of `pages`.
 
-    `owner` is the request that runs once they are here; None: only other flights wait for them.
+    `owner` is the request that runs once they are here; None: only other flights wait for them, or
+    with `is_ahead` nothing does yet.
     `request` is the owner's, or of a load the one that it was begun for. `room_key` names the
     flight to its source, and holds its pages if it ends too early. `joined` brings what lies before
     `start_pages` and is not in the tree. `rest`: what follows in the
@@ -238,6 +251,7 @@ class Flight:
     rest: Segment | None = None
     number: int = 0
     is_open: bool = True  # until its pages are here, or its source has given up
+    is_ahead: bool = False  # nothing waits for it yet
     waiters: dict[Flight, None] = field(default_factory=dict)  # flights that joined, oldest first
 
     def __repr__(self) -> str:
@@ -351,7 +365,7 @@ class Flights:
         needless = flight
         while (above := needless.joined) is not None:
             del above.waiters[needless]
-            if above.owner is not None or above.waiters:
+            if above.owner is not None or above.waiters or above.is_ahead:
                 break
             gone.append(above)
             needless = above
@@ -436,7 +450,9 @@ class Flights:
                     and key.data.startswith(above.key.data[: flight.start_pages * page_bytes])
                     and key.namespace == above.key.namespace
                 ),
-                "without an owner, another flight waits": bool(owner or flight.waiters),
+                "without an owner, another flight waits": bool(
+                    owner or flight.waiters or flight.is_ahead
+                ),
                 "an owner's pages are the flight's": owner is None
                 or (owner.pages_held is flight.pages and self.of(owner) is flight),
             }

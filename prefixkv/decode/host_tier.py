@@ -17,6 +17,7 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import combinations, islice
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
@@ -39,14 +40,20 @@ from prefixkv.pages.requests import still_pending
 from prefixkv.paging import Pages
 from prefixkv.protocol.events import HostCopy, HostCopyDone
 from prefixkv.protocol.ids import PeerId, RoomKey
-from prefixkv.request import DeviceEvent
-from prefixkv.settings import Continues
+from prefixkv.request import RETURNS_AFTER_S, DeviceEvent, Request
+from prefixkv.settings import Continues, check_continues
 
 HOST: Final = "host memory"
 """In place of a decode worker's name in the key by which a load holds its pages; no room has it."""
 
 FRESH_S: Final = 60.0
 """Seconds after which what loads took is no longer used: the load may be another by then."""
+
+PARKED_S: Final = 120.0
+"""A session that pauses for so long is parked."""
+
+RETRY_S: Final = 1.0
+"""Time until a parked path is tried again that found no room on the device."""
 
 _MOST_WRITES: Final = 32  # under way at once
 _MOST_DUE: Final = 1024  # paths that wait to be written
@@ -126,6 +133,19 @@ class _Due(NamedTuple):
     key: RadixKey
     now_s: float
     continues: Continues
+    keep_pages: int  # that are of use though the conversation has ended
+
+
+@dataclass(slots=True, eq=False)
+class _Pause:
+    """A path of which the next turn comes late: parked in host memory, and loaded ahead."""
+
+    key: RadixKey
+    session: str
+    priority: int
+    due_s: float
+    load_s: float  # from when on it is loaded
+    is_over: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -174,6 +194,8 @@ class HostTier(Generic[LockT]):
         self.num_ready = num_pages if are_ready else 0
         if not are_ready:
             self.allocator.alloc(num_pages)
+        # Called with a path, in whole pages, that is in host memory, as far as the device had it.
+        self.on_written: Callable[[RadixKey, float], None] = lambda key, now_s: None
         self._copies: dict[int, _TierCopy[LockT]] = {}
         self._orders: list[HostCopy] = []  # not taken yet
         self._due: OrderedDict[tuple[Hashable, bytes], _Due] = OrderedDict()
@@ -255,15 +277,16 @@ class HostTier(Generic[LockT]):
         self._forget_written()
         self._unwritten.append((after, device_pages))
 
-    def leave(self, key: RadixKey, now_s: float, continues: Continues) -> None:
+    def leave(self, key: RadixKey, now_s: float, continues: Continues, keep_pages: int = 0) -> None:
         """Note that a request has left a path in the device's tree, to be written unless the
-        conversation ends. O(log due)."""
+        conversation ends; then only the first `keep_pages`. O(log due)."""
         if len(key.data) < self._page_bytes:
             return
         # A key of its own: that of a retracted request grows.
         name = key.namespace, key.data
         self._forget_due(name)
-        self._due[name] = _Due(RadixKey.of_packed(key.data, key.namespace), now_s, continues)
+        copied = RadixKey.of_packed(key.data, key.namespace)
+        self._due[name] = _Due(copied, now_s, continues, keep_pages)
         self._due_bytes += len(key.data)
         while len(self._due) > 1 and (
             len(self._due) > _MOST_DUE or self._due_bytes > _MOST_DUE_BYTES
@@ -298,7 +321,7 @@ class HostTier(Generic[LockT]):
     def _begin_write(self, due: _Due) -> bool:
         """Count the use of a path in the host's tree, and begin the write of what that lacks. False
         if a part has to wait."""
-        key, now_s, continues = due
+        key, now_s, continues, keep_pages = due
         match, found = self.pages.find(key), self.cache.match_prefix(key)
         start, end, whole = found.depth, match.depth, len(key.data) // self._page_bytes
         # 1. Another write brings a part of it: what is left then is seen when that has ended.
@@ -306,7 +329,7 @@ class HostTier(Generic[LockT]):
             return False
         # 2. What need not be written, or cannot any more.
         if continues == 0:
-            whole = end = min(end, start)
+            whole = end = min(end, max(start, keep_pages))
         num_pages = max(0, end - start)
         if num_pages:
             if self._is_unwritten(match, start, end):
@@ -324,8 +347,10 @@ class HostTier(Generic[LockT]):
         num_pages = min(num_pages, self.allocator.free_pages + self.cache.evictable_pages)
         if num_pages <= 0:
             if continues is not None:
-                self.cache.hint(host_lock, continues)
+                self.cache.hint(host_lock, continues, keep_pages=keep_pages)
             self._free(self.cache.unlock(host_lock))
+            if start >= whole:
+                self.on_written(key.prefix(whole * self.pages.page_size), now_s)
             return True
         # 5. Shorter where the rest of host memory is pinned: a prefix is of use as well.
         end = start + num_pages
@@ -424,6 +449,8 @@ class HostTier(Generic[LockT]):
         else:
             self.allocator.free(copy.dst)
         self._free(self.cache.unlock(copy.host_lock))
+        if is_good:
+            self.on_written(copy.key, now_s)
 
     def flush(self) -> None:
         """Empty host memory, after the device's tree. Copies under way end for nothing."""
@@ -548,7 +575,13 @@ class HostSource(MeasuringSource):
             ledger.pages, host.num_pages, host.policy, ledger.journal.counters,
             lambda: ledger.budget.active, host.ready is None,
         )  # fmt: skip
+        self.tier.on_written = self._park
         self._open: dict[RoomKey, Flight] = {}
+        self._pauses: OrderedDict[tuple[Hashable, bytes], _Pause] = OrderedDict()  # by path
+        self._pause_bytes = 0  # of their keys
+        self._by_session: dict[tuple[Hashable, str], _Pause] = {}
+        self._parked: list[tuple[float, int, _Pause]] = []  # a heap, by when they are loaded
+        self._num_parked = 0
 
     # --- the way of a request ---------------------------------------------------------------------
 
@@ -609,6 +642,12 @@ class HostSource(MeasuringSource):
             self.tier.ready(self._ready())
         if self.tier.has_due:
             self.tier.write_due()
+        while self._parked and self._parked[0][0] <= now_s:
+            pause = heappop(self._parked)[2]
+            if pause.due_s < now_s or pause.is_over or self._load_ahead(pause, now_s):
+                self._end_pause(pause)
+            else:
+                self._wait(pause, now_s + RETRY_S)
         return ()
 
     def written(self, pages: Pages, after: DeviceEvent) -> None:
@@ -617,10 +656,92 @@ class HostSource(MeasuringSource):
     def feeds(self, worker: PeerId) -> list[EventFeed]:
         return [EventFeed(self.tier.cache, *worker, is_host=True)]
 
-    def left(self, key: RadixKey, now_s: float, continues: Continues) -> None:
-        self.tier.leave(key, now_s, continues)
+    def left(
+        self, request: Request, key: RadixKey, now_s: float, continues: Continues, keep_tokens: int
+    ) -> None:
+        page_size = self._ledger.page_size
+        session = request.hints.session
+        self._end_pause(self._by_session.get((key.namespace, session)))
+        pause_s, size = check_continues(continues) or 0.0, len(key) // page_size * page_size
+        if pause_s >= PARKED_S and size:
+            path = key.prefix(size)
+            self._end_pause(self._pauses.get((path.namespace, path.data)))
+            # A pause is over the time of the class below.
+            load_s = now_s + max(one for one in (0.0, *RETURNS_AFTER_S) if one < pause_s)
+            pause = _Pause(path, session, request.priority, now_s + pause_s, load_s)
+            self._pauses[path.namespace, path.data] = pause
+            self._pause_bytes += len(path.data)
+            if session:
+                self._by_session[path.namespace, session] = pause
+            while len(self._pauses) > _MOST_DUE or self._pause_bytes > _MOST_DUE_BYTES:
+                self._end_pause(next(iter(self._pauses.values())))
+        self.tier.leave(key, now_s, continues, keep_tokens // page_size)
+
+    # --- pauses -----------------------------------------------------------------------------------
+
+    def _end_pause(self, pause: _Pause | None) -> None:
+        if pause is not None and not pause.is_over:
+            pause.is_over = True
+            del self._pauses[pause.key.namespace, pause.key.data]
+            self._pause_bytes -= len(pause.key.data)
+            name = pause.key.namespace, pause.session
+            if self._by_session.get(name) is pause:
+                del self._by_session[name]
+
+    def _park(self, key: RadixKey, now_s: float) -> None:
+        """A path is in host memory: if its session pauses, the device's pages go first."""
+        if (pause := self._pauses.get((key.namespace, key.data))) is not None:
+            cache = self._ledger.pages.cache
+            left_s = pause.due_s - now_s
+            if left_s > 0:
+                cache.hint(cache.match_prefix(pause.key), left_s, is_parked=True)
+            self._wait(pause, pause.load_s)
+
+    def _wait(self, pause: _Pause, load_s: float) -> None:
+        self._num_parked += 1
+        heappush(self._parked, (load_s, self._num_parked, pause))
+
+    @property
+    def wake_s(self) -> float:
+        return self._parked[0][0] if self._parked else math.inf
+
+    def announced(self, session: str, namespace: Hashable, now_s: float) -> None:
+        if (pause := self._by_session.get((namespace, session))) is not None:
+            pause.load_s, pause.due_s = now_s, max(pause.due_s, now_s + RETURNS_AFTER_S[0])
+            self._wait(pause, now_s)
+
+    def _load_ahead(self, pause: _Pause, now_s: float) -> bool:
+        """Load what the device lacks of a parked path, if that takes only pages that are free, or
+        worth nothing. False if it has to wait."""
+        ledger, pages, page_size = self._ledger, self._ledger.pages, self._ledger.page_size
+        found, match = self.tier.find(pause.key), pages.find(pause.key)
+        if found is None:
+            return False
+        start, end = match.depth, found.depth
+        if end > start and ledger.flights.find(pause.key, start)[0] is None:
+            missing = end - start + ledger.budget.kept_back - pages.allocator.free_pages
+            if missing > 0:
+                # What is left of the path itself is parked too.
+                lock = pages.pin_key(pause.key, now_s)
+                pages.free_worthless(missing, now_s)
+                pages.unpin(lock)
+                if end - start + ledger.budget.kept_back > pages.allocator.free_pages:
+                    return False
+                match = pages.find(pause.key)
+            row = pages.open(match, end - start, now_s, is_load=True, is_used=True)
+            request = Request("", pause.key, room=0, priority=pause.priority)
+            flight = Flight(
+                self, None, request, "", RoomKey(0, 0, HOST), pause.key.prefix(end * page_size),
+                row, start, end, None, is_ahead=True,
+            )  # fmt: skip
+            ledger.flights.enter(flight, shareable=True)
+            self.begin(flight, Segment(self, start * page_size, end * page_size), now_s)
+        return True
 
     def flushed(self) -> None:
+        for pause in list(self._pauses.values()):
+            self._end_pause(pause)
+        self._parked.clear()
         self.tier.flush()
 
     def coming_pages(self, releases: Releases) -> int:

@@ -14,7 +14,7 @@ Source: SGLang's decode queues (`disaggregation/decode.py`), with the names of i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, ClassVar
@@ -73,7 +73,14 @@ from prefixkv.protocol.events import (
 )
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import MAX_PAGES
-from prefixkv.request import DeviceEvent, Request, check_event, check_request, check_rid
+from prefixkv.request import (
+    DeviceEvent,
+    Request,
+    check_event,
+    check_request,
+    check_rid,
+    check_session,
+)
 from prefixkv.settings import Continues, check_continues, whole_count
 
 _WAITS = frozenset({DecodeState.QUEUED, DecodeState.RETRACTED})
@@ -471,6 +478,15 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._ending.release_after(after, End(req), now_s)
         self._tell()
 
+    def announce(self, session: str, namespace: Hashable = None) -> None:
+        """Note that the next turn of a session (`Hints.session`) comes soon. What host memory has
+        of it is loaded by the next passes, where that takes no page that is worth something."""
+        check_session(session, namespace)
+        now_s = self._pump()
+        for source in self._organs:
+            source.announced(session, namespace, now_s)
+        self._tell()
+
     def abort(self, rid: str, after: DeviceEvent | None = None) -> bool:
         """End a request wherever it is; it comes out of `pop_failed`. Returns False if it is
         unknown or has ended. Nothing of it is cached but its prompt, and what a retraction has
@@ -613,7 +629,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def wake_s(self) -> float:
         """Time at which the next request may pass its deadline, or be admitted since it is overdue;
         infinity if none waits."""
-        return min(self.waiting.wake_s, self._deadlines.next_s)
+        wakes = (source.wake_s for source in self._organs)
+        return min(self.waiting.wake_s, self._deadlines.next_s, *wakes)
 
     # --- calls of the control plane ---------------------------------------------------------------
 

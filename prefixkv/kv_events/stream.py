@@ -16,24 +16,25 @@ Source: vLLM 0.32 `distributed/kv_events.py`.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any, Final, NamedTuple, assert_never
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
 
 from prefixkv.cache.events import (
     NO_PARENT,
+    CacheEvent,
     Change,
-    CheckpointEvicted,
-    CheckpointSaved,
+    CheckpointRemoved,
+    CheckpointStored,
     Cleared,
-    Inserted,
     PagePaths,
     PageRef,
-    TakenOut,
+    Removed,
+    Stored,
 )
 from prefixkv.cache.radix_key import Namespace
 from prefixkv.digest import prompt_digest
@@ -110,6 +111,14 @@ class BlockEvents:
         cut = int.from_bytes(key[-HASH_BYTES:])
         return (cut ^ _namespace_mask(namespace) if namespace is not None else cut) or 1
 
+    def event(self, kind: type[CacheEvent], run: list[PageRef]) -> object:
+        """Return the event of this kind about a run of blocks."""
+        make: dict[type[CacheEvent], Callable[[list[PageRef]], object]] = {
+            Stored: self.stored, Removed: self.removed, Cleared: self.cleared,
+            CheckpointStored: self.checkpoint_stored, CheckpointRemoved: self.checkpoint_removed,
+        }  # fmt: skip
+        return make[kind](run)
+
     def stored(self, run: list[PageRef]) -> BlockStored:
         group = (PAGES_GROUP, PAGES_KIND) if self.checkpoints else (None, None)
         return self._blocks(run, *group)
@@ -120,15 +129,15 @@ class BlockEvents:
         hashes = [self.hash(place.key, place.namespace) for place in reversed(run)]
         return BlockRemoved(hashes, self._medium, self._group)
 
-    def checkpoint_stored(self, place: PageRef) -> BlockStored:
+    def checkpoint_stored(self, run: list[PageRef]) -> BlockStored:
         """The event for a checkpoint at this page: a block with its hash and tokens."""
-        return self._blocks([place], CHECKPOINTS_GROUP, CHECKPOINTS_KIND)
+        return self._blocks(run, CHECKPOINTS_GROUP, CHECKPOINTS_KIND)
 
-    def checkpoint_removed(self, place: PageRef) -> BlockRemoved:
-        hashes = [self.hash(place.key, place.namespace)]
+    def checkpoint_removed(self, run: list[PageRef]) -> BlockRemoved:
+        hashes = [self.hash(place.key, place.namespace) for place in run]
         return BlockRemoved(hashes, self._medium, CHECKPOINTS_GROUP)
 
-    def cleared(self) -> AllBlocksCleared:
+    def cleared(self, run: list[PageRef] | None = None) -> AllBlocksCleared:
         return AllBlocksCleared()
 
     def _blocks(self, run: list[PageRef], group: int | None, kind: str | None) -> BlockStored:
@@ -247,35 +256,19 @@ class EventStream:
     ) -> Iterator[tuple[object, int]]:
         """Yield each event, and of how many pages it tells."""
         for change in changes:
-            match change:
-                case Inserted():
-                    run = paths.inserted(change)
-                    yield blocks.stored(run), len(run)
-                case CheckpointSaved() | CheckpointEvicted() if not blocks.checkpoints:
-                    pass
-                case CheckpointSaved():
-                    yield blocks.checkpoint_stored(paths.saved(change)), 1
-                case CheckpointEvicted() | TakenOut():
-                    # A checkpoint goes before the page that it ends on.
-                    for place in paths.evicted(change):
-                        yield blocks.checkpoint_removed(place), 1
-                    if isinstance(change, TakenOut):
-                        for run in paths.taken_out(change):
-                            yield blocks.removed(run), len(run)
-                case Cleared() if self.num_pages == len(paths):
-                    paths.clear()
-                    yield blocks.cleared(), 0
-                case Cleared():
-                    # The one event for it would end what the other tier holds as well. From the
-                    # end, so that what follows a page goes before it.
-                    runs, checkpoints = list(paths.runs()), paths.checkpoints
-                    paths.clear()
-                    for place in checkpoints:
-                        yield blocks.checkpoint_removed(place), 1
-                    for run in reversed(runs):
-                        yield blocks.removed(run), len(run)
-                case _:
-                    assert_never(change)
+            if isinstance(change, Cleared) and self.num_pages > len(paths):
+                # The one event for it would end what the other tier holds as well. From the end, so
+                # that what follows a page goes before it.
+                runs, checkpoints = list(paths.runs()), paths.checkpoints
+                paths.clear()
+                for place in checkpoints if blocks.checkpoints else ():
+                    yield blocks.checkpoint_removed([place]), 1
+                for run in reversed(runs):
+                    yield blocks.removed(run), len(run)
+                continue
+            for kind, run in paths.told(change):
+                if blocks.checkpoints or kind not in (CheckpointStored, CheckpointRemoved):
+                    yield blocks.event(kind, run), len(run)
 
     def clear(self, ts: float) -> Batch:
         """Make a batch that says that no tier holds anything."""
@@ -304,7 +297,8 @@ class EventStream:
             events: list[object] = [self.blocks.cleared()]
             for blocks, paths in self._tiers:
                 events += map(blocks.stored, paths.runs())
-                events += map(blocks.checkpoint_stored, paths.checkpoints)
+                if blocks.checkpoints:
+                    events += [blocks.checkpoint_stored([place]) for place in paths.checkpoints]
             payload = self._encode([ts, events, self._rank])
             self._snapshot = Batch(self.next_seq - 1, payload)
         return self._snapshot

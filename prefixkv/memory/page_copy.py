@@ -10,8 +10,9 @@ the copy's own affair.
 from __future__ import annotations
 
 import ctypes
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,24 +35,42 @@ Int64s = npt.NDArray[np.int64]
 _move = ctypes.memmove
 
 
-class PageCopy(Protocol):
+class PageCopy(ABC):
     """A copy between one pool and one host pool. May be used from several threads at once, on pages
     that no two of them touch.
 
     Both pools' memory has to outlive it. On CUDA a copy is queued on the current stream, and is
-    done when an event recorded there is.
+    done when an event recorded there is. Raises ConfigError for a host pool for other pages.
     """
+
+    def __init__(self, layout: KVLayout, pool: HostPool) -> None:
+        if layout.host_page_bytes != pool.page_bytes:
+            raise ConfigError(
+                f"host pages have {pool.page_bytes} bytes, pages of the pool "
+                f"{layout.host_page_bytes}"
+            )
+        self._host, self._num_pages = pool, layout.num_pages
 
     def load(self, host_pages: Pages, device_pages: Pages) -> None:
         """Copy host_pages[i] to device_pages[i], int32 [n], n >= 1, named once each.
 
         Raises PageStateError, with nothing copied, for a page that is in neither pool, or not yet.
         """
-        ...
+        self._copy(*self._checked(host_pages, device_pages), is_load=True)
 
     def write(self, host_pages: Pages, device_pages: Pages) -> None:
         """Copy device_pages[i] to host_pages[i], named once each; the inverse of `load`."""
-        ...
+        self._copy(*self._checked(host_pages, device_pages), is_load=False)
+
+    def _checked(self, host_pages: Pages, device_pages: Pages) -> tuple[Pages, Pages]:
+        host = self._host.checked(host_pages)
+        device = checked_pages(device_pages, self._num_pages, "device")
+        if len(host) != len(device):
+            raise PageStateError(f"{len(host)} host pages for {len(device)} of the device")
+        return host, device
+
+    @abstractmethod
+    def _copy(self, host: Pages, device: Pages, is_load: bool) -> None: ...
 
 
 def page_copy(layout: KVLayout, pool: HostPool, device: str = "cpu") -> PageCopy:
@@ -65,43 +84,18 @@ def page_copy(layout: KVLayout, pool: HostPool, device: str = "cpu") -> PageCopy
     return StagedPageCopy(staged, layout, pool, device)
 
 
-class _Ends:
-    def __init__(self, layout: KVLayout, pool: HostPool) -> None:
-        if layout.host_page_bytes != pool.page_bytes:
-            raise ConfigError(
-                f"host pages have {pool.page_bytes} bytes, pages of the pool "
-                f"{layout.host_page_bytes}"
-            )
-        self.host = pool
-        self._num_pages = layout.num_pages
-
-    def checked(self, host_pages: Pages, device_pages: Pages) -> tuple[Pages, Pages]:
-        host = self.host.checked(host_pages)
-        device = checked_pages(device_pages, self._num_pages, "device")
-        if len(host) != len(device):
-            raise PageStateError(f"{len(host)} host pages for {len(device)} of the device")
-        return host, device
-
-
-class CpuPageCopy:
+class CpuPageCopy(PageCopy):
     """A `PageCopy` for memory that the CPU reads: a memmove for each run, with the GIL let go."""
 
     def __init__(self, layout: KVLayout, pool: HostPool) -> None:
         """O(rows of a page)."""
-        self._ends = _Ends(layout, pool)
+        super().__init__(layout, pool)
         self._starts, self._strides, self._lengths = page_runs(layout)
         # Where each run begins in a host page.
         self._offsets = np.cumsum(self._lengths) - self._lengths
 
-    def load(self, host_pages: Pages, device_pages: Pages) -> None:
-        self._copy(host_pages, device_pages, is_load=True)
-
-    def write(self, host_pages: Pages, device_pages: Pages) -> None:
-        self._copy(host_pages, device_pages, is_load=False)
-
-    def _copy(self, host_pages: Pages, device_pages: Pages, is_load: bool) -> None:
-        host, device = self._ends.checked(host_pages, device_pages)
-        rows = self._ends.host.addresses(host)
+    def _copy(self, host: Pages, device: Pages, is_load: bool) -> None:
+        rows = self._host.addresses(host)
         places = self._starts + device.astype(np.int64)[:, None] * self._strides  # [page, run]
         targets, sources = (rows[:, None] + self._offsets).ravel().tolist(), places.ravel().tolist()
         if is_load:
@@ -111,14 +105,14 @@ class CpuPageCopy:
             _move(target, source, num_bytes)
 
 
-class StagedPageCopy:
+class StagedPageCopy(PageCopy):
     """A `PageCopy` through memory of the device, for CUDA; with a `StagingCopy` of whole pages of
     the first layers, and of each aligned group."""
 
     def __init__(
         self, staged: Sequence[StagingCopy], layout: KVLayout, pool: HostPool, device: str
     ) -> None:
-        self._ends = _Ends(layout, pool)
+        super().__init__(layout, pool)
         self._device = device
         self._row_bytes = pool.page_bytes
         self._parts: list[_StagedPart] = []
@@ -127,22 +121,19 @@ class StagedPageCopy:
             self._parts.append(_StagedPart(copy, at, at + one.page_bytes, len(one.slabs)))
             at += one.page_bytes
 
-    def load(self, host_pages: Pages, device_pages: Pages) -> None:
-        host, device = self._ends.checked(host_pages, device_pages)
+    def _copy(self, host: Pages, device: Pages, is_load: bool) -> None:
         rows = self._memory(len(host) * self._row_bytes).view(len(host), -1)
-        for some, memory in self._ends.host.stretches(host):
-            rows[some].view(-1).copy_(memory, non_blocking=True)
-        for part in self._parts:
-            scatter_together([(part.copy, part.staged(rows))], device)
-
-    def write(self, host_pages: Pages, device_pages: Pages) -> None:
-        host, device = self._ends.checked(host_pages, device_pages)
-        rows = self._memory(len(host) * self._row_bytes).view(len(host), -1)
+        if is_load:
+            for some, memory in self._host.stretches(host):
+                rows[some].view(-1).copy_(memory, non_blocking=True)
+            for part in self._parts:
+                scatter_together([(part.copy, part.staged(rows))], device)
+            return
         for part in self._parts:
             stage = self._memory(part.copy.num_bytes(len(host)))
             part.copy.gather(device, stage)
             part.fill(rows, stage)
-        for some, memory in self._ends.host.stretches(host):
+        for some, memory in self._host.stretches(host):
             memory.copy_(rows[some].view(-1), non_blocking=True)
 
     def _memory(self, num_bytes: int) -> torch.Tensor:

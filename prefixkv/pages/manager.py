@@ -357,13 +357,15 @@ class PageManager:
         *,
         priority: int = 0,
         continues: Continues = None,
+        shared_tokens: int = 0,
         keep_tokens: int | None = None,
         on_cached: Callable[[], None] | None = None,
     ) -> None:
         """End the request: its whole pages become cached prefix, its tail is freed.
 
         With `keep_tokens` only the whole pages of its first that many tokens; what the tree has of
-        it already stays. `on_cached` is called while they are locked.
+        it already stays. `on_cached` is called while they are locked. `continues` is not about the
+        first `shared_tokens`.
         """
         if keep_tokens is None or keep_tokens >= len(key):
             self.cache_unfinished(pages, key, now_s, priority=priority)
@@ -377,7 +379,8 @@ class PageManager:
             on_cached()
         # Before `drop`, which ends the lock that says where the use ended.
         if continues is not None and pages.lock is not None and pages.epoch == self.epoch:
-            self.cache.hint(pages.lock, continues)
+            keep_pages = shared_tokens // self.page_size
+            self.cache.hint(pages.lock, continues, keep_pages=keep_pages)
         self.drop(pages)
 
     def _can_cache(self, pages: RequestPages) -> bool:
@@ -398,6 +401,13 @@ class PageManager:
     def unpin(self, lock: PrefixLock) -> None:
         """End a lock of `pin_key`, and free what only it held: pages of before a flush."""
         self._unlock(lock)
+        self.version += 1
+
+    def free_worthless(self, num_pages: int, now_s: float) -> None:
+        """Free up to so many pages as long as those are next that hints say are worth nothing."""
+        evicted = self._evict(num_pages, now_s, only_worthless=True)
+        self.allocator.uncache(evicted)
+        self.allocator.free(evicted)
         self.version += 1
 
     def slide(self, pages: RequestPages, num_tokens: int) -> None:
@@ -480,9 +490,9 @@ class PageManager:
         taken.sort()
         return taken
 
-    def _evict(self, num_pages: int, now_s: float) -> Pages:
+    def _evict(self, num_pages: int, now_s: float, only_worthless: bool = False) -> Pages:
         began_s = self.clock() if self.clock is not None else 0.0
-        evicted = self.cache.evict(num_pages, now_s)
+        evicted = self.cache.evict(num_pages, now_s, only_worthless=only_worthless)
         self.evicted_pages += len(evicted)
         if self.checkpoints is not None:
             self.checkpoints.dropped(evicted)

@@ -256,6 +256,7 @@ class Proxy(Entrance):
             body[_PARAMS] = {"hints": msgspec.to_builtins(hints)}
         if hints.session:  # vLLM's cache events name it
             body["session_id"] = hints.session
+        body.pop("kv_hints", None)  # vLLM's field of that name is an envelope
         # Checked after the body has been read: draining may have begun meanwhile.
         if self.draining:
             raise ApiError(503, "the proxy is ending", "server_error", "not_ready")

@@ -334,7 +334,7 @@ class Node(OfTransfers, PagedScheduler[Req, Command], Generic[Req, Command, E]):
     def _pump(self) -> float:
         """Take in what the control thread has to say; return the time. Every call of the engine
         begins with this. Raises InternalError for an exception there; the next call goes on."""
-        now_s = time.monotonic()
+        now_s = self.now_s = time.monotonic()
         for listener in self._listeners:
             listener.pass_on()
         if not self.transfers.pending:  # the usual case: nothing has come

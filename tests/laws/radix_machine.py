@@ -286,16 +286,21 @@ class RadixMachine(RuleBasedStateMachine):
         self.model.wants.pop(at)
         self.cache.unwant(self.wants.pop(at))
 
-    @rule(result=results, continues=st.sampled_from([True, False, None, 5.0, 20.0]))
-    def hint(self, result: Any, continues: bool | float | None) -> None:
+    @rule(
+        result=results, continues=st.sampled_from([True, False, None, 5.0, 20.0]),
+        is_parked=st.booleans(), keep_pages=st.integers(0, 2),
+    )  # fmt: skip
+    def hint(
+        self, result: Any, continues: bool | float | None, is_parked: bool, keep_pages: int
+    ) -> None:
         found, (tokens, namespace), _ = result
         _, depth = self.cache.locate(found)
         use = self.model.before(tokens, namespace, depth)
         if use is not None and use.covers > depth:
             return  # it left a mark here on its way; a hint is about a use that ended here
-        self.cache.hint(found, continues)
+        self.cache.hint(found, continues, is_parked=is_parked, keep_pages=keep_pages)
         if continues is not None and depth:
-            self.model.hint(tokens, namespace, depth, continues)
+            self.model.hint(tokens, namespace, depth, continues, is_parked, keep_pages)
 
     @precondition(lambda self: len(self.model.pages) > 3)
     @rule()

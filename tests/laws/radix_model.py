@@ -7,6 +7,7 @@ scratch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -82,9 +83,9 @@ class RadixModel:
         self.wants: list[Place] = []
         self.tick = 0
         self.now_s = 0.0  # the latest
-        self.due_s: dict[
-            int, float
-        ] = {}  # by the tick of a use that something was said of; 0: ended
+        # By the tick of a use that something was said of: when its session is due, whether it goes
+        # first, and how many pages are not meant.
+        self.said: dict[int, tuple[float, bool, int]] = {}
 
     # --- prefixes --------------------------------------------------------------------------------
 
@@ -220,7 +221,7 @@ class RadixModel:
             return min(leaves, key=lambda place: self.pages[place].last.tick, default=None)
         # Hints say which page of a namespace goes, and the policy which namespace's turn it is.
         # That is tested by itself: here it is the one that the cache chose.
-        if self.due_s:
+        if self.said:
             of_each = {
                 place[0]: [one for one in unwanted if one[0] == place[0]] for place in unwanted
             }
@@ -233,14 +234,16 @@ class RadixModel:
         """Of the pages of a namespace: of a session that has ended; else of one of which nothing
         was said, by the policy; else of the one that is due last."""
         ticks = {place: self.pages[place].last.tick for place in pages}
-        due_s = {place: self.due_s.get(tick) for place, tick in ticks.items()}
-        ended = [place for place in pages if due_s[place] == 0]
-        if ended:
-            return min(ended, key=ticks.__getitem__)
-        unsaid = [at for at in pages if due_s[at] is None or due_s[at] < self.now_s]  # type: ignore[operator]
+        nothing = -math.inf, False, 0
+        said = {place: self.said.get(tick, nothing) for place, tick in ticks.items()}
+        due_s = {place: due for place, (due, _, _) in said.items()}
+        unsaid = [at for at in pages if due_s[at] < self.now_s or self.whole(at[1]) <= said[at][2]]
+        going = [at for at in pages if said[at][1] and at not in unsaid]
+        if going:
+            return min(going, key=lambda place: (-due_s[place], ticks[place]))
         if unsaid:
             return self.choose(unsaid, now_s, order)
-        return min(pages, key=lambda place: (-due_s[place], ticks[place]))  # type: ignore[operator]
+        return min(pages, key=lambda place: (-due_s[place], ticks[place]))
 
     def choose(self, unwanted: list[Place], now_s: float, order: Sequence[int]) -> Place:
         return min(unwanted, key=lambda place: RANKS[self.policy](self.pages[place], now_s))  # type: ignore[arg-type]
@@ -264,7 +267,7 @@ class RadixModel:
             if lock.orphan is None:
                 lock.orphan = self.pages
         self.pages = {}
-        self.due_s.clear()
+        self.said.clear()
         self.forget_all()
         return freed
 
@@ -272,9 +275,11 @@ class RadixModel:
         """For policies that remember."""
 
     def hint(
-        self, tokens: Prefix, namespace: Hashable, depth: int, continues: bool | float
-    ) -> None:
+        self, tokens: Prefix, namespace: Hashable, depth: int, continues: bool | float,
+        is_parked: bool = False, keep_pages: int = 0,
+    ) -> None:  # fmt: skip
         use = self.before(tokens, namespace, depth)
         if use is not None:
             in_s = CONTINUES_S if continues is True else float(continues)
-            self.due_s[use.tick] = self.now_s + in_s if in_s else 0.0
+            due_s = self.now_s + in_s if in_s else math.inf
+            self.said[use.tick] = due_s, is_parked or not in_s, keep_pages

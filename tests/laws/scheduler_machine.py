@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from msgspec import structs
+
 import benchmarks.policies.gittins  # noqa: F401
 from benchmarks.policies.gated import Gated
 from prefixkv.cache.eviction.policy import register_policy
@@ -30,7 +32,7 @@ from prefixkv.pages.manager import PageManager
 from prefixkv.paging import pages_for
 from prefixkv.protocol.ids import PeerId
 from prefixkv.ranks.row_log import RankLog, RankSizes, RowFollower
-from prefixkv.request import Request
+from prefixkv.request import Hints, Request
 from tests.laws.auditor import assert_at_rest, audit_decode, audit_prefill
 from tests.support.fabric import Hold
 from tests.support.schedulers import decode_scheduler, host_of, timed_by
@@ -130,7 +132,7 @@ class Engine(DecodeEngine):
 
     def finish(self, req: DecodeRequest) -> None:
         self._is_sampled_from(req)
-        continues = self.sim.random.choice([None, True, False])
+        continues = self.sim.random.choice([None, None, True, False])
         keep = self.sim.random.choice([None, None, req.prompt_len, req.kv_len - 1])
         self.scheduler.finish(req, self.sim.device_work(), continues, keep)
 
@@ -343,6 +345,9 @@ class SchedulerSim(PairSim):
         pages.allocator.uncache(freed)
         pages.allocator.free(freed)
         pages.version += 1
+        # One of them says that it comes back: it is loaded ahead.
+        for session in ("s1", "s2"):
+            self.decode.scheduler.announce(session, self.random.choice([None, "lora"]))
         return _DECODE
 
     def host_is_ready(self) -> int:
@@ -445,8 +450,14 @@ class SchedulerSim(PairSim):
         rid, room = f"r{self._next_room}", self._room_number()
         cacheable = self.random.random() < 0.9
         names_none = self.compute is not None and self.fails_over and not self.random.randrange(3)
+        hints = Hints(
+            session=self.random.choice(["", "s1", "s2"]), ends=not self.random.randrange(5),
+            shared=not self.random.randrange(5),
+        )  # fmt: skip
+        if not hints.ends:
+            hints = structs.replace(hints, returns_after=self.random.choice([None, 30, 120, 120]))
         request = Request(
-            rid, tokens, room=room,
+            rid, tokens, room=room, hints=hints,
             max_new_tokens=self.random.randint(1, 6 if self.is_quiet else 24),
             prefill="" if names_none else self.address,
             decode=self.readers[0].me.name,
@@ -693,8 +704,12 @@ class SchedulerSim(PairSim):
                 if (is_quiet or self.now_s - started_s > 60.0) and self._go_on():
                     continue  # writes that stood still land long after every deadline
                 host = host_of(self.decode.scheduler)
-                if is_quiet and host is not None and (host.has_due or len(host)):
-                    self.decode.schedule()  # a write may wait for the next pass
+                loads = self.decode.scheduler.wake_s <= self.now_s or len(
+                    self.decode.scheduler.flights
+                )
+                if is_quiet and host is not None and (host.has_due or len(host) or loads):
+                    # A write may wait for the next pass, or a load ahead of its request.
+                    self.decode.schedule()
                     self._audit(_DECODE)
                     continue
                 if is_quiet:

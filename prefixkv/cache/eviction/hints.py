@@ -10,8 +10,9 @@ at once. So a hint takes no page of another namespace, and a client that lies in
 its own hits alone. Where two places become equal, or nodes merge between single steps, a batch of
 evictions may take other pages than single steps.
 
-A hint is about one use, and is kept by its tick: the next use there makes it void. A session that
-is overdue counts as one of which nothing was said.
+Sessions that are parked in host memory go right behind ended ones. A hint is about one use, and is
+kept by its tick: the next use there makes it void. A session that is overdue counts as one of which
+nothing was said.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
+from math import inf
 from typing import Any, Final, TypeAlias
 
-from prefixkv.cache.eviction.policy import Policy
+from prefixkv.cache.eviction.policy import NOTHING_SAID, Policy, Said
 from prefixkv.cache.eviction.queues import EvictionQueue, forget
-from prefixkv.cache.node import Mark, Packed, Root, TreeNode
+from prefixkv.cache.node import DEAD, Mark, Packed, Root, TreeNode
 from prefixkv.paging import MAX_INDEX
 
 MOST_HINTS: Final = 1 << 16
@@ -32,15 +34,15 @@ MOST_HINTS: Final = 1 << 16
 MOST_NAMESPACES: Final = 1 << 12
 """Limit for namespaces in the tree with hints; beyond it hints of others are not taken."""
 
-ENDED: Final = 0.0
-"""Stands for the time at which an ended session is due."""
+NOBODY: Final = TreeNode(b"", b"", DEAD, None)
+"""The leaf of a void place, so that nothing keeps the tokens of what has left the tree."""
 
 
 class Hints:
-    """All hints in force: by the tick of the use that each is about, when the session is due."""
+    """All hints in force, by the tick of the use that each is about."""
 
     def __init__(self) -> None:
-        self.due_s: dict[int, float] = {}  # in order of insertion
+        self.said: dict[int, Said] = {}  # in order of insertion
         self.namespaces: set[Hashable] = set()  # that hints were said of
         self.current: HintedQueue | None = None  # the last that was made
 
@@ -48,19 +50,19 @@ class Hints:
         self.current = HintedQueue(policy, self, queue)
         return self.current
 
-    def note(self, tick: int, root: Root, returns_s: float, now_s: float) -> None:
-        """Note that the session whose last use has this tick returns within `returns_s`; with 0,
-        that it has ended. O(1), for the first hint of a namespace O(its nodes)."""
+    def note(self, tick: int, root: Root, said: Said) -> None:
+        """Note what was said of the session whose last use has this tick. O(1), for the first hint
+        of a namespace O(its nodes)."""
         if root.namespace not in self.namespaces:
             if len(self.namespaces) >= MOST_NAMESPACES:
                 return
             self.namespaces.add(root.namespace)
             assert self.current is not None
             self.current.take_over(root)
-        self.due_s.pop(tick, None)
-        self.due_s[tick] = now_s + returns_s if returns_s > 0 else ENDED
-        if len(self.due_s) > MOST_HINTS:
-            del self.due_s[next(iter(self.due_s))]
+        self.said.pop(tick, None)
+        self.said[tick] = said
+        if len(self.said) > MOST_HINTS:
+            del self.said[next(iter(self.said))]
 
     def went(self, leaf: TreeNode, num_pages: int) -> None:
         assert self.current is not None
@@ -71,13 +73,16 @@ class Hints:
         if root.namespace in self.namespaces:
             self.current.came(root.namespace, depth, data, page_bytes)
 
+    def goes_first(self, leaf: TreeNode) -> bool:
+        return leaf.entry is not None and leaf.entry[2] is self.current and leaf.entry[3]
+
     def forget(self, namespace: Hashable) -> None:
         self.namespaces.discard(namespace)
         assert self.current is not None
         self.current.spaces.pop(namespace, None)
 
     def clear(self) -> None:
-        self.due_s.clear()
+        self.said.clear()
         self.namespaces.clear()
 
 
@@ -104,10 +109,12 @@ class Place(TreeNode):
         place.stands_for -= num_pages
         if not place.stands_for:
             self.taken.remove(place)
+            place.leaf = NOBODY
             forget(place)
 
 
-Entry: TypeAlias = tuple[tuple[float, int], TreeNode, "HintedQueue"]
+Entry: TypeAlias = tuple[tuple[float, int], TreeNode, "HintedQueue", bool]
+"""((-due, tick), leaf, queue, whether it goes first)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -116,27 +123,27 @@ class Space:
 
     namespace: Hashable
     unsaid: EvictionQueue
-    ended: list[Entry] = field(default_factory=list)  # heaps, lazily
+    going: list[Entry] = field(default_factory=list)  # first; heaps, lazily
     returning: list[Entry] = field(default_factory=list)
     places: dict[TreeNode, Place] = field(default_factory=dict)
     most_entries: int = 64
 
     def first(self, now_s: float) -> TreeNode | None:
-        return _first(self.ended) or self.unsaid.first(now_s) or _first(self.returning)
+        return _first(self.going) or self.unsaid.first(now_s) or _first(self.returning)
 
     def sweep(self) -> None:
         """Drop what is dead, when that may be half of all. Amortised O(1)."""
-        if max(map(len, (self.places, self.ended, self.returning))) > self.most_entries:
+        if max(map(len, (self.places, self.going, self.returning))) > self.most_entries:
             for leaf in [one for one in self.places if not _stands(one)]:
                 self.drop(leaf)
-            most = max(len(self.places), _sweep(self.ended), _sweep(self.returning))
+            most = max(len(self.places), _sweep(self.going), _sweep(self.returning))
             self.most_entries = max(64, 2 * most)
 
     def drop(self, leaf: TreeNode) -> None:
         """Make the places of a leaf void."""
         if (own := self.places.pop(leaf, None)) is not None:
             for place in (own, *own.taken):
-                place.stands_for = 0
+                place.stands_for, place.leaf = 0, NOBODY
                 forget(place)
 
 
@@ -188,22 +195,20 @@ class HintedQueue:
             current.add(leaf)  # the user's policy raised, so there is another queue
             return
         # 2. The leaf itself, by what was said of it.
-        due_s = self._hints.due_s.get(tick)
-        if due_s is not None and due_s != ENDED and due_s < self._now_s:
-            due_s = None
-        if due_s is None:
+        said = self._hints.said.get(tick, NOTHING_SAID)
+        if said.due_s < self._now_s or leaf.end <= said.keep_pages:
             space.unsaid.add(leaf)
             space.sweep()
             return
-        key = -due_s, tick
+        key = -said.due_s, tick
         if leaf.entry is not None:
-            if leaf.entry[2] is self and leaf.entry[0] == key:
+            if leaf.entry[2] is self and leaf.entry[0] == key and leaf.entry[3] == said.goes_first:
                 return
             forget(leaf)
-        leaf.entry = entry = (key, leaf, self)
-        heappush(space.ended if due_s == ENDED else space.returning, entry)
-        if due_s != ENDED:
-            heappush(self._due, (due_s, leaf, entry))
+        leaf.entry = entry = (key, leaf, self, said.goes_first)
+        heappush(space.going if said.goes_first else space.returning, entry)
+        if said.due_s < inf:
+            heappush(self._due, (said.due_s, leaf, entry))
             if len(self._due) > self._most_due:
                 self._most_due = max(64, 2 * _sweep(self._due))
         space.sweep()
@@ -255,7 +260,12 @@ class HintedQueue:
         self._turn = place, victim
         own = place.space.places[victim]
         their_pages = (own.taken[-1] if own.taken else own).stands_for
-        self.most_pages = min(num_pages, _pages_of_last_use(victim), their_pages)
+        pages = _pages_of_last_use(victim)
+        if self._hints.goes_first(victim):
+            # Down to what is kept for others.
+            said = self._hints.said.get(self._policy.last_tick(victim.mark), NOTHING_SAID)
+            pages = min(pages, victim.end - said.keep_pages)
+        self.most_pages = min(num_pages, pages, their_pages)
         return victim
 
     def went(self, leaf: TreeNode, num_pages: int) -> None:
@@ -264,13 +274,13 @@ class HintedQueue:
         if self._turn is None or self._turn[1] is not leaf:
             return
         place, run = self._turn[0], None
-        space = place.space
-        own = space.places[place.leaf]
+        space, spared = place.space, place.leaf
+        own = space.places[spared]
         if place is not own:
             own.shrink(place, num_pages)
         if self._owed:
             self._owed[-1] = place, self._owed[-1][1] - num_pages
-        if leaf is not place.leaf:
+        if leaf is not spared:
             run = self._take(space.places[leaf], own, num_pages)
         page_bytes, at = len(leaf.key) // (leaf.end - leaf.start), leaf.end - num_pages
         begin = (at - leaf.start) * page_bytes

@@ -13,7 +13,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from math import inf
+from typing import Final, NamedTuple, Protocol
 
 from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, LeafRank
 from prefixkv.cache.node import Mark, Packed, Root, TreeNode
@@ -157,13 +158,28 @@ class Policy(ABC):
         return []
 
 
+class Said(NamedTuple):
+    """What was said of a session's last use: when it returns, and whether its pages go first all
+    the same; those behind the first `keep_pages` of the path."""
+
+    due_s: float
+    goes_first: bool = False
+    keep_pages: int = 0
+
+
+NOTHING_SAID: Final = Said(-inf)
+
+
 class SessionHints(Protocol):
     """What keeps hints about sessions, and the order that they make."""
 
     def queue(self, policy: Policy, queue: EvictionQueue) -> EvictionQueue:
         """Return a queue of the policy's that heeds them. `queue` has the leaves so far."""
 
-    def note(self, tick: int, root: Root, returns_s: float, now_s: float) -> None: ...
+    def note(self, tick: int, root: Root, said: Said) -> None: ...
+
+    def goes_first(self, leaf: TreeNode) -> bool:
+        """Tell whether a hint says that this leaf is worth nothing here."""
 
     def went(self, leaf: TreeNode, num_pages: int) -> None:
         """Note that the last pages of a leaf go now."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -20,10 +21,8 @@ from prefixkv.cli.replay.readers import read_trace
 from prefixkv.cli.replay.report import TraceResults, draw, sentence, table
 from prefixkv.cli.replay.run import ReplayResult
 from prefixkv.cli.replay.trace import client_hints, footprint
-from prefixkv.errors import ConfigError, check_range
+from prefixkv.errors import ConfigError
 from prefixkv.spi import policy_names
-
-ALL: Final = "all"
 
 
 def replay(
@@ -107,12 +106,15 @@ def replay(
     no policy exceeds, and a recommendation."""
     # Everything that can be refused is refused here, before minutes of replay.
     every = [*policy_names(), OPTIMUM]
-    named = [name.strip() for text in policy or [ALL] for name in text.split(",") if name.strip()]
-    policies = [*dict.fromkeys(one for name in named for one in (every if name == ALL else [name]))]
+    named = filter(None, map(str.strip, ",".join(policy or ["all"]).split(",")))
+    policies = [*dict.fromkeys(chain(*(every if name == "all" else [name] for name in named)))]
     if not policies:
         raise ConfigError("--policy names no policy")
     makers_of(policies)
-    given = _capacities(capacity)
+    try:
+        given = [int(size) for size in capacity.split(",")] if capacity else []
+    except ValueError:
+        raise ConfigError(f"--capacity {capacity!r} is not a list of integers") from None
     check_outputs(json_file, plot)
     if check and plot:
         raise ConfigError("--check replays nothing: leave out --plot")
@@ -142,7 +144,7 @@ def replay(
         with _progress(console, trace.name, len({*sizes}) * len(policies)) as advance:
             mine = replay_curves(
                 trace, policies, sizes, warm=warm, hints=told, running=running,
-                hosts=[size for text in host or [] for size in text.split(",")],
+                hosts=",".join(host).split(",") if host else [],
                 on_result=advance,
             )  # fmt: skip
         here = TraceResults(trace, mine)
@@ -175,13 +177,3 @@ def _progress(console: Console, name: str, total: int) -> Iterator[Callable[[obj
     ) as progress:  # fmt: skip
         task = progress.add_task(name, total=total)
         yield lambda _: progress.advance(task)
-
-
-def _capacities(text: str) -> list[int]:
-    try:
-        sizes = [int(size) for size in text.split(",")] if text else []
-    except ValueError:
-        raise ConfigError(f"--capacity {text!r} is not a list of integers") from None
-    for size in sizes:
-        check_range("--capacity", size, 1, 10**8)
-    return sizes

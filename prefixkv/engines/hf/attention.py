@@ -246,13 +246,13 @@ def _attend_block(
             attn_mask=block.mask, is_causal=several and block.mask is None, scale=scale,
             enable_gqa=several,
         )  # fmt: skip
-    return out.view(kv_heads, group, num, dim).permute(2, 0, 1, 3)
+    return out.view(kv_heads, group, num, dim).permute(2, 0, 1, 3) if several else out
 
 
 def _attend_with_sinks(
     q: torch.Tensor, block: _Block, scale: float | None, sinks: torch.Tensor
 ) -> torch.Tensor:
-    """Return [heads, group * new, dim]. SDPA has no sinks."""
+    """Return [1, heads, group * new, dim]. SDPA has no sinks."""
     num, kv_heads, group, dim = q.shape
     k, v, mask = block.k[0], block.v[0], block.mask
     if mask is None and num > 1:
@@ -264,7 +264,7 @@ def _attend_with_sinks(
         scores = scores.masked_fill(~mask, -torch.inf)
     sink = sinks.float().view(kv_heads, group, 1, 1).expand(-1, -1, num, 1)
     shares = torch.cat([scores, sink], 3).softmax(3)[..., :-1]
-    return shares.flatten(1, 2).to(v.dtype) @ v
+    return (shares.flatten(1, 2).to(v.dtype) @ v)[None]
 
 
 def _paged_attention(

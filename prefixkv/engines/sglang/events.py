@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from hashlib import sha256
-from typing import Any, assert_never
+from typing import Any
 
 import numpy as np
 
@@ -22,17 +22,7 @@ from prefixkv.engines.sglang.internals import (
     namespaced_block_hash,
 )
 from prefixkv.engines.sglang.keys import TOKEN_WORDS
-from prefixkv.spi import (
-    NO_PARENT,
-    Change,
-    CheckpointEvicted,
-    CheckpointSaved,
-    Cleared,
-    Inserted,
-    PagePaths,
-    PageRef,
-    TakenOut,
-)
+from prefixkv.spi import NO_PARENT, Change, Cleared, PagePaths, PageRef, Removed, Stored
 
 _HASH_BYTES = 8
 
@@ -73,19 +63,14 @@ class EventTranslator:
     def record(self, changes: Iterable[Change]) -> None:
         # The order matters: a removal is looked up among the pages that were inserted before.
         for change in changes:
-            match change:
-                case Inserted():
-                    self._stored(self._paths.inserted(change))
-                case TakenOut():
-                    for run in self._paths.taken_out(change):
-                        self._removed(run)
-                case Cleared():
-                    self._paths.clear()
+            for kind, run in self._paths.told(change):
+                if kind is Stored:
+                    self._stored(run)
+                elif kind is Removed:
+                    self._removed(run)
+                elif kind is Cleared:
                     self._recorder.record_all_cleared()
-                case CheckpointSaved() | CheckpointEvicted():
-                    pass  # SGLang's events have no words for them, and its tree here has none
-                case _:
-                    assert_never(change)
+                # SGLang's events have no words for checkpoints, and its tree here has none.
 
     def _stored(self, run: list[PageRef]) -> None:
         extra_key, salt = _parts(run[0].namespace)

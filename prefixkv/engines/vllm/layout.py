@@ -58,16 +58,19 @@ def check_engine(options: ConnectorOptions, config: Any, groups: BlockGroups) ->
         "enable_sleep_mode is True, must be False (no --enable-sleep-mode): a server that wakes up "
         "has its KV in other memory than prefixkv's connector has registered": may_move
         and model.enable_sleep_mode,
-        "--use-replayssm keeps a part of each state elsewhere, which prefixkv's connector does not "
-        "transfer": groups.has_states and cache.use_replayssm,
-        f"--prefix-match-unit is {cache.prefix_match_unit}: with states prefixkv's connector takes "
-        f"whole blocks alone, of {groups.block_size} tokens": groups.has_states
-        and cache.prefix_match_unit not in (None, groups.block_size),
         "host_memory: this server is a kv_producer alone; it is for decode, which loads from there "
         "what prefill need not send": has_host and not config.kv_transfer_config.is_kv_consumer,
         "host_memory: the prefix cache is off (--no-enable-prefix-caching), and host memory has "
         "the blocks that it evicts": has_host and not cache.enable_prefix_caching,
     }
+    if groups.has_states:
+        refusals |= {
+            "--use-replayssm keeps a part of each state elsewhere, which prefixkv's connector does "
+            "not transfer": cache.use_replayssm,
+            f"--prefix-match-unit is {cache.prefix_match_unit}: with states prefixkv's connector "
+            f"takes whole blocks alone, of {groups.block_size} tokens": cache.prefix_match_unit
+            not in (None, groups.block_size),
+        }
     for why, is_so in refusals.items():
         if is_so:
             raise ConfigError(why)

@@ -63,6 +63,12 @@ def test_the_engine_keeps_every_law(case: conformance.Case, sides: type[HFSides]
     case.check(sides, patience_s=PATIENCE_S)
 
 
+def test_retracted_requests_come_back_in_time() -> None:
+    """By the machine's own clock: with a deadline of seconds, long after its start."""
+    report = conformance.run(HFSides, only=["tiny decode pool"], seeds=[0])
+    assert report.ok, str(report)
+
+
 def test_it_takes_part_in_all_but_drafts() -> None:
     report = conformance.run(HFSides, only=["several tokens per step"])
     assert [*report.skipped.values()] == ["this engine gives one token per step"]

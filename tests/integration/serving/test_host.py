@@ -160,7 +160,8 @@ def test_a_parked_session_is_loaded_before_its_announced_turn(
     ask([{"role": "user", "content": "Ended " + "Wind. " * 40}], ends=True)
     loads = figure("loads")
     assert httpx.post(f"{serve.url}/sessions/Parked", timeout=PATIENCE_S).status_code == 202
-    until(lambda: figure("loads") > loads)
+    # By itself it would be loaded two minutes after its end.
+    until(lambda: figure("loads") > loads, patience_s=60.0)
     chat += [{"role": "assistant", "content": first.choices[0].message.content},
              {"role": "user", "content": "And then?"}]  # fmt: skip
     second = ask(chat, returns_after=600)

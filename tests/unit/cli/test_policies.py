@@ -144,14 +144,8 @@ def test_a_class_of_a_module_in_the_current_folder_is_a_policy(modules: None) ->
         ("json:JSONDecoder", "'JSONDecoder' is no class derived from prefixkv's Policy"),
         ("own_policies:Half", "'Half' does not define fold, last_tick, mark"),
         ("own_policies:Whole", "missing a required argument: 'size'"),
-        (
-            "own_policies:Whole:size=3:width=4",
-            "got an unexpected keyword argument 'width'",
-        ),
-        (
-            "own_policies:Placed:size=2",
-            "settings of own_policies:Placed: ",
-        ),
+        ("own_policies:Whole:size=3:width=4", "got an unexpected keyword argument 'width'"),
+        ("own_policies:Placed:size=2", "settings of own_policies:Placed: "),
         ("own_policies:Open:width", "'width' is no number"),
         ("own_policies:Picky:", "'' is no number"),
         ("own_policies:Picky", "own_policies:Picky cannot be made: ValueError: only 4 will do"),

@@ -13,7 +13,7 @@ from prefixkv.cache.eviction.policy import Policy, Use
 from prefixkv.cache.node import Mark
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.config import ComputeConfig
-from prefixkv.decode import host_tier
+from prefixkv.decode import ending, host_tier
 from prefixkv.decode.admission import HELD
 from prefixkv.decode.host_tier import FRESH_S, HOST, HostPages
 from prefixkv.decode.request import DecodeRequest
@@ -25,6 +25,7 @@ from prefixkv.protocol.events import HostCopy, HostCopyDone
 from prefixkv.protocol.ids import RoomKey
 from prefixkv.protocol.messages import Promise
 from prefixkv.ranks.leader import RankLeader
+from prefixkv.request import Hints
 from tests.support.schedulers import host_of
 from tests.unit.decode.desk import PAGE_SIZE, Desk, OpenRoom
 
@@ -781,3 +782,79 @@ def test_what_is_computed_from_a_checkpoint_loads_nothing() -> None:
         desk.end_all_copies()
         desk.carry_out_aborts()
         desk.at_rest()
+
+
+# --- what clients say of their sessions -----------------------------------------------------------
+
+
+def leave(desk: HostDesk, rid: str, num_tokens: int = 16, **hints: Any) -> DecodeRequest:
+    req = desk.start(rid, num_tokens, hints=Hints(**hints))
+    desk.finish(req)
+    desk.end_all_copies()
+    return req
+
+
+@pytest.mark.parametrize("how", ["announced", "due", "never"])
+def test_a_session_that_pauses_is_parked_and_loaded_ahead_of_its_next_turn(how: str) -> None:
+    desk = HostDesk(num_pages=8)
+    parked = leave(desk, "a", session="s", returns_after=120)
+    other = leave(desk, "o")
+    # 1. What is parked goes first, though nothing was said of the other, and it was used last.
+    desk.evict(2)
+    assert (desk.prefix_of(parked), desk.prefix_of(other)) == (8, 16)
+    # 2. It comes back by itself.
+    if how == "announced":
+        desk.scheduler.announce("s")
+    desk.admit(desk.now_s + (31 if how == "due" else 1))
+    desk.end_all_copies()
+    desk.transferred()
+    assert desk.prefix_of(parked) == (8 if how == "never" else 16)
+    assert desk.prefix_of(other) == 16
+    desk.at_rest()
+
+
+def test_a_path_is_loaded_ahead_only_where_that_takes_nothing_of_worth() -> None:
+    desk = HostDesk(num_pages=10)
+    parked = leave(desk, "a", session="s", returns_after=600)
+    desk.evict(2)
+    others = [leave(desk, "o"), leave(desk, "p", session="t")]
+    desk.scheduler.announce("s")
+    desk.admit()
+    assert not desk.orders()  # its own pages that are left would be the first to go
+    # A session that ends makes room, and is not written again.
+    turn = desk.start("q", prompt("p", 16), hints=Hints(session="t", ends=True))
+    desk.finish(turn)
+    desk.admit(desk.now_s + 2)
+    desk.end_all_copies()
+    desk.transferred()
+    assert [desk.prefix_of(req) for req in (parked, *others)] == [16, 16, 8]
+    desk.at_rest()
+
+
+def test_what_other_sessions_begin_with_stays_when_its_session_ends() -> None:
+    desk = HostDesk(num_pages=16)
+    leave(desk, "a", 8, session="s", shared=True)
+    other = leave(desk, "o")
+    ended = desk.start("b", prompt("a", 16), hints=Hints(session="s", ends=True))
+    desk.finish(ended)
+    desk.end_all_copies()
+    desk.evict(4)
+    assert (desk.prefix_of(ended), desk.prefix_of(other)) == (8, 8)
+    assert desk.host.cache.match_prefix(ended.key).prefix_len == 8
+    desk.at_rest()
+
+
+def test_a_million_sessions_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_tier, "_MOST_DUE", 4)
+    monkeypatch.setattr(ending, "_MOST_SESSIONS", 4)
+    desk = HostDesk(num_pages=64)
+    for at in range(12):
+        leave(desk, chr(97 + at), session=f"s{at}", returns_after=120, shared=True)
+    source = desk.scheduler.sources["loaded"]
+    assert len(source._pauses) == len(source._by_session) == 4
+    assert len(desk.scheduler._ending._shared) == 4
+    desk.scheduler.announce("s0")
+    desk.scheduler.announce("s11")
+    desk.admit(desk.now_s + 700)
+    assert not source._pauses
+    assert not source._pause_bytes

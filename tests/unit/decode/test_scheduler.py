@@ -519,7 +519,9 @@ def test_the_hint_about_the_conversation_reaches_the_tree(
     desk = Desk()
     hints: list[Any] = []
     monkeypatch.setattr(
-        desk.pages.cache, "hint", lambda lock, continues: hints.append((lock.node.end, continues))
+        desk.pages.cache,
+        "hint",
+        lambda lock, continues, **_: hints.append((lock.node.end, continues)),
     )
     desk.finish(desk.start("a", 8), continues=continues)
     assert hints == ([] if continues is None else [(2, continues)])

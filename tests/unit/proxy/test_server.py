@@ -244,6 +244,7 @@ async def test_both_servers_hear_what_a_client_says_of_its_session(stage: Stage)
     for (engine,) in (stage.prefill, stage.decode):
         assert engine.asked[0]["kv_transfer_params"]["hints"] == expected
         assert engine.asked[0]["session_id"] == "s"
+        assert "kv_hints" not in engine.asked[0]
     refused = await stage.complete(kv_hints={"returns_after": 45})
     assert (refused.status_code, refused.json()["error"]["param"]) == (
         400,

@@ -148,6 +148,7 @@ class Story:
             "decode.append_many": ([[running], [-1]], {}),
             "decode.reserve_many": ([[running], 0], {}),
             "decode.finish": ([computing], {"after": None, "continues": None, "keep_tokens": None}),
+            "decode.announce": (["nobody", "nowhere"], {}),
             "decode.retract": (["nobody"], {"after": None}),
             "decode.abort": (["nobody"], {"after": None}),
             "decode.fail": (["nobody", ValueError("bad")], {"after": None}),

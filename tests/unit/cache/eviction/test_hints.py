@@ -224,7 +224,7 @@ def test_what_hints_keep_of_leaves_is_swept():
         if at >= 7:
             cache.evict(1, float(at))
     (space,) = cache._queue.spaces.values()
-    assert max(len(space.places), len(space.ended), len(space.returning)) <= 130
+    assert max(len(space.places), len(space.going), len(space.returning)) <= 130
 
 
 def test_a_reset_forgets_what_was_said():
@@ -243,7 +243,7 @@ def test_the_oldest_hints_are_forgotten(monkeypatch):
     for at in (0, 1, 0, 2):
         cache.hint(results[at], continues=True)
     (kept,) = cache._hints
-    assert len(kept.due_s) == 2
+    assert len(kept.said) == 2
 
 
 @each_policy

@@ -4,6 +4,7 @@ token, and what each part of it decides by itself."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
