@@ -8,6 +8,7 @@ Each side is run where its pages are written directly, and where slices of heads
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,8 @@ from prefixkv.control.effects import (
     CopyDone,
     FrameFailed,
     FrameReceived,
+    LookAt,
+    PagesLookedAt,
     Reached,
     Renew,
     Settle,
@@ -31,7 +34,7 @@ from prefixkv.control.effects import (
     Unreached,
 )
 from prefixkv.control.prefill.control import PrefillEffect, PrefillInput
-from prefixkv.errors import InternalError, RequestError
+from prefixkv.errors import ChecksumError, InternalError, RequestError
 from prefixkv.protocol import messages
 from prefixkv.protocol.commands import (
     AbortRoom,
@@ -105,6 +108,7 @@ PAUSES = st.sampled_from([0.0, 0.1, 0.6, 3.0, 11.0])
 DAMAGE = st.one_of(
     st.none(), st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1, max_size=3)
 )
+KEY_0 = RoomKey(0, 0)
 NTH = st.integers(0, 3)
 LEASES = st.integers(-1, 4)  # as decode numbers them: from 1; -1: none
 RESET = OSError("reset")
@@ -188,8 +192,13 @@ class DecodeWorld:
     def __init__(self, *, staged: bool, settles: bool) -> None:
         timing = dataclasses.replace(TIMING, fence_settle_s=0.5 if settles else 0.0)
         hello = mesh_wire.hello(2, 0, DECODE, staging=AREA) if staged else HELLO
+        self.sums = b"" if settles else bytes(8)  # two, of each chunk
+        if self.sums:
+            hello = msgspec.structs.replace(hello, checksums=("crc32",))
         self.peer = PrefillPeer(timing, hello)
-        self.peer.reply = msgspec.structs.replace(self.peer.reply, staged=staged)
+        checksum = "crc32" if self.sums else ""
+        self.peer.reply = msgspec.structs.replace(self.peer.reply, staged=staged, checksum=checksum)
+        self.looks: dict[int, tuple[RoomKey, int]] = {}  # by room and its use, not ended
         self.control = self.peer.control
         self.me = PREFILL
         self.met: set[PeerId] = {PREFILL}
@@ -227,8 +236,14 @@ class DecodeWorld:
         return FrameFailed(self.frame("reply" if isinstance(body, bytes) else body, None), RESET)
 
     def arrival(self, key: RoomKey, part: int, num_parts: int, slot: int) -> Arrived:
-        tag = ChunkTag(self.me.incarnation, *key.numbers, 0, 0, part, num_parts, slot, 1)
-        return Arrived(tag.pack())
+        num_pages, sums = (1, b"") if slot >= 0 else (2, self.sums if part == 0 else b"")
+        numbers = self.me.incarnation, *key.numbers, 0, 0, part, num_parts, slot, num_pages
+        return Arrived(ChunkTag(*numbers, sums=sums).pack())
+
+    def looked_at(self, number: int, ok: bool) -> PagesLookedAt:
+        look_id = nth(list(self.looks), number)
+        self.looks.pop(look_id, None)
+        return PagesLookedAt(look_id or 0, None if ok else ChecksumError("differs"))
 
     def copied(self, number: int, ok: bool) -> CopyDone:
         lease_id = nth(list(self.scatters), number)
@@ -295,6 +310,11 @@ class DecodeWorld:
                     self.failed[key] += poll is KVPoll.FAILED
                     if poll is KVPoll.SUCCESS:
                         assert key not in self.scatters.values(), "a copy writes the pages"
+                        use = key, self.opened[key]
+                        assert use not in self.looks.values(), "its pages are not looked at"
+                case LookAt():
+                    numbers = map(int, re.findall(r"\d+", effect.what)[:2])
+                    self.looks[effect.look_id] = (key := RoomKey(*numbers)), self.opened[key]
                 case RoomDrained(key):
                     self.drained[key] += 1
                     assert key not in self.scatters.values(), "a copy writes the pages"
@@ -374,6 +394,7 @@ DECODE_FEED: Feed = {
     WriteFailed: (st.just(()), lambda _: WriteFailed(1, RESET, True)),
     WriteDrained: (st.just(()), lambda _: WriteDrained(1)),
     CopyDone: (st.tuples(NTH, st.booleans()), DecodeWorld.copied),
+    PagesLookedAt: (st.tuples(NTH, st.booleans()), DecodeWorld.looked_at),
     ConnectFailed: (st.just(()), lambda _: ConnectFailed(ADDRESS, RESET)),
     Reached: (st.just(()), lambda _: Reached(ADDRESS)),
     Unreached: (st.just(()), lambda _: Unreached(ADDRESS, "no answer")),
@@ -389,6 +410,7 @@ DECODE_FEED: Feed = {
 @example([(FrameReceived, (DONE, None)), (CopyDone, (0, True))], True, True)
 @example([(FrameReceived, (DONE, None)), (CopyDone, (0, False))], True, True)
 @example([(FrameReceived, (b"", None)), (FrameReceived, ("reply", [(0.875, 0)]))], False, False)
+@example([(Arrived, (KEY_0, 0, 1, -1)), (FrameReceived, (DONE, None))], False, False)
 def test_decodes_control_survives_any_prefill_worker(
     steps: list[Step], staged: bool, settles: bool
 ) -> None:
@@ -707,7 +729,7 @@ def test_the_effects_seen_here_are_all_there_are() -> None:
     """A new effect would need a law above. Examine's are in test_deaths.py: no peer here names a
     process."""
     decode = {
-        "SendFrame", "Connect", "Disconnect", "Expect", "Settle", "Scatter", "RoomEnded",
+        "SendFrame", "Connect", "Disconnect", "Expect", "Settle", "LookAt", "Scatter", "RoomEnded",
         "RoomDrained", "RoomOverdue", "Examine", "PrefillReady", "PrefillAway", "PrefillLost",
         "Raised",
     }  # fmt: skip
