@@ -205,7 +205,7 @@ class PrefillRequest(PagedRequest[PrefillState]):
         self.popped = False  # the engine has seen its end
         # The error with which the engine has failed or aborted it: nothing more of it is cached.
         self.given_up: Exception | None = None
-        # Its journal (journal.py): when each of these happened, and what was sent.
+        # Its journal: when each of these happened, and what was sent.
         self.promised_s: float | None = None
         self.started_s: float | None = None
         self.computed_s: float | None = None
