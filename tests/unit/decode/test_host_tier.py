@@ -852,9 +852,12 @@ def test_a_million_sessions_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> Non
         leave(desk, chr(97 + at), session=f"s{at}", returns_after=120, shared=True)
     source = desk.scheduler.sources["loaded"]
     assert len(source._pauses) == len(source._by_session) == 4
+    assert len(source._parked) == 4
     assert len(desk.scheduler._ending._shared) == 4
     desk.scheduler.announce("s0")
-    desk.scheduler.announce("s11")
+    for _ in range(100):
+        desk.scheduler.announce("s11")
+    assert len(source._parked) == 4
     desk.admit(desk.now_s + 700)
     assert not source._pauses
     assert not source._pause_bytes
