@@ -79,7 +79,9 @@ class Hints:
     def forget(self, namespace: Hashable) -> None:
         self.namespaces.discard(namespace)
         assert self.current is not None
-        self.current.spaces.pop(namespace, None)
+        if (space := self.current.spaces.pop(namespace, None)) is not None:
+            for leaf in [*space.places]:  # runs that went still name their places
+                space.drop(leaf)
 
     def clear(self) -> None:
         self.said.clear()

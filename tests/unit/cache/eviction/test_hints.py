@@ -300,3 +300,7 @@ def test_namespaces_that_are_gone_make_room_for_the_hints_of_others(monkeypatch)
         cache.hint(results[0], continues=True)
         assert [cache.evict(1, 4.0)[0] for _ in range(2)] == [1, 0]
         cache.check_invariants()
+    # What is known of the runs that went keeps no tokens of theirs.
+    places = [place for place, _ in cache._queue._gone.values() if place is not None]
+    assert places
+    assert not any(place.space.places for place in places)
