@@ -713,6 +713,8 @@ class HostSource(MeasuringSource):
         if found is None:
             return False
         start, end = match.depth, found.depth
+        if end <= start and (left_s := pause.due_s - now_s) > 0:
+            pages.cache.hint(match, left_s)  # it is parked no longer
         if end > start and ledger.flights.find(pause.key, start)[0] is None:
             missing = end - start + ledger.budget.kept_back - pages.allocator.free_pages
             if missing > 0:

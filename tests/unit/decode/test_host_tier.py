@@ -813,6 +813,21 @@ def test_a_session_that_pauses_is_parked_and_loaded_ahead_of_its_next_turn(how: 
     desk.at_rest()
 
 
+@pytest.mark.parametrize("is_announced", [True, False])
+def test_what_the_device_still_has_is_parked_no_longer_once_its_next_turn_is_near(
+    is_announced: bool,
+) -> None:
+    desk = HostDesk(num_pages=8)
+    parked = leave(desk, "a", session="s", returns_after=120)
+    other = leave(desk, "o")
+    if is_announced:
+        desk.scheduler.announce("s")
+    desk.admit(desk.now_s + (1 if is_announced else 31))
+    desk.evict(2)
+    assert (desk.prefix_of(parked), desk.prefix_of(other)) == (16, 8)
+    desk.at_rest()
+
+
 def test_a_path_is_loaded_ahead_only_where_that_takes_nothing_of_worth() -> None:
     desk = HostDesk(num_pages=10)
     parked = leave(desk, "a", session="s", returns_after=600)
