@@ -32,6 +32,7 @@ from prefixkv.settings import MAX_BYTES, check_whole
 _MEMINFO: Final = "/proc/meminfo"
 _GROUPS: Final = "/sys/fs/cgroup"  # where the system's control groups are mounted
 _OWN_GROUP: Final = "/proc/self/cgroup"  # the groups that this process is in
+_SHM: Final = "/dev/shm"  # where the lock is: one folder, whatever TMPDIR a process has
 
 
 class _GroupFiles(NamedTuple):
@@ -91,7 +92,11 @@ class HostPool:
         self._closing = False
         self._thread: threading.Thread | None = None
         if device == "cpu":
-            self._fill()
+            try:
+                self._fill()
+            except BaseException:
+                self.close()  # the exception may be kept, and this object with it
+                raise
             return
         name = "prefixkv-host-pool"
         thread = threading.Thread(target=self._fill_aside, name=name, daemon=True)
@@ -153,9 +158,8 @@ class HostPool:
             with _in_turn():
                 if (free := free_host_bytes()) is not None and num_bytes > free:
                     raise CapacityError(f"{num_bytes} bytes of host memory: {free} are free")
-                chunk = _host_bytes(num_bytes, self._device)
-            self._bases[len(self._chunks)] = chunk.data_ptr()
-            self._chunks.append(chunk)
+                self._chunks.append(_host_bytes(num_bytes, self._device))
+            self._bases[len(self._chunks) - 1] = self._chunks[-1].data_ptr()
             # Last: from here on its pages are used.
             self._ready_pages += pages
 
@@ -170,11 +174,12 @@ class HostPool:
 def _in_turn() -> Iterator[None]:
     """Let no other pool of this user's processes take memory meanwhile. Raises CapacityError where
     there is no file for it."""
-    path = Path(tempfile.gettempdir(), f"prefixkv-host-{os.getuid()}.lock")
+    name = f"prefixkv-host-{os.getuid()}.lock"
     try:
+        path = Path(_SHM if os.access(_SHM, os.W_OK) else tempfile.gettempdir(), name)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
-        raise CapacityError(f"host memory is taken in turn, by a lock on {path}: {error}") from None
+        raise CapacityError(f"host memory is taken in turn, by a lock on {name}: {error}") from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -6,6 +6,7 @@ import os
 import tempfile
 import threading
 import warnings
+import weakref
 from itertools import pairwise
 from pathlib import Path
 
@@ -209,9 +210,49 @@ def test_a_fork_does_not_keep_the_turn() -> None:
 def test_without_a_file_to_lock_no_memory_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(host_pool, "_SHM", str(tmp_path / "away"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "away"))
-    with pytest.raises(CapacityError, match=r"lock on .*away/prefixkv-host-\d+.lock: .*No such"):
+    with pytest.raises(CapacityError, match=r"lock on prefixkv-host-\d+.lock: .*No such"):
         HostPool(layout(), 1)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", list)
+    with pytest.raises(CapacityError, match="No usable temporary directory"):
+        HostPool(layout(), 1)
+
+
+def test_processes_with_other_temporary_folders_take_turns_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered = threading.Event()
+
+    def enter() -> None:
+        with host_pool._in_turn():
+            entered.set()
+
+    other = threading.Thread(target=enter)
+    with host_pool._in_turn():
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        other.start()
+        assert not entered.wait(0.1)
+    other.join(WAIT_S)
+    assert entered.is_set()
+
+
+def test_a_pool_that_cannot_be_made_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    host, taken = Host(monkeypatch, 1 << 20), []
+
+    def take(num_bytes: int, device: str) -> torch.Tensor:
+        chunk = host(num_bytes, device)
+        host.free = 0  # another process has taken it
+        taken.append(weakref.ref(chunk))
+        return chunk
+
+    monkeypatch.setattr(host_pool, "_host_bytes", take)
+    with pytest.raises(CapacityError, match="are free") as error:
+        HostPool(layout(), 1 << 10, chunk_bytes=1 << 17)
+    assert taken
+    assert not any(chunk() is not None for chunk in taken)
+    assert error.value.__traceback__ is not None
 
 
 @pytest.mark.parametrize(
