@@ -96,7 +96,7 @@ class Place(TreeNode):
     of pages that went for it.
     """
 
-    __slots__ = ("leaf", "space", "stands_for", "taken", "tick")
+    __slots__ = ("leaf", "num_taken", "space", "stands_for", "taken", "tick")
 
     def __init__(
         self, leaf: TreeNode, space: Space, tick: int, mark: Mark, end: int, stands_for: int = 0
@@ -104,13 +104,15 @@ class Place(TreeNode):
         super().__init__(b"", b"", end, None)
         self.leaf, self.space, self.tick = leaf, space, tick
         self.mark, self.stands_for = mark, stands_for
-        self.taken: list[Place] = []
+        self.taken: dict[Place, None] = {}  # in the order in which they were
+        self.num_taken = 0  # pages
 
     def shrink(self, place: Place, num_pages: int) -> None:
         """Take pages from one of the taken places."""
         place.stands_for -= num_pages
+        self.num_taken -= num_pages
         if not place.stands_for:
-            self.taken.remove(place)
+            del self.taken[place]
             place.leaf = NOBODY
             forget(place)
 
@@ -218,7 +220,7 @@ class HintedQueue:
     def _settle(self, own: Place) -> None:
         """Move a leaf's own place to that of its pages for which it has taken none."""
         leaf, mark = own.leaf, own.leaf.mark
-        end = leaf.end - sum(place.stands_for for place in own.taken)
+        end = leaf.end - own.num_taken
         if end <= leaf.start:
             own.stands_for = 0
             forget(own)
@@ -261,7 +263,7 @@ class HintedQueue:
             return None
         self._turn = place, victim
         own = place.space.places[victim]
-        their_pages = (own.taken[-1] if own.taken else own).stands_for
+        their_pages = next(reversed(own.taken), own).stands_for
         pages = _pages_of_last_use(victim)
         if self._hints.goes_first(victim):
             # Down to what is kept for others.
@@ -294,12 +296,13 @@ class HintedQueue:
     def _take(self, theirs: Place, own: Place, num_pages: int) -> Place | None:
         """Give a place of the last pages of one leaf to another. Return it if these pages would
         still be there without hints."""
-        source = theirs.taken[-1] if theirs.taken else theirs
-        last = own.taken[-1] if own.taken else None
+        source = next(reversed(theirs.taken), theirs)
+        last = next(reversed(own.taken), None)
         if last is None or last.mark != source.mark:
             last = Place(own.leaf, own.space, own.tick, source.mark, source.end)
-            own.taken.append(last)
+            own.taken[last] = None
         last.stands_for += num_pages
+        own.num_taken += num_pages
         self._queue.add(last)
         if source is not theirs:
             theirs.shrink(source, num_pages)
