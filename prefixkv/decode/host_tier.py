@@ -145,6 +145,7 @@ class _Pause:
     priority: int
     due_s: float
     load_s: float  # from when on it is loaded
+    keep_pages: int = 0  # that other sessions begin with
     is_over: bool = False
 
 
@@ -657,8 +658,8 @@ class HostSource(MeasuringSource):
     def left(
         self, request: Request, key: RadixKey, now_s: float, continues: Continues, keep_tokens: int
     ) -> None:
-        page_size = self._ledger.page_size
-        session = request.hints.session
+        page_size, session = self._ledger.page_size, request.hints.session
+        keep_pages = keep_tokens // page_size
         self._end_pause(self._by_session.get((key.namespace, session)))
         pause_s, size = check_continues(continues) or 0.0, len(key) // page_size * page_size
         if pause_s >= PARKED_S and size:
@@ -666,14 +667,14 @@ class HostSource(MeasuringSource):
             self._end_pause(self._pauses.get((path.namespace, path.data)))
             # A pause is over the time of the class below.
             load_s = now_s + max(one for one in (0.0, *RETURNS_AFTER_S) if one < pause_s)
-            pause = _Pause(path, session, request.priority, now_s + pause_s, load_s)
+            pause = _Pause(path, session, request.priority, now_s + pause_s, load_s, keep_pages)
             self._pauses[path.namespace, path.data] = pause
             self._pause_bytes += len(path.data)
             if session:
                 self._by_session[path.namespace, session] = pause
             while len(self._pauses) > _MOST_DUE or self._pause_bytes > _MOST_DUE_BYTES:
                 self._end_pause(next(iter(self._pauses.values())))
-        self.tier.leave(key, now_s, continues, keep_tokens // page_size)
+        self.tier.leave(key, now_s, continues, keep_pages)
 
     # --- pauses -----------------------------------------------------------------------------------
 
@@ -690,11 +691,14 @@ class HostSource(MeasuringSource):
     def _park(self, key: RadixKey, now_s: float) -> None:
         """A path is in host memory: if its session pauses, the device's pages go first."""
         if (pause := self._pauses.get((key.namespace, key.data))) is not None:
-            cache = self._ledger.pages.cache
-            left_s = pause.due_s - now_s
-            if left_s > 0:
-                cache.hint(cache.match_prefix(pause.key), left_s, is_parked=True)
+            self._say(pause, now_s, is_parked=True)
             self._parked.wake(pause, pause.load_s)
+
+    def _say(self, pause: _Pause, now_s: float, is_parked: bool) -> None:
+        cache, left_s = self._ledger.pages.cache, pause.due_s - now_s
+        if left_s > 0:
+            found, keep = cache.match_prefix(pause.key), pause.keep_pages
+            cache.hint(found, left_s, is_parked=is_parked, keep_pages=keep)
 
     @property
     def wake_s(self) -> float:
@@ -713,8 +717,8 @@ class HostSource(MeasuringSource):
         if found is None:
             return False
         start, end = match.depth, found.depth
-        if end <= start and (left_s := pause.due_s - now_s) > 0:
-            pages.cache.hint(match, left_s)  # it is parked no longer
+        if end <= start:
+            self._say(pause, now_s, is_parked=False)
         if end > start and ledger.flights.find(pause.key, start)[0] is None:
             missing = end - start + ledger.budget.kept_back - pages.allocator.free_pages
             if missing > 0:

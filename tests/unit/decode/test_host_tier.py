@@ -859,6 +859,25 @@ def test_what_other_sessions_begin_with_stays_when_its_session_ends() -> None:
     desk.at_rest()
 
 
+@pytest.mark.parametrize("is_announced", [False, True])
+def test_what_other_sessions_begin_with_stays_while_its_session_is_parked(
+    is_announced: bool,
+) -> None:
+    desk = HostDesk(num_pages=16)
+    other = leave(desk, "o")
+    leave(desk, "a", 8, session="s", shared=True)
+    parked = desk.start("b", prompt("a", 16), hints=Hints(session="s", returns_after=120))
+    desk.finish(parked)
+    desk.end_all_copies()
+    if is_announced:
+        desk.scheduler.announce("s")
+        desk.admit()
+    desk.evict(6 if is_announced else 4)
+    kept = (8, 0) if is_announced else (8, 8)
+    assert (desk.prefix_of(parked), desk.prefix_of(other)) == kept
+    desk.at_rest()
+
+
 def test_a_million_sessions_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_tier, "_MOST_DUE", 4)
     monkeypatch.setattr(ending, "_MOST_SESSIONS", 4)
