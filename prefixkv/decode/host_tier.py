@@ -695,10 +695,11 @@ class HostSource(MeasuringSource):
             self._parked.wake(pause, pause.load_s)
 
     def _say(self, pause: _Pause, now_s: float, is_parked: bool) -> None:
-        cache, left_s = self._ledger.pages.cache, pause.due_s - now_s
-        if left_s > 0:
-            found, keep = cache.match_prefix(pause.key), pause.keep_pages
-            cache.hint(found, left_s, is_parked=is_parked, keep_pages=keep)
+        left_s, keep = pause.due_s - now_s, pause.keep_pages
+        places = (self._ledger.pages.cache, is_parked), (self.tier.cache, False)
+        for cache, goes_first in places if left_s > 0 else ():
+            found = cache.match_prefix(pause.key)
+            cache.hint(found, left_s, is_parked=goes_first, keep_pages=keep)
 
     @property
     def wake_s(self) -> float:

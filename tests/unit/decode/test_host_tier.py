@@ -878,6 +878,15 @@ def test_what_other_sessions_begin_with_stays_while_its_session_is_parked(
     desk.at_rest()
 
 
+def test_what_is_parked_goes_last_from_host_memory() -> None:
+    desk = HostDesk(num_pages=32, host_pages=8)
+    parked, other = leave(desk, "a", session="s", returns_after=120), leave(desk, "o")
+    leave(desk, "p", 8)
+    found = [desk.host.cache.match_prefix(req.key).prefix_len for req in (parked, other)]
+    assert found == [16, 8]
+    desk.at_rest()
+
+
 def test_a_million_sessions_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_tier, "_MOST_DUE", 4)
     monkeypatch.setattr(ending, "_MOST_SESSIONS", 4)
