@@ -697,9 +697,8 @@ class HostSource(MeasuringSource):
     def _say(self, pause: _Pause, now_s: float, is_parked: bool) -> None:
         left_s, keep = pause.due_s - now_s, pause.keep_pages
         places = (self._ledger.pages.cache, is_parked), (self.tier.cache, False)
-        for cache, goes_first in places if left_s > 0 else ():
-            found = cache.match_prefix(pause.key)
-            cache.hint(found, left_s, is_parked=goes_first, keep_pages=keep)
+        for cache, first in places if left_s > 0 else ():
+            cache.hint(cache.match_prefix(pause.key), left_s, is_parked=first, keep_pages=keep)
 
     @property
     def wake_s(self) -> float:

@@ -174,12 +174,12 @@ class HostPool:
 def _in_turn() -> Iterator[None]:
     """Let no other pool of this user's processes take memory meanwhile. Raises CapacityError where
     there is no file for it."""
-    name = f"prefixkv-host-{os.getuid()}.lock"
     try:
-        path = Path(_SHM if os.access(_SHM, os.W_OK) else tempfile.gettempdir(), name)
+        folder = _SHM if os.access(_SHM, os.W_OK) else tempfile.gettempdir()
+        path = Path(folder, f"prefixkv-host-{os.getuid()}.lock")
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
-        raise CapacityError(f"host memory is taken in turn, by a lock on {name}: {error}") from None
+        raise CapacityError(f"host memory is taken in turn, by a lock on a file: {error}") from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -103,9 +103,8 @@ class Place(TreeNode):
     ) -> None:
         super().__init__(b"", b"", end, None)
         self.leaf, self.space, self.tick = leaf, space, tick
-        self.mark, self.stands_for = mark, stands_for
-        self.taken: dict[Place, None] = {}  # in the order in which they were
-        self.num_taken = 0  # pages
+        self.mark, self.stands_for, self.num_taken = mark, stands_for, 0
+        self.taken: dict[Place, None] = {}  # of `num_taken` pages, in the order in which they were
 
     def shrink(self, place: Place, num_pages: int) -> None:
         """Take pages from one of the taken places."""
