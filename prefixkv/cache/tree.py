@@ -263,6 +263,7 @@ class RadixTree:
             node.leave_mark(*inner_marks.pop(0), fold, False)
         # Copied before `grow` appends to the same buffer.
         parent, pages_above = node, node.pages[-PAGE_ID_BYTES:]
+        above = node.key[-page_bytes:] if self._hints else b""
         # A leaf may grow if no lock ends on it but the one that moves to the new end anyway: a lock
         # ends where its node ends. Roots have no pages, and a node with children would hide them.
         lock_ref = 1 if lock is not None and lock.node is node else 0
@@ -296,7 +297,7 @@ class RadixTree:
             if lock is None:
                 self._queue.add(node)
         for hints in self._hints:
-            hints.came(_root_of(node), depth, key, page_bytes)
+            hints.came(_root_of(node), depth, above, key, num_pages)
         self.version += 1
         if self._in_tree is not None:
             self._in_tree[np.frombuffer(pages, np.int32) if where is None else where] = True

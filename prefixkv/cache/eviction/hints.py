@@ -68,10 +68,10 @@ class Hints:
         assert self.current is not None
         self.current.went(leaf, num_pages)
 
-    def came(self, root: Root, depth: int, data: Packed, page_bytes: int) -> None:
+    def came(self, root: Root, depth: int, above: Packed, data: Packed, num: int) -> None:
         assert self.current is not None
         if root.namespace in self.namespaces:
-            self.current.came(root.namespace, depth, data, page_bytes)
+            self.current.came(root.namespace, depth, bytes(above), data, num)
 
     def goes_first(self, leaf: TreeNode) -> bool:
         return leaf.entry is not None and leaf.entry[2] is self.current and leaf.entry[3]
@@ -308,18 +308,26 @@ class HintedQueue:
         self._settle(own)
         return last if source is theirs else None
 
-    def came(self, namespace: Hashable, depth: int, data: Packed, page_bytes: int) -> None:
-        """Note that there are new pages from `depth` on. Those that went at the place of another
-        leaf are to be paid."""
-        at, end = 0, len(data) // page_bytes
-        while at < end:
+    def came(self, namespace: Hashable, depth: int, above: bytes, data: Packed, num: int) -> None:
+        """Note that there are `num` new pages from `depth` on, behind the page `above`. Those that
+        went at the place of another leaf are to be paid."""
+        at, page_bytes = 0, len(data) // num
+        while at < num:
             page = bytes(data[at * page_bytes : (at + 1) * page_bytes])
-            place, num_pages = self._gone.pop(hash((namespace, depth + at, page)), (None, 0))
-            if not num_pages:
+            before = bytes(data[(at - 1) * page_bytes : at * page_bytes]) if at else above
+            names = hash((namespace, depth + at, page)), hash((namespace, depth + at, before, ""))
+            found = self._gone.pop(names[0], None) or self._gone.pop(names[1], None)
+            if found is None:
                 return
+            place, run = found
+            here = min(run, num - at)
             if place is not None and place.stands_for:
-                self._owed.append((place, min(num_pages, end - at)))
-            at += num_pages
+                self._owed.append((place, here))
+            at += here
+            if here < run:  # the rest may come behind it
+                self._gone[hash((namespace, depth + num, bytes(data[-page_bytes:]), ""))] = (
+                    place, run - here,
+                )  # fmt: skip
 
     def count_dead(self) -> None:
         """The entry of a leaf has died. It is dropped when it comes first, or in a sweep."""

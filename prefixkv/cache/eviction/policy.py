@@ -184,8 +184,8 @@ class SessionHints(Protocol):
     def went(self, leaf: TreeNode, num_pages: int) -> None:
         """Note that the last pages of a leaf go now."""
 
-    def came(self, root: Root, depth: int, data: Packed, page_bytes: int) -> None:
-        """Note that there are new pages from `depth` on."""
+    def came(self, root: Root, depth: int, above: Packed, data: Packed, num: int) -> None:
+        """Note that there are `num` new pages from `depth` on, behind the page `above`."""
 
     def forget(self, namespace: Hashable) -> None:
         """Note that this namespace has no pages any more."""

@@ -304,3 +304,20 @@ def test_namespaces_that_are_gone_make_room_for_the_hints_of_others(monkeypatch)
     places = [place for place, _ in cache._queue._gone.values() if place is not None]
     assert places
     assert not any(place.space.places for place in places)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 10])
+def test_what_comes_back_in_pieces_is_paid_as_what_comes_back_at_once(size):
+    cache = RadixCache(page_size=1)
+    spared = cache.insert([1] * 10, range(10), "a", now_s=1.0)
+    cache.insert([2] * 20, range(100, 120), "b", now_s=2.0)
+    ended = cache.insert([3] * 10, range(10, 20), "a", now_s=3.0)
+    cache.hint(spared, True)
+    cache.hint(ended, False)
+    assert sorted(cache.evict(10, 4.0)) == [*range(10, 20)]
+    lock = cache.lock(cache.match_prefix([3] * 10, "a"), now_s=5.0)
+    for end in range(size, 11, size):
+        pages = range(10 + end - size, 10 + end)
+        cache.insert([3] * end, pages, "a", now_s=5.0, lock=lock, extend_lock=True)
+        assert max(cache.evict(size, 5.0)) < 10
+        cache.check_invariants()
