@@ -851,7 +851,7 @@ def test_a_million_sessions_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> Non
     for at in range(12):
         leave(desk, chr(97 + at), session=f"s{at}", returns_after=120, shared=True)
     source = desk.scheduler.sources["loaded"]
-    assert len(source._pauses) == len(source._by_session) == 4
+    assert len(source._pauses) == len(source._by_session) == len(source._parked) == 4
     assert len(desk.scheduler._ending._shared) == 4
     desk.scheduler.announce("s0")
     desk.scheduler.announce("s11")
