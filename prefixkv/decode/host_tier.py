@@ -607,7 +607,8 @@ class HostSource(MeasuringSource):
         pages = np.frombuffer(packed, np.int32)
         flight.room_key = self.tier.load(found, flight.key, pages, now_s)
         self._open[flight.room_key] = flight
-        self._ledger.journal.counters["host_hit_tokens"] += segment.end - segment.start
+        num_hit = 0 if flight.is_ahead else segment.end - segment.start
+        self._ledger.journal.counters["host_hit_tokens"] += num_hit
 
     def give_up(self, flight: Flight, error: Exception | None) -> Release:
         self._open.pop(flight.room_key, None)

@@ -810,6 +810,7 @@ def test_a_session_that_pauses_is_parked_and_loaded_ahead_of_its_next_turn(how: 
     desk.transferred()
     assert desk.prefix_of(parked) == (8 if how == "never" else 16)
     assert desk.prefix_of(other) == 16
+    assert desk.scheduler.counters["host_hit_tokens"] == 0, "no prompt was admitted for it"
     desk.at_rest()
 
 
