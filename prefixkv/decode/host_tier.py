@@ -738,7 +738,11 @@ class HostSource(MeasuringSource):
         self.tier.flush()
 
     def coming_pages(self, releases: Releases) -> int:
-        return self.tier.held_pages + sum(map(releases.end, self.tier.pins))
+        # A load ahead is for nobody yet: what it brings can be evicted at once.
+        ahead = [one.pages for one in self._open.values() if one.is_ahead and not one.waiters]
+        coming = self.tier.held_pages + sum(pages.num_own for pages in ahead)
+        locks = {*self.tier.pins, *(pages.lock for pages in ahead)}
+        return coming + sum(map(releases.end, locks))
 
     @property
     def is_idle(self) -> bool:

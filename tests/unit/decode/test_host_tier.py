@@ -832,6 +832,25 @@ def test_a_path_is_loaded_ahead_only_where_that_takes_nothing_of_worth() -> None
     desk.at_rest()
 
 
+def test_no_request_is_retracted_for_pages_of_a_load_ahead() -> None:
+    desk = HostDesk(num_pages=9)
+    leave(desk, "a", session="s", returns_after=600)
+    desk.evict(4)
+    reqs = [desk.start(rid, 4, 14, cacheable=False) for rid in "bc"]
+    desk.scheduler.announce("s")
+    desk.admit()
+    with pytest.raises(OutOfPagesError) as caught:
+        for _ in range(12):
+            desk.token(*reqs)
+    assert caught.value.retract == ()
+    desk.end_all_copies()
+    desk.transferred()
+    desk.token(*reqs)
+    for req in reqs:
+        desk.finish(req)
+    desk.at_rest()
+
+
 def test_what_other_sessions_begin_with_stays_when_its_session_ends() -> None:
     desk = HostDesk(num_pages=16)
     leave(desk, "a", 8, session="s", shared=True)
