@@ -41,7 +41,7 @@ from prefixkv.protocol.events import HostCopy, HostCopyDone
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.timers import Timers
 from prefixkv.request import RETURNS_AFTER_S, DeviceEvent, Request
-from prefixkv.settings import Continues, check_continues
+from prefixkv.settings import Continues
 
 HOST: Final = "host memory"
 """In place of a decode worker's name in the key by which a load holds its pages; no room has it."""
@@ -660,7 +660,9 @@ class HostSource(MeasuringSource):
         page_size = self._ledger.page_size
         session = request.hints.session
         self._end_pause(self._by_session.get((key.namespace, session)))
-        pause_s, size = check_continues(continues) or 0.0, len(key) // page_size * page_size
+        # A flag says of no pause: a turn may come at once.
+        pause_s = 0.0 if isinstance(continues, bool) else continues or 0.0
+        size = len(key) // page_size * page_size
         if pause_s >= PARKED_S and size:
             path = key.prefix(size)
             self._end_pause(self._pauses.get((path.namespace, path.data)))

@@ -832,6 +832,17 @@ def test_a_path_is_loaded_ahead_only_where_that_takes_nothing_of_worth() -> None
     desk.at_rest()
 
 
+def test_a_session_that_goes_on_at_an_unknown_time_is_not_parked() -> None:
+    desk = HostDesk(num_pages=8)
+    goes_on = desk.start("a", 16)
+    desk.finish(goes_on, continues=True)
+    desk.end_all_copies()
+    other = leave(desk, "o")
+    desk.evict(2)
+    assert (desk.prefix_of(goes_on), desk.prefix_of(other)) == (16, 8)
+    desk.at_rest()
+
+
 def test_no_request_is_retracted_for_pages_of_a_load_ahead() -> None:
     desk = HostDesk(num_pages=9)
     leave(desk, "a", session="s", returns_after=600)
