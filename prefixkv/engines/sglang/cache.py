@@ -244,7 +244,8 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         # before the former one is released, so that shared pages stay protected in between. A
         # finished request needs none: SGLang releases its lock next.
         if req.finished():
-            self.tree.hint(result, _continues(req))
+            if not (is_aborted(req) or is_spoilt(req)):
+                self.tree.hint(result, _continues(req))
         elif old is None:
             lock = self.tree.pin(result, self._clock.now_s)  # inserting it was its use
             self.unlock(req.lock)
