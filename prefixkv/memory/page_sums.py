@@ -27,7 +27,7 @@ from prefixkv.paging import Pages, checked_pages
 try:
     import xxhash
 except ImportError:  # the extra "checksums"
-    xxhash = None
+    xxhash = None  # type: ignore[assignment]
 
 Int64s = npt.NDArray[np.int64]
 Sums = npt.NDArray[np.uint32]
