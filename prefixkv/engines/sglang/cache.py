@@ -244,8 +244,7 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         # before the former one is released, so that shared pages stay protected in between. A
         # finished request needs none: SGLang releases its lock next.
         if req.finished():
-            if not (is_aborted(req) or is_spoilt(req)):
-                self.tree.hint(result, _continues(req))
+            self.tree.hint(result, _continues(req))
         elif old is None:
             lock = self.tree.pin(result, self._clock.now_s)  # inserting it was its use
             self.unlock(req.lock)
@@ -376,8 +375,9 @@ _NO_PAGES: Pages = np.empty(0, np.int32)
 
 
 def _continues(req: Any) -> Continues:
-    """Return what the request's `kv_hints`, an envelope, say of its session."""
-    if req.kv_hints is None:
+    """Return what the request's `kv_hints`, an envelope, say of its session; one that was cut
+    short says nothing."""
+    if req.kv_hints is None or is_aborted(req) or is_spoilt(req):
         return None
     try:
         return hints_of(req.kv_hints.actions).continues
