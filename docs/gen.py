@@ -114,6 +114,8 @@ def settings() -> str:
                 text = f"The settings of `{field.table.__name__}`{without}, by their own names."
             rows.append([f"`{field.name}`", default_of(field), values_of(field), text])
         known |= sentences_of(kind)
+        if not any(text for *_, text in rows):  # a record, no settings
+            continue
         parts.append(f"## {kind.__name__}\n\n{about(kind)}\n")
         parts.append(table(["setting", "default", "values", "what it is"], rows))
     return "\n".join(parts)

@@ -274,7 +274,7 @@ MUTANTS = (
     ),
     Mutant(
         "T8", "pages of a write that failed can be promised", "HostTier._wrote",
-        "if is_good:\n            # The lock", "if True:\n            # The lock",
+        "if is_good:\n            # The", "if True:\n            # The",
         "unit/decode/test_host_tier.py::test_a_write_that_fails_leaves_nothing_in_host_memory",
     ),
     Mutant(

@@ -17,7 +17,6 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
 from itertools import combinations, islice
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
@@ -40,8 +39,9 @@ from prefixkv.pages.requests import still_pending
 from prefixkv.paging import Pages
 from prefixkv.protocol.events import HostCopy, HostCopyDone
 from prefixkv.protocol.ids import PeerId, RoomKey
+from prefixkv.protocol.timers import Timers
 from prefixkv.request import RETURNS_AFTER_S, DeviceEvent, Request
-from prefixkv.settings import Continues, check_continues
+from prefixkv.settings import Continues
 
 HOST: Final = "host memory"
 """In place of a decode worker's name in the key by which a load holds its pages; no room has it."""
@@ -145,7 +145,6 @@ class _Pause:
     priority: int
     due_s: float
     load_s: float  # from when on it is loaded
-    is_over: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -580,8 +579,7 @@ class HostSource(MeasuringSource):
         self._pauses: OrderedDict[tuple[Hashable, bytes], _Pause] = OrderedDict()  # by path
         self._pause_bytes = 0  # of their keys
         self._by_session: dict[tuple[Hashable, str], _Pause] = {}
-        self._parked: list[tuple[float, int, _Pause]] = []  # a heap, by when they are loaded
-        self._num_parked = 0
+        self._parked: Timers[_Pause] = Timers()  # when they are loaded
 
     # --- the way of a request ---------------------------------------------------------------------
 
@@ -609,7 +607,8 @@ class HostSource(MeasuringSource):
         pages = np.frombuffer(packed, np.int32)
         flight.room_key = self.tier.load(found, flight.key, pages, now_s)
         self._open[flight.room_key] = flight
-        self._ledger.journal.counters["host_hit_tokens"] += segment.end - segment.start
+        num_hit = 0 if flight.is_ahead else segment.end - segment.start
+        self._ledger.journal.counters["host_hit_tokens"] += num_hit
 
     def give_up(self, flight: Flight, error: Exception | None) -> Release:
         self._open.pop(flight.room_key, None)
@@ -642,12 +641,11 @@ class HostSource(MeasuringSource):
             self.tier.ready(self._ready())
         if self.tier.has_due:
             self.tier.write_due()
-        while self._parked and self._parked[0][0] <= now_s:
-            pause = heappop(self._parked)[2]
-            if pause.due_s < now_s or pause.is_over or self._load_ahead(pause, now_s):
+        for pause in self._parked.due(now_s):
+            if pause.due_s < now_s or self._load_ahead(pause, now_s):
                 self._end_pause(pause)
             else:
-                self._wait(pause, now_s + RETRY_S)
+                self._parked.wake(pause, now_s + RETRY_S)
         return ()
 
     def written(self, pages: Pages, after: DeviceEvent) -> None:
@@ -662,7 +660,9 @@ class HostSource(MeasuringSource):
         page_size = self._ledger.page_size
         session = request.hints.session
         self._end_pause(self._by_session.get((key.namespace, session)))
-        pause_s, size = check_continues(continues) or 0.0, len(key) // page_size * page_size
+        # A flag says of no pause: a turn may come at once.
+        pause_s = 0.0 if isinstance(continues, bool) else continues or 0.0
+        size = len(key) // page_size * page_size
         if pause_s >= PARKED_S and size:
             path = key.prefix(size)
             self._end_pause(self._pauses.get((path.namespace, path.data)))
@@ -680,8 +680,8 @@ class HostSource(MeasuringSource):
     # --- pauses -----------------------------------------------------------------------------------
 
     def _end_pause(self, pause: _Pause | None) -> None:
-        if pause is not None and not pause.is_over:
-            pause.is_over = True
+        if pause is not None:
+            self._parked.forget(pause)
             del self._pauses[pause.key.namespace, pause.key.data]
             self._pause_bytes -= len(pause.key.data)
             name = pause.key.namespace, pause.session
@@ -695,20 +695,16 @@ class HostSource(MeasuringSource):
             left_s = pause.due_s - now_s
             if left_s > 0:
                 cache.hint(cache.match_prefix(pause.key), left_s, is_parked=True)
-            self._wait(pause, pause.load_s)
-
-    def _wait(self, pause: _Pause, load_s: float) -> None:
-        self._num_parked += 1
-        heappush(self._parked, (load_s, self._num_parked, pause))
+            self._parked.wake(pause, pause.load_s)
 
     @property
     def wake_s(self) -> float:
-        return self._parked[0][0] if self._parked else math.inf
+        return self._parked.next_s
 
     def announced(self, session: str, namespace: Hashable, now_s: float) -> None:
         if (pause := self._by_session.get((namespace, session))) is not None:
             pause.load_s, pause.due_s = now_s, max(pause.due_s, now_s + RETURNS_AFTER_S[0])
-            self._wait(pause, now_s)
+            self._parked.wake(pause, now_s)
 
     def _load_ahead(self, pause: _Pause, now_s: float) -> bool:
         """Load what the device lacks of a parked path, if that takes only pages that are free, or
@@ -741,11 +737,14 @@ class HostSource(MeasuringSource):
     def flushed(self) -> None:
         for pause in list(self._pauses.values()):
             self._end_pause(pause)
-        self._parked.clear()
         self.tier.flush()
 
     def coming_pages(self, releases: Releases) -> int:
-        return self.tier.held_pages + sum(map(releases.end, self.tier.pins))
+        # A load ahead is for nobody yet: what it brings can be evicted at once.
+        ahead = [one.pages for one in self._open.values() if one.is_ahead and not one.waiters]
+        coming = self.tier.held_pages + sum(pages.num_own for pages in ahead)
+        locks = {*self.tier.pins, *(pages.lock for pages in ahead)}
+        return coming + sum(map(releases.end, locks))
 
     @property
     def is_idle(self) -> bool:
