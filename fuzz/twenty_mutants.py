@@ -273,8 +273,8 @@ MUTANTS = (
         "unit/decode/test_host_tier.py::test_no_eviction_takes_what_a_copy_reads",
     ),
     Mutant(
-        "T8", "pages of a write that failed can be promised", "HostTier._wrote", "if is_good:",
-        "if True:",
+        "T8", "pages of a write that failed can be promised", "HostTier._wrote",
+        "if is_good:\n            # The", "if True:\n            # The",
         "unit/decode/test_host_tier.py::test_a_write_that_fails_leaves_nothing_in_host_memory",
     ),
     Mutant(

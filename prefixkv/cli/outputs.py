@@ -31,7 +31,9 @@ def check_outputs(json_file: Path | None, plot: Path | None) -> None:
             with writing(flag, path), path.open("ab", buffering=0) as device:
                 device.write(b"")
     if plot is not None:
-        _pyplot()
+        known = _pyplot().FigureCanvasBase.get_supported_filetypes()
+        if plot.suffix and plot.suffix[1:].lower() not in known:
+            raise ConfigError(f"--plot is {plot}, which is none of {', '.join(sorted(known))}")
 
 
 @contextmanager

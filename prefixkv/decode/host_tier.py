@@ -41,7 +41,7 @@ from prefixkv.protocol.events import HostCopy, HostCopyDone
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.timers import Timers
 from prefixkv.request import RETURNS_AFTER_S, DeviceEvent, Request
-from prefixkv.settings import Continues, check_continues
+from prefixkv.settings import Continues
 
 HOST: Final = "host memory"
 """In place of a decode worker's name in the key by which a load holds its pages; no room has it."""
@@ -146,7 +146,6 @@ class _Pause:
     due_s: float
     load_s: float  # from when on it is loaded
     keep_pages: int = 0  # that other sessions begin with
-    is_over: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -581,7 +580,7 @@ class HostSource(MeasuringSource):
         self._pauses: OrderedDict[tuple[Hashable, bytes], _Pause] = OrderedDict()  # by path
         self._pause_bytes = 0  # of their keys
         self._by_session: dict[tuple[Hashable, str], _Pause] = {}
-        self._parked: Timers[_Pause] = Timers()  # by when they are loaded
+        self._parked: Timers[_Pause] = Timers()  # when they are loaded
 
     # --- the way of a request ---------------------------------------------------------------------
 
@@ -609,7 +608,8 @@ class HostSource(MeasuringSource):
         pages = np.frombuffer(packed, np.int32)
         flight.room_key = self.tier.load(found, flight.key, pages, now_s)
         self._open[flight.room_key] = flight
-        self._ledger.journal.counters["host_hit_tokens"] += segment.end - segment.start
+        num_hit = 0 if flight.is_ahead else segment.end - segment.start
+        self._ledger.journal.counters["host_hit_tokens"] += num_hit
 
     def give_up(self, flight: Flight, error: Exception | None) -> Release:
         self._open.pop(flight.room_key, None)
@@ -661,7 +661,9 @@ class HostSource(MeasuringSource):
         page_size, session = self._ledger.page_size, request.hints.session
         keep_pages = keep_tokens // page_size
         self._end_pause(self._by_session.get((key.namespace, session)))
-        pause_s, size = check_continues(continues) or 0.0, len(key) // page_size * page_size
+        # A flag says of no pause: a turn may come at once.
+        pause_s = 0.0 if isinstance(continues, bool) else continues or 0.0
+        size = len(key) // page_size * page_size
         if pause_s >= PARKED_S and size:
             path = key.prefix(size)
             self._end_pause(self._pauses.get((path.namespace, path.data)))
@@ -679,8 +681,7 @@ class HostSource(MeasuringSource):
     # --- pauses -----------------------------------------------------------------------------------
 
     def _end_pause(self, pause: _Pause | None) -> None:
-        if pause is not None and not pause.is_over:
-            pause.is_over = True
+        if pause is not None:
             self._parked.forget(pause)
             del self._pauses[pause.key.namespace, pause.key.data]
             self._pause_bytes -= len(pause.key.data)
@@ -745,7 +746,11 @@ class HostSource(MeasuringSource):
         self.tier.flush()
 
     def coming_pages(self, releases: Releases) -> int:
-        return self.tier.held_pages + sum(map(releases.end, self.tier.pins))
+        # A load ahead is for nobody yet: what it brings can be evicted at once.
+        ahead = [one.pages for one in self._open.values() if one.is_ahead and not one.waiters]
+        coming = self.tier.held_pages + sum(pages.num_own for pages in ahead)
+        locks = {*self.tier.pins, *(pages.lock for pages in ahead)}
+        return coming + sum(map(releases.end, locks))
 
     @property
     def is_idle(self) -> bool:

@@ -75,7 +75,7 @@ class DecodeRequest(PagedRequest[DecodeState]):
         # Tokens with KV. `_key` lags behind `output` until `key` is read; see there.
         self._key = RadixKey(request.key)
         self.prefill = request.prefill
-        # No prefill worker is to be asked at its next admission: see `workers.ALONE`.
+        # No prefill worker is to be asked at its next admission: see `waiting.ALONE`.
         self.is_alone = not request.prefill
         self.may_load = True  # from host memory; False once such a copy has failed
         self.max_new_tokens = request.max_new_tokens

@@ -785,8 +785,10 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
                 (req.state is DecodeState.PREALLOCATED) == (flights.of(req) is not None)
                 for req in live
             ),
-            "what waits for the device holds its pages": all(
-                req.pages_held is not None for req in self._ending.deferred
+            "what waits for the device has ended, or was retracted, and holds its pages": all(
+                req.pages_held is not None
+                and (req.state.ended or req.state is DecodeState.RETRACTED)
+                for req in self._ending.deferred
             ),
             "active counts the admitted requests": self.budget.active
             == sum(req.state in ACTIVE for req in requests),

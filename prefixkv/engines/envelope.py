@@ -49,7 +49,7 @@ def _fields_of(kind: str, version: str, payload: Any) -> dict[str, Any]:
     if kind == "kv.retain":
         directives = msgspec.convert(payload, _Retain).directives
         longest = max((one.duration or 0.0 for one in directives), default=0.0)
-        classes = (30, 120, 600)
         if longest > 0:
-            return {"returns_after": next((one for one in classes if longest <= one), classes[-1])}
+            after = next((one for one in (30, 120) if longest <= one), 600)
+            return {"ends": False, "returns_after": after}
     return {}

@@ -126,7 +126,7 @@ class ChunkTag(NamedTuple):
             raise ProtocolError(f"{len(raw)} bytes are no chunk tag")
         tag = cls._make((*_FORMAT.unpack_from(raw)[1:-1], raw[TAG_BYTES:]))
         # A part beyond the last would set a bit that no complete chunk has, so the chunk could
-        # never complete.
-        if tag.part >= tag.num_parts:
-            raise ProtocolError(f"part {tag.part} of {tag.num_parts}")
+        # never complete. A group below -1 would be no key, and no error of the peer's.
+        if tag.part >= tag.num_parts or tag.group < -1:
+            raise ProtocolError(f"part {tag.part} of {tag.num_parts}, group {tag.group}")
         return tag

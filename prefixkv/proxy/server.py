@@ -80,10 +80,11 @@ _NOT_FOR_PREFILL: Final = (
     "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "length_penalty", "logit_bias", "allowed_token_ids", "bad_words", "stop", "stop_token_ids",
     "include_stop_str_in_output", "structured_outputs", "repetition_detection",
-    "thinking_token_budget", "return_token_ids",
+    "thinking_token_budget", "return_token_ids", _PARAMS,
 )  # fmt: skip
 """Parameters that prefill is not sent: they say how tokens are drawn and reported. Prefill draws
-one token, which is never read, and decode is the server that reports an error in them."""
+one token, which is never read, and decode is the server that reports an error in them. Its transfer
+is another."""
 
 
 class LostError(Exception):

@@ -162,7 +162,7 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, DecodeEvent], DecodeSchedule
           computed, and tokens of prompts that it computed.
         - `compute_declined`: Requests within `compute.below` that were asked of prefill.
         - `failovers`: Requests that went on without their prefill worker.
-        - `host_hit_tokens`: Tokens that were loaded from host memory.
+        - `host_hit_tokens`: Tokens of admitted prompts that were loaded from host memory.
         - `host_loads`, `host_loaded_pages`, `host_written_pages`: Loads from host memory,
           and pages that were copied each way.
         - `host_missed_pages`: Pages that were needed for others before they were copied

@@ -234,7 +234,7 @@ DECODE = (
     _counter("compute_declined", _DECLINED),
     _counter("failovers", "Requests that went on without their prefill worker."),
     _counter("cut_tokens", _CUT),
-    _counter("host_hit_tokens", "Tokens that were loaded from host memory."),
+    _counter("host_hit_tokens", "Tokens of admitted prompts that were loaded from host memory."),
     _counter("host_loads", "Loads from host memory."),
     _counter("host_loaded_pages", "Pages loaded from host memory."),
     _counter("host_written_pages", "Pages copied to host memory."),

@@ -30,7 +30,7 @@ class PageLooks:
         self._rooms = rooms
         self._page_size = page_size
         self._say = say
-        self._ids = count(1)
+        self._look_ids = count(1)
         self._under_way: dict[int, tuple[Room, list[ChunkTag]]] = {}
 
     def on_landed(self, room: Room, tag: ChunkTag, now_s: float) -> None:
@@ -51,7 +51,7 @@ class PageLooks:
         self._say(LookAt(self._enter(room, tags), room.sums[tag.rank], spans, tag.what))
 
     def _enter(self, room: Room, tags: list[ChunkTag]) -> int:
-        look_id = next(self._ids)
+        look_id = next(self._look_ids)
         self._under_way[look_id] = room, tags
         return look_id
 

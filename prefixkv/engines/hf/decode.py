@@ -337,6 +337,8 @@ class DecodeEngine(NodeEngine):
             self.states.copy(self.node.save_states(self._running))
         chunks = self._next_chunks(self.node.chunk_tokens) if self._computing else []
         work = [self._next_token(req) for req in self._running] + chunks
+        if not work:  # the prompts failed with the last append, or have to wait
+            return
         self._counters["steps"] += bool(self._running)
         work, event = self._compute(work)
         for one in work:

@@ -123,8 +123,9 @@ class AnswerText:
             return text[:shown], True
         # 3. Keep the longest end of the text that could begin a stop string.
         begun = (
-            num for stop in self._stop for num in range(1, len(stop)) if text.endswith(stop[:num])
-        )
+            num for stop in self._stop for num in range(1, min(len(stop), len(text) + 1))
+            if text.endswith(stop[:num])
+        )  # fmt: skip
         certain = len(text) - max(begun, default=0)
         self._kept = text[certain:]
         return text[:certain], False

@@ -239,7 +239,7 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
             self.counters["duplicate_tokens"] += matched - own
         # 4. The tree owns these pages from here on.
         kv.cache_inserted_len = max(kv.cache_inserted_len, end)
-        kv.cache_protected_len = end
+        kv.cache_protected_len = max(own, end)  # never less: SGLang frees what lies behind
         # 5. `insert` has moved an old lock; without one the request gets its lock here. Locked
         # before the former one is released, so that shared pages stay protected in between. A
         # finished request needs none: SGLang releases its lock next.
@@ -375,8 +375,9 @@ _NO_PAGES: Pages = np.empty(0, np.int32)
 
 
 def _continues(req: Any) -> Continues:
-    """Return what the request's `kv_hints`, an envelope, say of its session."""
-    if req.kv_hints is None:
+    """Return what the request's `kv_hints`, an envelope, say of its session; one that was cut
+    short says nothing."""
+    if req.kv_hints is None or is_aborted(req) or is_spoilt(req):
         return None
     try:
         return hints_of(req.kv_hints.actions).continues

@@ -316,7 +316,7 @@ class SchedulerSide:
         """End a request, which still has the blocks `pages`. Returns its `kv_transfer_params`.
         Called for every end: finished, aborted, or failed."""
         rid = request.request_id
-        continues = self._continues(request)
+        continues = None if str(request.status) in GIVEN_UP else self._continues(request)
         if self.sends.proves and (in_flight := _num_in_flight(request)):
             self._in_flight[rid] = in_flight, [*request.block_hashes]
         # The shadow first: it needs the blocks' hashes, which are there until vLLM frees them.

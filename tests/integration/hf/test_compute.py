@@ -69,3 +69,17 @@ def test_a_job_of_a_former_attempt_is_given_up_for_nothing(model: PagedModel) ->
         until(lambda: world.answers[0].done, step=world.decode.step)
         assert not world.decode.give_up_job(jobs[0], "no route")
         assert world.decode.stats()["computed_requests"] == 1
+
+
+def test_a_step_that_has_to_go_without_a_chunk_computes_nothing(
+    model: PagedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request's KV may come while the engine takes in what came before."""
+    with _world(model, ALL) as world:
+        answer = world.ask("r", range(40), max_new_tokens=3)
+        until(lambda: world.decode._computing, step=world.decode.step)
+        with monkeypatch.context() as patched:
+            patched.setattr(type(world.decode.node), "chunk_tokens", 0)
+            world.decode.step()
+        world.until(lambda: answer.done)
+        check_answers(world, Reference(model))

@@ -175,6 +175,22 @@ def test_the_cost_of_a_token_does_not_grow_with_the_answer() -> None:
         assert counting.most <= 40  # 9 characters of at most 4 tokens
 
 
+def test_the_cost_of_a_token_does_not_grow_with_the_stop_strings(tokenizer: Tokenizer) -> None:
+    class Counting(str):
+        """A text that counts the parts that are taken of it."""
+
+        taken = 0
+
+        def __getitem__(self, part: Any) -> str:
+            Counting.taken += 1
+            return super().__getitem__(part)
+
+    answer = AnswerText(tokenizer, (Counting("x" + "y" * 1000), Counting("z" * 1000)))
+    for token in tokenizer.encode("the xyzzy", add_special_tokens=False).ids:
+        answer.add(token)
+    assert 0 < Counting.taken <= 100
+
+
 def test_an_answer_has_text_and_ends_at_a_string(tokenizer: Tokenizer) -> None:
     model = make_model("llama", seed=3, **TINY)
     prompt = list(range(40))

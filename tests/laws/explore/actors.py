@@ -226,8 +226,8 @@ def leftovers(control: Any) -> dict[str, Any]:
 
 # `deaths`: no process is named here, so none is ever looked at.
 _SKIPPED = {
-    "counters", "news", "_out", "_say", "_todo", "_send", "_seq", "_job_ids", "_timing", "timing",
-    "deaths",
+    "counters", "news", "_out", "_say", "_todo", "_send", "_seq", "_job_ids", "_look_ids",
+    "_timing", "timing", "deaths",
 }  # fmt: skip
 _ATOMS = (type(None), bool, int, str, bytes)
 

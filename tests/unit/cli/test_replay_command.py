@@ -207,6 +207,7 @@ def recorded(tmp_path: Path) -> Path:
         "--host 1000000000x",
         "--block-tokens 0",
         "--check --plot {tmp}/p.png",
+        "--plot {tmp}/p.curve",
     ],
 )
 def test_bad_options_are_one_line_and_status_2(tmp_path: Path, options: str, capsys: Any) -> None:

@@ -810,6 +810,7 @@ def test_a_session_that_pauses_is_parked_and_loaded_ahead_of_its_next_turn(how: 
     desk.transferred()
     assert desk.prefix_of(parked) == (8 if how == "never" else 16)
     assert desk.prefix_of(other) == 16
+    assert desk.scheduler.counters["host_hit_tokens"] == 0, "no prompt was admitted for it"
     desk.at_rest()
 
 
@@ -843,6 +844,37 @@ def test_a_path_is_loaded_ahead_only_where_that_takes_nothing_of_worth() -> None
     desk.end_all_copies()
     desk.transferred()
     assert [desk.prefix_of(req) for req in (parked, *others)] == [16, 16, 8]
+    desk.at_rest()
+
+
+def test_a_session_that_goes_on_at_an_unknown_time_is_not_parked() -> None:
+    desk = HostDesk(num_pages=8)
+    goes_on = desk.start("a", 16)
+    desk.finish(goes_on, continues=True)
+    desk.end_all_copies()
+    other = leave(desk, "o")
+    desk.evict(2)
+    assert (desk.prefix_of(goes_on), desk.prefix_of(other)) == (16, 8)
+    desk.at_rest()
+
+
+def test_no_request_is_retracted_for_pages_of_a_load_ahead() -> None:
+    desk = HostDesk(num_pages=9)
+    leave(desk, "a", session="s", returns_after=600)
+    desk.evict(4)
+    reqs = [desk.start(rid, 4, 14, cacheable=False) for rid in "bc"]
+    desk.scheduler.announce("s")
+    desk.admit()
+    for _ in range(4):
+        desk.token(*reqs)
+    with pytest.raises(OutOfPagesError) as caught:
+        desk.token(*reqs)
+    assert caught.value.retract == ()
+    desk.end_all_copies()
+    desk.transferred()
+    desk.token(*reqs)
+    for req in reqs:
+        desk.finish(req)
     desk.at_rest()
 
 
@@ -894,8 +926,7 @@ def test_a_million_sessions_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> Non
     for at in range(12):
         leave(desk, chr(97 + at), session=f"s{at}", returns_after=120, shared=True)
     source = desk.scheduler.sources["loaded"]
-    assert len(source._pauses) == len(source._by_session) == 4
-    assert len(source._parked) == 4
+    assert len(source._pauses) == len(source._by_session) == len(source._parked) == 4
     assert len(desk.scheduler._ending._shared) == 4
     desk.scheduler.announce("s0")
     for _ in range(100):

@@ -29,6 +29,7 @@ RETAIN = {"directives": [{"start": 0, "end": 64, "priority": 80, "duration": 60.
         ([action("kv.retain", {"directives": [{"duration": 9e9}]})], {"returns_after": 600}),
         ([action("kv.retain", {"directives": [{"duration": None}]})], {}),
         ([action("kv.retain", RETAIN), action("kv.deref")], {"ends": True}),
+        ([action("kv.deref"), action("kv.retain", RETAIN)], {"returns_after": 120}),
         ([action("kv.deref", {}, "2.0")], {}),
     ],
 )

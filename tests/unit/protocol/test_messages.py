@@ -233,6 +233,7 @@ def test_a_tag_comes_back_as_it_was(tag: ChunkTag) -> None:
         ChunkTag(1, 7, 0, 0, 2, sums=bytes(8)).pack()[:-SUM_BYTES],
         ChunkTag(1, 7, 0, 0, 2, part=1, num_parts=1).pack(),
         ChunkTag(1, 7, 0, 0, 2, part=0, num_parts=0).pack(),
+        ChunkTag(1, 7, 0, 0, 2, group=-2).pack(),
     ],
 )
 def test_what_is_no_tag_is_a_protocol_error(raw: bytes) -> None:

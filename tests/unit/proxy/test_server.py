@@ -245,6 +245,11 @@ async def test_both_servers_hear_what_a_client_says_of_its_session(stage: Stage)
         assert engine.asked[0]["kv_transfer_params"]["hints"] == expected
         assert engine.asked[0]["session_id"] == "s"
         assert "kv_hints" not in engine.asked[0]
+    # What brings a prompt is not the end of its request.
+    await stage.complete(n=2, kv_hints={"ends": True})
+    bring, last = stage.decode[0].asked[-2:]
+    assert "hints" not in bring["kv_transfer_params"]
+    assert last["kv_transfer_params"] == {"hints": msgspec.to_builtins(Hints(ends=True))}
     refused = await stage.complete(kv_hints={"returns_after": 45})
     assert (refused.status_code, refused.json()["error"]["param"]) == (
         400,

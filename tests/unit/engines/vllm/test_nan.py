@@ -114,15 +114,16 @@ def test_nan_on_decode_leaves_nothing(make_servers: MakeServers, token: int) -> 
 
 @pytest.mark.parametrize("status", ["FINISHED_ABORTED", "FINISHED_ERROR", "FINISHED_STOPPED"])
 @pytest.mark.parametrize("num_output", [0, 1, 6])
+@pytest.mark.parametrize("params", [None, {"hints": {"ends": True}}])
 def test_a_request_that_is_given_up_leaves_its_prompt_in_host_memory(
-    make_servers: MakeServers, status: str, num_output: int
+    make_servers: MakeServers, status: str, num_output: int, params: Any
 ) -> None:
     """Where a token has come of the prompt, else nothing; all that was computed, where it ended
-    well."""
+    well. Of its hints then none counts."""
     decode = make_servers(decode=SMALL).decode
     run(decode, "0", list(range(300, 312)))
     tokens = PROMPT[:18] + list(range(num_output))
-    request = Request("1", tokens)
+    request = Request("1", tokens, params)
     request.num_prompt_tokens = 18
     decode.waiting.append(request)
     # vLLM computes all but the token that came last.
@@ -137,7 +138,8 @@ def test_a_request_that_is_given_up_leaves_its_prompt_in_host_memory(
     until(lambda: decode.idle, step=decode.step)
     left = decode.scheduler.gauges()["host_blocks"] - before
     given_up = 18 // BLOCK if num_output else 0
-    assert left == (computed // BLOCK if status == "FINISHED_STOPPED" else given_up)
+    ended_well = 0 if params else computed // BLOCK
+    assert left == (ended_well if status == "FINISHED_STOPPED" else given_up)
 
 
 def test_a_spoilt_block_is_cleared_when_nobody_has_it_and_it_is_not_written_anew(
