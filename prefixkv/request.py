@@ -89,6 +89,7 @@ class Request:
             `DecodeConfig.waiting_timeout_s`.
         may_compute: False where something else than its KV is wanted of prefill: decode does not
             compute it itself, whatever `DecodeConfig.compute` says.
+        hints: what its client says of the session (decode).
 
     Raises TokenError: tokens that are not integers in [0, 2**31). RequestError: another argument of
     the wrong type or out of its range; names it.
