@@ -285,9 +285,9 @@ def names() -> str:
 CALLS = {
     prefixkv.DecodeNode: """add pop_preallocated pop_transferred pop_failed pop_needs_prefill
         append_many reserve_many finish announce retract abort fail refuse retarget
-        give_up_prefill pop_local computed chunk_tokens save_state save_states flush take_cache_events fence peers
-        lost_peers on_ended take_log apply_rank_events awaited_ranks fence_rank wait fileno drain
-        audit close""",
+        give_up_prefill pop_local computed chunk_tokens save_state save_states flush
+        take_cache_events fence peers lost_peers on_ended take_log apply_rank_events
+        awaited_ranks fence_rank wait fileno drain audit close""",
     prefixkv.PrefillNode: """add pop_bootstrapped send_chunk pop_sent pop_failed abort fail refuse
         save_state flush endpoint fence peers lost_peers take_log apply_rank_events fence_rank
         wait fileno drain audit close""",
