@@ -50,7 +50,8 @@ def test_services_count_pages_beside_checkpoints(tmp_path: Path) -> None:
         publisher = stack.enter_context(
             closing(KVEventPublisher(config, worker, "model", PAGE_SIZE))
         )
-        publisher.listen(cache)
+        [tier] = publisher.tiers
+        tier.listen(cache)
         where = {"endpoint": publisher.endpoint, "replay": publisher.replay_endpoint}
 
         def started() -> list[Indexer | Selector]:
@@ -63,7 +64,7 @@ def test_services_count_pages_beside_checkpoints(tmp_path: Path) -> None:
             return both
 
         def agree(services: list[Indexer | Selector]) -> None:
-            publisher.pass_on()
+            tier.pass_on()
             for tokens in prompts:
                 held = cache.match_prefix(tokens).prefix_len
                 asked = {"tokens": tokens, "lora": None, "salt": None}
@@ -90,7 +91,7 @@ def test_services_count_pages_beside_checkpoints(tmp_path: Path) -> None:
                 if slot != NO_SLOT:
                     points.save(int(match.pages[depth - 1]), depth, slot)
                     saved += 1
-                publisher.pass_on()
+                tier.pass_on()
             agree(services)
         assert saved > 50
         assert points.evicted > 10
