@@ -227,10 +227,14 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
     def room_owner(self, room: int) -> Any:
         return self._owners.get(room)
 
-    def release_room(self, who: Any) -> None:
+    def release_room(self, who: Any) -> bool:
+        """Return whether the number is still its own. SGLang clears some twice, and meanwhile the
+        number may be another request's."""
         room: int = who.bootstrap_room
-        if self._owners.get(room) is who:
-            del self._owners[room]
+        if room >= 0 and self._owners.get(room) is not who:
+            return False
+        self._owners.pop(room, None)
+        return True
 
     def close(self) -> None:
         for side in (self.sends, self.receives):
@@ -467,8 +471,8 @@ class PrefixKVSender(sgl.CommonKVSender):  # type: ignore[misc]
             self.sends.abort(self._send, "Aborted by AbortReq.")
 
     def clear(self) -> None:
-        super().clear()
-        self.kv_mgr.release_room(self)
+        if self.kv_mgr.release_room(self):
+            super().clear()
 
 
 class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
@@ -649,8 +653,8 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         # Over without a promise, for instance by SGLang's timeout: prefill still waits for one.
         if self._receive is None and self.bootstrap_infos and self.conclude_state is not None:
             self.ensure_abort_notified()
-        super().clear()
-        self.kv_mgr.release_room(self)
+        if self.kv_mgr.release_room(self):
+            super().clear()
 
     def _send_abort_notification(self, *, force_arm: bool = False) -> None:
         """End the room, or withdraw it where nothing was promised. SGLang calls this once."""

@@ -106,6 +106,25 @@ def test_a_request_that_sglang_drops_from_its_queue_frees_its_number(pair: Pair)
     serve(pair, pair.sender(request(9)), pair.receiver(request(9)), 9)
 
 
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_what_is_cleared_twice_leaves_its_number_to_the_next(pair: Pair, side: str) -> None:
+    """SGLang clears a failed request as it reads the error, and again as it leaves the queue."""
+    first = pair.sender(request(9)) if side == "prefill" else pair.receiver(request(9))
+    first.abort()
+    pair.until_polls(first, KVPoll.Failed)
+    with pytest.raises(KVTransferError):
+        first.failure_exception()
+    others = [pair.sender(request(9, 50)), pair.receiver(request(9, 50))]
+    states = [other.poll() for other in others]
+    first.clear()
+    assert [other.poll() for other in others] == states
+    for other in others:
+        other.abort()
+        pair.until_polls(other, KVPoll.Failed)
+        other.clear()
+    assert is_empty(pair)
+
+
 # --- what one server refuses ----------------------------------------------------------------------
 
 
