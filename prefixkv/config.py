@@ -5,7 +5,6 @@ Times are seconds, `*_tokens` tokens, `*_bytes` bytes, a `Share` is a part of th
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -37,6 +36,7 @@ from prefixkv.settings import (
     check_kind,
     check_order,
     doc,
+    is_loopback_host,
     settings_of,
 )
 
@@ -707,15 +707,8 @@ def is_loopback(address: str) -> bool:
         return False
     if parts.scheme in ("ipc", "inproc"):
         return True
-    # Without the port, and without the brackets of IPv6. A name other than localhost may resolve to
-    # anything, so it counts as reachable, as does "*".
-    host = (parts.netloc.rpartition(":")[0] or parts.netloc).strip("[]")
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    # Without the port, and without the brackets of IPv6.
+    return is_loopback_host((parts.netloc.rpartition(":")[0] or parts.netloc).strip("[]"))
 
 
 def check_address(address: str) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import ipaddress
 import math
 import re
 import textwrap
@@ -545,7 +546,7 @@ def _build(
         raise ConfigError(f"{path}{error}") from None
 
 
-# --- sizes in words -------------------------------------------------------------------------------
+# --- sizes and hosts in words ---------------------------------------------------------------------
 
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(x|[KMGT]i?B|B)?", re.ASCII | re.IGNORECASE)
 _PREFIXES: Final = "kmgt"
@@ -566,6 +567,19 @@ def parse_size(text: str) -> tuple[float, str] | None:
         return number, unit
     power = 1 + _PREFIXES.index(unit[0]) if unit != "b" else 0
     return number * (1024 if "i" in unit else 1000) ** power, "bytes"
+
+
+def is_loopback_host(host: str) -> bool:
+    """Tell whether only this machine reaches a socket that is bound to `host`. A name other than
+    localhost may resolve to anything, so it counts as reachable.
+
+    >>> [is_loopback_host(host) for host in ("localhost", "127.0.0.1", "::1", "*", "node-1")]
+    [True, True, True, False, False]
+    """
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 # --- arguments of calls ---------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 # ruff: noqa: RUF009 - `_flat` returns a dataclass field
 from __future__ import annotations
 
-import ipaddress
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal
 from urllib.parse import urlsplit
@@ -21,6 +20,7 @@ from prefixkv.settings import (
     check_fields,
     doc,
     fields_of,
+    is_loopback_host,
     parse_size,
 )
 
@@ -328,17 +328,7 @@ def is_server(url: str) -> bool:
 
 def check_bind(host: str, api_key: str, setting: str = "host") -> None:
     """Raise ConfigError for an address that other machines reach, without a key."""
-    if not api_key and not is_loopback(host):
+    if not api_key and not is_loopback_host(host):
         raise ConfigError(
             f"{setting}: {host!r} may be reached by other machines: it needs api_key, or 127.0.0.1"
         )
-
-
-def is_loopback(host: str) -> bool:
-    """Tell whether only this machine reaches a server that is bound to `host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

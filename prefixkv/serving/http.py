@@ -33,11 +33,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from prefixkv.errors import ConfigError
-from prefixkv.serving.config import Limits, is_loopback
+from prefixkv.serving.config import Limits
 from prefixkv.serving.failures import ApiError as ApiError
 from prefixkv.serving.failures import OncePerMinute
 from prefixkv.serving.ids import RequestIds, current_id
 from prefixkv.serving.words import plain_words
+from prefixkv.settings import is_loopback_host
 
 logger = logging.getLogger("prefixkv.http")
 
@@ -144,7 +145,7 @@ class LoopbackOnly:
         error = None
         # 1. A name that is not loopback: DNS rebinding.
         # 2. A page of another origin: cross-site use. Programs send no Origin, and pass.
-        if host and not is_loopback(_name_of(host)):
+        if host and not is_loopback_host(_name_of(host)):
             why = f"the server has no API key, so it is not to be reached as {host!r}"
             error = ApiError(403, why, code="host_not_allowed")
         elif origin and origin != f"http://{host}":

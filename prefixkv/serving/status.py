@@ -14,11 +14,12 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
-from prefixkv.serving.config import Limits, ListenSettings, is_loopback
+from prefixkv.serving.config import Limits, ListenSettings
 from prefixkv.serving.http import HttpServer, StatusServer, json_response, make_app
 from prefixkv.serving.outcomes import Outcomes
 from prefixkv.serving.request_file import RequestFile
 from prefixkv.serving.tracing import make_tracing
+from prefixkv.settings import is_loopback_host
 
 Health = Callable[[], tuple[bool, dict[str, Any]]]
 
@@ -47,7 +48,7 @@ def status_app(
 
     everything = [Route("/health", show_health), Route("/metrics", show_metrics), *routes]
     # A loopback port needs no key, so that scrapers of this machine need no secret.
-    key = "" if is_loopback(listen.status_host) else listen.api_key
+    key = "" if is_loopback_host(listen.status_host) else listen.api_key
     return make_app(everything, key, open_paths=["/health"])
 
 
