@@ -333,6 +333,14 @@ class Root(TreeNode):
         self.namespace = namespace
 
 
+def root_of(node: TreeNode) -> Root:
+    """O(nodes above)."""
+    while node.parent is not None:
+        node = node.parent
+    assert isinstance(node, Root)
+    return node
+
+
 def _cut(run: Packed, at: int) -> tuple[Packed, Packed]:
     """Copies only the smaller part of a bytearray. Bytes become a bytearray above the cut: what was
     cut once is usually joined and cut again for the next request, and then only the small part

@@ -12,7 +12,7 @@ from prefixkv.cache.events import Change, ChangeLog, Inserted
 from prefixkv.cache.eviction.guard import guarded
 from prefixkv.cache.eviction.policy import Policy, Said, SessionHints, Use, make_policy
 from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, forget
-from prefixkv.cache.node import PAGE_ID_BYTES, Mark, Packed, Root, TreeNode, Want
+from prefixkv.cache.node import PAGE_ID_BYTES, Mark, Packed, Root, TreeNode, Want, root_of
 from prefixkv.cache.radix_key import TOKEN_BYTES, common_pages
 from prefixkv.cache.results import PrefixLock, packed_ids
 from prefixkv.errors import PageStateError, UserErrors
@@ -213,7 +213,7 @@ class RadixTree:
             self._hints = [make() for make in self.hint_makers]
             for hints in self._hints:
                 self._queue = hints.queue(self.policy, self._queue)
-        root = _root_of(node)
+        root = root_of(node)
         tick = self.policy.last_tick(mark)
         for hints in self._hints:
             hints.note(tick, root, said)
@@ -297,7 +297,7 @@ class RadixTree:
             if lock is None:
                 self._queue.add(node)
         for hints in self._hints:
-            hints.came(_root_of(node), depth, above, key, num_pages)
+            hints.came(root_of(node), depth, above, key, num_pages)
         self.version += 1
         if self._in_tree is not None:
             self._in_tree[np.frombuffer(pages, np.int32) if where is None else where] = True
@@ -462,12 +462,5 @@ class RadixTree:
 def inserted(node: TreeNode, pages_above: Packed, key: Packed, pages: Packed) -> Inserted:
     # Copies: nodes grow in place, and a reader may look at this later in another thread. The named
     # tuple's own `__new__` takes twice as long.
-    change = _root_of(node).namespace, bytes(pages_above[-PAGE_ID_BYTES:]), bytes(key), bytes(pages)
+    change = root_of(node).namespace, bytes(pages_above[-PAGE_ID_BYTES:]), bytes(key), bytes(pages)
     return tuple.__new__(Inserted, change)
-
-
-def _root_of(node: TreeNode) -> Root:
-    while node.parent is not None:
-        node = node.parent
-    assert isinstance(node, Root)
-    return node

@@ -25,7 +25,7 @@ from typing import Any, Final, TypeAlias
 
 from prefixkv.cache.eviction.policy import NOTHING_SAID, Policy, Said
 from prefixkv.cache.eviction.queues import EvictionQueue, forget
-from prefixkv.cache.node import DEAD, Mark, Packed, Root, TreeNode
+from prefixkv.cache.node import DEAD, Mark, Packed, Root, TreeNode, root_of
 from prefixkv.paging import MAX_INDEX
 
 MOST_HINTS: Final = 1 << 16
@@ -41,10 +41,12 @@ NOBODY: Final = TreeNode(b"", b"", DEAD, None)
 class Hints:
     """All hints in force, by the tick of the use that each is about."""
 
+    current: HintedQueue
+    """The last queue that was made."""
+
     def __init__(self) -> None:
         self.said: dict[int, Said] = {}  # in order of insertion
         self.namespaces: set[Hashable] = set()  # that hints were said of
-        self.current: HintedQueue | None = None  # the last that was made
 
     def queue(self, policy: Policy, queue: EvictionQueue) -> EvictionQueue:
         self.current = HintedQueue(policy, self, queue)
@@ -57,7 +59,6 @@ class Hints:
             if len(self.namespaces) >= MOST_NAMESPACES:
                 return
             self.namespaces.add(root.namespace)
-            assert self.current is not None
             self.current.take_over(root)
         self.said.pop(tick, None)
         self.said[tick] = said
@@ -65,11 +66,9 @@ class Hints:
             del self.said[next(iter(self.said))]
 
     def went(self, leaf: TreeNode, num_pages: int) -> None:
-        assert self.current is not None
         self.current.went(leaf, num_pages)
 
     def came(self, root: Root, depth: int, above: Packed, data: Packed, num: int) -> None:
-        assert self.current is not None
         if root.namespace in self.namespaces:
             self.current.came(root.namespace, depth, bytes(above), data, num)
 
@@ -78,7 +77,6 @@ class Hints:
 
     def forget(self, namespace: Hashable) -> None:
         self.namespaces.discard(namespace)
-        assert self.current is not None
         if (space := self.current.spaces.pop(namespace, None)) is not None:
             for leaf in [*space.places]:  # runs that went still name their places
                 space.drop(leaf)
@@ -182,7 +180,7 @@ class HintedQueue:
     def add(self, leaf: TreeNode) -> None:
         if isinstance(leaf, Place):  # of a queue before, in which a user's policy has raised
             leaf = leaf.leaf
-        namespace = _namespace(leaf)
+        namespace = root_of(leaf).namespace
         if namespace not in self._hints.namespaces:
             self._queue.add(leaf)
             return
@@ -194,7 +192,7 @@ class HintedQueue:
             space.drop(leaf)
             own = space.places[leaf] = Place(leaf, space, tick, leaf.mark, leaf.end)
         self._settle(own)
-        if (current := self._hints.current) is not self and current is not None:
+        if (current := self._hints.current) is not self:
             current.add(leaf)  # the user's policy raised, so there is another queue
             return
         # 2. The leaf itself, by what was said of it.
@@ -379,10 +377,3 @@ def _first(heap: list[Entry]) -> TreeNode | None:
             leaf.entry = None
         heappop(heap)
     return None
-
-
-def _namespace(node: TreeNode) -> Hashable:
-    while node.parent is not None:
-        node = node.parent
-    assert isinstance(node, Root)
-    return node.namespace
