@@ -81,7 +81,7 @@ _ORGAN: Final = {"organ": True}
 
 
 def organs_of(config: Any) -> list[tuple[str, Any]]:
-    """The settings that ask for such a part, with their values."""
+    """List those that are set of the settings that ask for an organ, with their values."""
     named = (one.name for one in fields(config) if one.metadata.get("organ"))
     return [(name, value) for name in named if (value := getattr(config, name)) is not None]
 
@@ -601,8 +601,7 @@ class DecodeConfig:
         if self.waiting_timeout_s is not None:
             # Prefill has given a request up by then, so its pages would be taken for nothing.
             check_order(self, "waiting_timeout_s", "control.longest_wait_s")
-        if self.retarget is not None and not callable(self.retarget):
-            raise ConfigError(f"retarget: {shown(self.retarget)} is not a function")
+        check_callable("retarget", self.retarget)
 
     def for_page_manager(self, num_pages: int, num_slots: int = 0) -> PageOptions:
         return PageOptions(

@@ -607,7 +607,7 @@ def check_kind(name: str, value: object, kind: type) -> None:
 def check_callable(name: str, value: object) -> None:
     """Raise ConfigError unless `value` is None or can be called."""
     if value is not None and not callable(value):
-        raise ConfigError(f"{name} is a {type(value).__name__}, it cannot be called")
+        raise ConfigError(f"{name}: {shown(value)} is not a function")
 
 
 def check_time(now_s: float) -> None:
