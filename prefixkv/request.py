@@ -21,7 +21,6 @@ MAX_TEXT_CHARS: Final = 1024
 RETURNS_AFTER_S: Final = (30, 120, 600)
 """Classes for `Hints.returns_after`: a pause is of the first one that it does not exceed."""
 
-HINTS_VERSION: Final = 1
 MAX_SESSION_CHARS: Final = 256
 
 
@@ -52,7 +51,7 @@ class Hints(msgspec.Struct, frozen=True, kw_only=True):
     returns_after: Literal[30, 120, 600] | None = None
     shared: bool = False
     demote: bool = False
-    version: Literal[1] = HINTS_VERSION
+    version: Literal[1] = 1
 
     @property
     def continues(self) -> float | None:

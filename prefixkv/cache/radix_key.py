@@ -317,7 +317,6 @@ MAX_NAMESPACE_BYTES: Final = 64 << 10
 """Limit for all texts of one namespace together: it is kept for as long as KV of it is."""
 
 _SHORT_CHARS: Final = 256
-_MOST_TOKENS: Final = 2**31
 
 
 def shortened(text: str) -> str:
@@ -413,8 +412,8 @@ class Namespace(_NamespaceFields):
                 not _is_name(image.identifier)
                 or type(image.start) is not int
                 or type(image.length) is not int
-                or not 0 <= image.start < _MOST_TOKENS
-                or not 1 <= image.length < _MOST_TOKENS
+                or not 0 <= image.start < TOKEN_LIMIT
+                or not 1 <= image.length < TOKEN_LIMIT
             ):
                 raise RequestError(f"{shown(image)} is no name, first token and number of tokens")
         # Else there would be two names for the common namespace, and requests in one would miss KV

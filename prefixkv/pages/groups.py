@@ -21,11 +21,11 @@ import numpy as np
 
 from prefixkv.errors import CallerError, InternalError, check_laws, shown
 from prefixkv.pages.allocator import PageAllocator, PageState
+from prefixkv.pages.table import UNUSED
 from prefixkv.paging import Pages, pages_for
 
 T = TypeVar("T")
 
-UNUSED: Final = -1
 _NO_ROW: Final = -1
 _ALL_TOKENS: Final = 2**31  # more than a request has
 _NONE: Final = np.empty(0, np.int32)
@@ -83,8 +83,8 @@ class TailGroup:
         # The most pages that the tokens before a page boundary, and these with a step, lie in.
         self.tail_pages = pages_for(self.window - 1, page_size)
         self.row_pages = (self.window + self.step_tokens + page_size - 3) // page_size + 1
-        columns = self.row_pages + (self.tail_pages if is_shared else 0)
-        self.array = np.full((num_requests, columns), UNUSED, np.int32)
+        self.is_shared = is_shared
+        self.array = np.full((num_requests, self.most_pages), UNUSED, np.int32)
         self.first_pages = np.zeros(num_requests, np.int32)
         self._first_page = self.first_pages.data  # the same memory, faster for single rows
         self._lengths = np.full(num_requests, _NO_ROW, np.int32)
@@ -94,7 +94,6 @@ class TailGroup:
         self._num_changes = self.changes.data
         # By page: how many checkpoints and rows have it, and how many of these may not give it up:
         # rows, checkpoints that are locked, and those that are not entered yet.
-        self.is_shared = is_shared
         self.refs = np.zeros(num_pages, np.int32)
         self.pins = np.zeros(num_pages, np.int32)
         self._num_loose = 0  # pages with a count and no pin
