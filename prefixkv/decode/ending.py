@@ -190,7 +190,7 @@ class Ending:
                     continues=continues,
                     shared_tokens=keep,
                     keep_tokens=keep_tokens,
-                    on_cached=(lambda: own.leaving(req)) if own.is_own else None,
+                    on_cached=lambda: own.leaving(req),
                 )
                 # Behind the device's work, so that no copy reads what is still to be written.
                 for source in self._ledger.organs:
