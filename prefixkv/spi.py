@@ -1,9 +1,9 @@
 """Names for the author of an adapter: a plug-in of an engine, a server, a policy, a transport.
 
-The rings of the package (`engines`, `serving`, `cli`, `testing`) take what they need from
-`prefixkv`, `prefixkv.transfer`, this module, `prefixkv.errors` and `prefixkv.settings`, and from
-nothing else of the core; so can an adapter that lives elsewhere. Each name is loaded when it is
-first used.
+The rings of the package (`engines`, `serving`, `proxy`, `cli`, `conformance`) take what they need
+from `prefixkv`, `prefixkv.transfer`, this module, `prefixkv.errors` and `prefixkv.settings`, and
+from nothing else of the core; so can an adapter that lives elsewhere. Each name is loaded when it
+is first used.
 """
 
 from __future__ import annotations

@@ -136,9 +136,8 @@ class Inbox(Generic[T]):
         return True
 
     def _clear(self) -> None:
-        for _ in range(
-            clear(self.fd)
-        ):  # none: nothing is written, or what has begun is not written yet
+        # Times of 0: nothing is written, or what has begun is not written yet.
+        for _ in range(clear(self.fd)):
             self._begun.popleft()
 
     def close(self) -> None:

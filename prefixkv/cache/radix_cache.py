@@ -21,13 +21,7 @@ from typing import Any
 import numpy as np
 
 from prefixkv.cache import audit
-from prefixkv.cache.events import (
-    LOG_PAGES,
-    Change,
-    ChangeLog,
-    Cleared,
-    TakenOut,
-)
+from prefixkv.cache.events import LOG_PAGES, Change, ChangeLog, Cleared, TakenOut
 from prefixkv.cache.eviction.policy import Policy, Said, Use
 from prefixkv.cache.eviction.queues import forget
 from prefixkv.cache.node import PAGE_ID_BYTES, TreeNode, Want
@@ -626,8 +620,8 @@ class RadixCache(RadixTree):
         return min(holding, key=attrgetter("taken_s"), default=None)
 
     def dump(self, max_nodes: int = 1000) -> str:
-        """Return the tree as text, one node per line: depth, tokens, lock_ref, age in uses, and
-        what the policy adds."""
+        """Return the tree as text, one node per line: its pages, lock_ref, children, and the mark
+        of its last use."""
         max_nodes = whole_count("max_nodes", max_nodes)
         return "\n".join(audit.dump(self, max_nodes))
 

@@ -19,12 +19,7 @@ from collections.abc import Hashable
 
 import numpy as np
 
-from prefixkv.errors import (
-    InternalError,
-    OutOfPagesError,
-    PageStateError,
-    check_laws,
-)
+from prefixkv.errors import InternalError, OutOfPagesError, PageStateError, check_laws
 from prefixkv.pages.free_runs import FreeRuns
 from prefixkv.paging import MAX_INDEX, Index, PageIds, Pages, Where, as_pages
 from prefixkv.settings import check_whole, whole_count

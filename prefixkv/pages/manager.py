@@ -30,12 +30,7 @@ from prefixkv.config import PageOptions
 from prefixkv.digest import PathHash, begin_hash
 from prefixkv.errors import CallerError, InternalError, OutOfPagesError, UserErrors, check_laws
 from prefixkv.pages.allocator import PageAllocator
-from prefixkv.pages.groups import (
-    GroupStart,
-    TailGroup,
-    TailGroups,
-    state_group,
-)
+from prefixkv.pages.groups import GroupStart, TailGroup, TailGroups, state_group
 from prefixkv.pages.table import PageTable
 from prefixkv.paging import Pages, pages_for
 from prefixkv.settings import Continues, whole_count
