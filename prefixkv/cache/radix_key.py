@@ -231,6 +231,10 @@ class Starts(Generic[T]):
         at = page * self._page_bytes
         return key.namespace, page, key.data[at : at + self._page_bytes]
 
+    def page_of(self, one: T) -> int:
+        """Return the page that it begins at."""
+        return self._starts[one][1]
+
     def add(self, one: T, key: RadixKey, page: int) -> None:
         """Enter what begins at this whole page of `key`, and is not here."""
         start = self._starts[one] = self._start(key, page)

@@ -537,9 +537,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             )  # fmt: skip
         # The leader moves to what it has computed: a follower finds those pages in the tree, and
         # where it can go on.
-        goes_on_at = None
-        if self.checkpoints is not None:
-            goes_on_at = self.checkpoints.enter(req)
+        goes_on_at = None if self.checkpoints is None else self.checkpoints.enter(req)
         self.shared_prefixes.advance(req, req.plan.computed, goes_on_at)
 
     def _maybe_release(self, req: PrefillRequest, now_s: float) -> None:

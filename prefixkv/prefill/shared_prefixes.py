@@ -246,6 +246,8 @@ class SharedPrefixes:
 
     def check_invariants(self) -> None:
         """Check every law. Raises InternalError with the state."""
+        starts = self._starts
+        starts.check_invariants({req: (req.key, starts.page_of(req)) for req in starts})
         laws = {
             "what is found leads": {*self._starts} <= self._leads.keys(),
             "only what is with the engine leads": all(
