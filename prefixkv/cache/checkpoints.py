@@ -27,7 +27,6 @@ from prefixkv.paging import PageIds, Pages
 
 NO_SLOT: Final = -1
 
-
 Windows = tuple[Pages, ...]
 
 
@@ -245,10 +244,6 @@ class Checkpoints:
         entered = [*self._at.values(), *self._kept.values()]
         found = [(one.windows[number], one.locks > 0) for one in entered if one.windows]
         return found + [(windows[number], True) for windows in self._taken.values() if windows]
-
-    def slots_of(self, pages: Pages) -> list[int]:
-        """Return the slots of the checkpoints that end on these pages, in order; for audits."""
-        return [self._at[page].slot for page in pages.tolist() if self._has[page]]
 
     def check_invariants(self) -> None:
         """Raise InternalError if a law is broken. O(tree)."""

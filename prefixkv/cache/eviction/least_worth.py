@@ -16,8 +16,6 @@ from itertools import chain
 from math import inf, nextafter
 from typing import TypeAlias
 
-import numpy as np
-
 from prefixkv.cache.eviction.hazards import EDGES_S, Hazards
 from prefixkv.cache.eviction.queues import forget
 from prefixkv.cache.node import TreeNode
@@ -33,7 +31,6 @@ AT_ONCE = -inf
 WITH_A_CLOCK = nextafter(0.0, 1.0)
 """The least time above 0: an offer made without a clock holds until the first time is given."""
 
-_EDGES_S = np.array(EDGES_S)
 ENDS_S = (*EDGES_S, inf)
 """End of each age bin, in seconds."""
 
