@@ -99,11 +99,12 @@ class PreallocBudget:
 
     def check_invariants(self) -> None:
         """Check the sums against the requests that they count. Raises InternalError."""
-        remaining = [reach - self._private[rid] for rid, reach in self._reach.items()]
+        remaining = [reach - self._private.get(rid, 0) for rid, reach in self._reach.items()]
         laws = {
             "what retracting frees is counted": self.private_pages == sum(self._private.values()),
             "what is kept for growth is counted": self.reserved_pages
             == sum(min(self.reserve_pages, pages) for pages in remaining),
+            "the same requests are in both": self._private.keys() == self._reach.keys(),
             "the reach of each is known": self._reaches == sorted(self._reach.values()),
         }
         check_laws(laws, self._private, self._reach)
