@@ -2,6 +2,7 @@
 
 A key is built once, where a prompt enters, and extended as tokens are generated; nothing converted
 before is converted again. It knows no page size: the tree that looks it up cuts it to whole pages.
+Here are also the index of what begins at a page (`Starts`), and the namespaces that keys live in.
 """
 
 from __future__ import annotations

@@ -28,8 +28,6 @@ HELD = "are held for failed rooms until it is proved that nothing writes them"
 AWAY = "are promised to prefill workers that do not answer"
 STUCK = "wait for a device event that has raised"
 
-PagesOfBusy = Callable[[Releases], int]
-
 
 class Admission(Waiting):
     """Waiting requests, and the passes that find what fits. Owned by the scheduler's thread.
@@ -48,8 +46,9 @@ class Admission(Waiting):
     """
 
     def __init__(
-        self, ledger: Ledger, config: DecodeConfig, planner: Planner, stuck_pages: PagesOfBusy
-    ) -> None:
+        self, ledger: Ledger, config: DecodeConfig, planner: Planner,
+        stuck_pages: Callable[[Releases], int],
+    ) -> None:  # fmt: skip
         super().__init__(
             ledger.workers, make_admission(config.admission), config.admission_patience_s,
             config.admission_wait_s, ledger.pages.errors,

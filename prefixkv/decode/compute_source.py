@@ -3,7 +3,8 @@
 The engine takes prompts by `pop_local`, and says by `computed` how far each is. A prompt that ends
 before is *left*: the device may write its pages until the engine says it is done. A pass is a
 forward of the batch, of chunks of prompts, or both. It begins where the pass before ended, or when
-there was work, so it is measured without a call of the engine's. The rule is in `sources.py`.
+there was work, so it is measured without a call of the engine's. The rule is in `sources.py`. With
+extra state or windows computing begins at a checkpoint, and saves others (`DecodeCheckpoints`).
 """
 
 from __future__ import annotations

@@ -231,11 +231,10 @@ class Flight:
     """Pages [start_pages, end_pages) of `key` on their way to the row of `pages`.
 
     `owner` is the request that runs once they are here; None: only other flights wait for them, or
-    with `is_ahead` nothing does yet.
-    `request` is the owner's, or of a load the one that it was begun for. `room_key` names the
-    flight to its source, and holds its pages if it ends too early. `joined` brings what lies before
-    `start_pages` and is not in the tree. `rest`: what follows in the
-    same row, and is computed once the flight is here.
+    with `is_ahead` nothing does yet. `request` is the owner's, or of a load the one that it was
+    begun for. `room_key` names the flight to its source, and holds its pages if it ends too early.
+    `joined` brings what lies before `start_pages` and is not in the tree. `rest`: what follows in
+    the same row, and is computed once the flight is here.
     """
 
     source: Source

@@ -6,6 +6,8 @@ Two trees of one class over two pools, with copies in both directions:
             it only where it would take the pages that are read.
     load    at admission, beside the transfer of the rest. It is a flight (`flights.py`), so others
             join it. Its device pages are HELD if the flight ends before the copy.
+    park    a session that pauses: once written, its device pages go first. A load without a request
+            brings them back ahead of its next turn.
 
 Only decisions are made here: `take_orders` gives the copies, `ended` takes what became of them.
 Laws T1 to T8 are in docs/architecture.md.
@@ -83,7 +85,6 @@ class DevicePath(Protocol):
     @property
     def unprotected_pages(self) -> int:
         """Pages of the path that count as available until it is pinned."""
-        ...
 
 
 class DeviceLock(Protocol):
@@ -122,7 +123,6 @@ class DevicePages(Protocol[LockT]):
 
     def release(self, owner: Hashable) -> int:
         """Release the pages that `owner`, a load that has ended, holds; return how many."""
-        ...
 
     def holds_all(self, owner: Hashable, pages: Pages) -> bool: ...
 

@@ -614,8 +614,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         """True if a `pop_*` call returns something, or may admit. O(1)."""
         # Admitted: by a call that raised.
         left = self._failed or self._admitted or self.prefill.asks or self.flights.complete
-        is_there = left or self.waiting.may_admit
-        return bool(is_there or self._own.has_new)
+        return bool(left or self.waiting.may_admit or self._own.has_new)
 
     @property
     def idle(self) -> bool:

@@ -6,7 +6,7 @@ The rule: decode computes it if that is sooner, or no later since it sends nothi
 - here for all tokens that are due, in chunks, each with a step of the running batch. The seconds
   count once more for each request that comes meanwhile, as it waits. Those that prefill takes for
   the same tokens count too, as likely as the next turn is asked of it: it computes them then.
-- prefill for its open promises and the request, and what of its prefix decode has computed
+- prefill for its open promises and the request, and what of its prefix decode has computed.
 
 More than `below` tokens are always prefill's, `_ALWAYS` at most are never: a round trip costs more
 than a step. A way that is not known is taken for one request at a time.

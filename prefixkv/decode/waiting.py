@@ -49,7 +49,6 @@ PAGES, SHARE, PREFILL = "pages", "share", "prefill"
 
 RETURNED, OVERDUE, RANKED = range(3)
 
-
 _MOST_IDLE: Final = 64  # workers above which those without requests are forgotten
 
 ALONE: Final = ""
@@ -208,10 +207,10 @@ class Workers:
 class Waiter:
     """A request that waits, and the result of the last look at it.
 
-    `since_s` is when it came, or came back. Admitting it takes
-    `new_pages` at once, besides those of a load; `needed_pages` have to be available, the reserve
-    included; `most_pages` it may come to take. The last two include the evictable pages that its
-    match would lock. `seen_at` is the version at which a look admitted nothing.
+    `since_s` is when it came, or came back. Admitting it takes `new_pages` at once, besides those
+    of a load; `needed_pages` have to be available, the reserve included; `most_pages` it may come
+    to take. The last two include the evictable pages that its match would lock. `seen_at` is the
+    version at which a look admitted nothing.
     """
 
     req: DecodeRequest
