@@ -52,7 +52,7 @@ class Plan(NamedTuple):
     """What admitting a request takes: all that `look` names, and what lacks then. True until the
     tree or a flight changes.
 
-    `segments` share one row: what is sent, or computed, or sent and then computed. None: no source
+    `segments` share one row: what is sent, or computed, or sent and then computed. Empty: no source
     has all that is lacking.
     """
 
