@@ -35,9 +35,11 @@ class GroupKeeper(Protocol):
 
     def add_counts(self, windows: Windows, refs: int, pins: int) -> None:
         """Add to the counts of these pages; without a count a page is free."""
+        ...
 
     def lacks(self, needs: Sequence[int]) -> bool:
         """Return True if a group has fewer free pages than it needs."""
+        ...
 
 
 @dataclass(slots=True, eq=False)

@@ -85,6 +85,7 @@ class DevicePath(Protocol):
     @property
     def unprotected_pages(self) -> int:
         """Pages of the path that count as available until it is pinned."""
+        ...
 
 
 class DeviceLock(Protocol):
@@ -123,6 +124,7 @@ class DevicePages(Protocol[LockT]):
 
     def release(self, owner: Hashable) -> int:
         """Release the pages that `owner`, a load that has ended, holds; return how many."""
+        ...
 
     def holds_all(self, owner: Hashable, pages: Pages) -> bool: ...
 

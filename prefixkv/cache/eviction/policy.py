@@ -175,11 +175,13 @@ class SessionHints(Protocol):
 
     def queue(self, policy: Policy, queue: EvictionQueue) -> EvictionQueue:
         """Return a queue of the policy's that heeds them. `queue` has the leaves so far."""
+        ...
 
     def note(self, tick: int, root: Root, said: Said) -> None: ...
 
     def goes_first(self, leaf: TreeNode) -> bool:
         """Tell whether a hint says that this leaf is worth nothing here."""
+        ...
 
     def went(self, leaf: TreeNode, num_pages: int) -> None:
         """Note that the last pages of a leaf go now."""

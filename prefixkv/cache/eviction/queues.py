@@ -39,6 +39,7 @@ class EvictionQueue(Protocol):
 
     def broken_laws(self) -> list[str]:
         """Return the queue's own laws that do not hold; for tests."""
+        ...
 
 
 def forget(node: TreeNode) -> None:
