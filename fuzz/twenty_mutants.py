@@ -186,7 +186,7 @@ MUTANTS = (
     ),
     Mutant(
         "12", "what was scattered is not looked at", "StagingCopies.scatter",
-        "if effect.checksum:", "if False:",
+        "if effect.plan.checksum:", "if False:",
         "unit/runtime/test_checksums.py::test_so_is_a_scatter_that_goes_wrong",
     ),
     Mutant(
