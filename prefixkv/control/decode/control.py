@@ -531,7 +531,7 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
                 room.peers[rank] = link.peer
                 if link.sums is not None:
                     room.sums[rank] = link.sums
-            # Staging knows the room before the promise is out: a lease may be asked for right away.
+            # The relay knows the room before the promise is out: a lease may be asked for at once.
             if leader.plan is not None and not room.poll.ended:
                 assert self.relay is not None
                 self.relay.open(room.promise, self._page_size, leader.plan)
