@@ -176,8 +176,7 @@ MUTANTS = (
     ),
     Mutant(
         "12", "a chunk has landed before its pages are looked at", "PageLooks.on_landed",
-        "LookAt(self._enter(room, tags), room.sums[tag.rank], spans, tag.what)",
-        "PagesLookedAt(self._enter(room, tags))",
+        "LookAt(look_id, room.sums[tag.rank], spans, tag.what)", "PagesLookedAt(look_id)",
         "unit/runtime/test_checksums.py::test_a_bit_that_flips_in_memory_is_found",
     ),
     Mutant(
@@ -187,7 +186,7 @@ MUTANTS = (
     ),
     Mutant(
         "12", "what was scattered is not looked at", "StagingCopies.scatter",
-        "if effect.checksum:", "if False:",
+        "if effect.plan.checksum:", "if False:",
         "unit/runtime/test_checksums.py::test_so_is_a_scatter_that_goes_wrong",
     ),
     Mutant(

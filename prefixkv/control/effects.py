@@ -241,17 +241,17 @@ class LeadersChanged(NamedTuple):
 
 
 class Freed(NamedTuple):
-    """Nothing of a room is written any more: its source is free, and its streams of staging end."""
+    """Nothing of a room is written any more: its source is free, its streams in the relay end."""
 
     streams: dict[PeerId, Any]
     source: SourceFree
 
 
 class RelayTick(NamedTuple):
-    """Rooms and peers have seen that time has passed: staging is to look too."""
+    """Rooms and peers have seen that time has passed: the relay is to look too."""
 
 
-# --- the route through staging memory -------------------------------------------------------------
+# --- a route of writes that cannot go straight into pages -----------------------------------------
 
 
 class RelaySlots(NamedTuple):
@@ -264,8 +264,8 @@ class RelaySlots(NamedTuple):
 
 
 class Relay(NamedTuple):
-    """What makes its parts. `sender` and `receiver` are of a control object, `cut` and `plan` of a
-    handshake, `copies` of a control thread."""
+    """The makers of such a route's parts: `sender` and `receiver` of a control object, `cut` and
+    `plan` of a handshake, `copies` of a control thread."""
 
     sender: Callable[..., Any]
     receiver: Callable[..., Any]

@@ -1,6 +1,6 @@
 """Run to completion: the one deque of a control object.
 
-An input goes in at the back, and so does whatever rooms, staging and peers say while it is handled.
+An input goes in at the back, and so does whatever rooms, relay and peers say while it is handled.
 Each item is taken from the front by the method that a table names for its type, until the deque is
 empty; effects go out in the order in which they were said. A machine takes an event at once: only
 what it wants done waits for its turn. So nothing calls back into what is still running.

@@ -114,7 +114,7 @@ class BlockEvents:
     def event(self, kind: type[CacheEvent], run: list[PageRef]) -> object:
         """Return the event of this kind about a run of blocks."""
         make: dict[type[CacheEvent], Callable[[list[PageRef]], object]] = {
-            Stored: self.stored, Removed: self.removed, Cleared: self.cleared,
+            Stored: self.stored, Removed: self.removed, Cleared: lambda _: AllBlocksCleared(),
             CheckpointStored: self.checkpoint_stored, CheckpointRemoved: self.checkpoint_removed,
         }  # fmt: skip
         return make[kind](run)
@@ -130,15 +130,12 @@ class BlockEvents:
         return BlockRemoved(hashes, self._medium, self._group)
 
     def checkpoint_stored(self, run: list[PageRef]) -> BlockStored:
-        """The event for a checkpoint at this page: a block with its hash and tokens."""
+        """Return the event for a checkpoint at a page: a block with its hash and tokens."""
         return self._blocks(run, CHECKPOINTS_GROUP, CHECKPOINTS_KIND)
 
     def checkpoint_removed(self, run: list[PageRef]) -> BlockRemoved:
         hashes = [self.hash(place.key, place.namespace) for place in run]
         return BlockRemoved(hashes, self._medium, CHECKPOINTS_GROUP)
-
-    def cleared(self, run: list[PageRef] | None = None) -> AllBlocksCleared:
-        return AllBlocksCleared()
 
     def _blocks(self, run: list[PageRef], group: int | None, kind: str | None) -> BlockStored:
         first = run[0]
@@ -274,7 +271,7 @@ class EventStream:
         """Make a batch that says that no tier holds anything."""
         for _, paths in self._tiers:
             paths.clear()
-        return self._batch([self.blocks.cleared()], ts)
+        return self._batch([AllBlocksCleared()], ts)
 
     def heartbeat(self, ts: float) -> Batch:
         """Make a batch without events. Its number shows what a router has missed."""
@@ -294,7 +291,7 @@ class EventStream:
         """Return one batch that adds up to all that the caches hold; the batch after it has the
         next number. O(pages), then O(1) until something is published."""
         if self._snapshot is None or self._snapshot.seq != self.next_seq - 1:
-            events: list[object] = [self.blocks.cleared()]
+            events: list[object] = [AllBlocksCleared()]
             for blocks, paths in self._tiers:
                 events += map(blocks.stored, paths.runs())
                 if blocks.checkpoints:

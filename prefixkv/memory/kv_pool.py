@@ -2,7 +2,8 @@
 
 `KVPool.create` owns its memory; `KVPool.from_tensors` wraps an engine's own, strided, and keeps it
 alive. A pool knows nothing of page states; the allocator does. A `StagingBuffer` is a rank's
-staging memory: slots on prefill, the area of leases on decode.
+staging memory: slots on prefill, the area of leases on decode. `shared_bytes` is memory that a peer
+may map.
 """
 
 from __future__ import annotations
@@ -489,7 +490,6 @@ class StagingBuffer:
 # It has small pages, or those that the kernel makes of MADV_HUGEPAGE
 # (`/sys/kernel/mm/transparent_hugepage/shmem_enabled`). Not MFD_HUGETLB: a hole that its owner
 # punches into such a file kills the peer that touches it, if the kernel has no huge page left.
-
 
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 

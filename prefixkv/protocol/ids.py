@@ -61,18 +61,16 @@ _MAGIC = b"pkv4"
 _FORMAT = struct.Struct("<4sQQIHIHHiIQhIH")
 TAG_BYTES = _FORMAT.size
 """Bytes of a tag without checksums."""
-_NUM_SUMS = struct.Struct("<H")  # at its end
 SUM_BYTES: Final = 4
 MAX_SUMS: Final = 1024
 """Checksums that a tag has at most."""
 
 
 def tag_bytes(raw: bytes, at: int = 0) -> int:
-    """Return the length of the tag that begins there; that of the shortest where it is cut off."""
-    end = at + TAG_BYTES
-    whole = len(raw) >= end
-    num_sums = _NUM_SUMS.unpack_from(raw, end - _NUM_SUMS.size)[0] if whole else 0
-    return TAG_BYTES + SUM_BYTES * int(num_sums)
+    """Return the length of the tag that begins there; TAG_BYTES at least, where it is cut off."""
+    # The last field but the checksums says how many they are.
+    num_sums = int.from_bytes(raw[at + TAG_BYTES - 2 : at + TAG_BYTES], "little")
+    return TAG_BYTES + SUM_BYTES * num_sums
 
 
 class ChunkTag(NamedTuple):

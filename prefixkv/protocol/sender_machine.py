@@ -221,7 +221,7 @@ class SenderMachine:
         self.readers: dict[int, _RoomReader] = {}  # by decode rank, from its first frame on
         self.met_before = 0  # count of decode ranks, kept by its control
         self.worker: PeerId | None = None  # the life of decode that they are of, kept by it too
-        self.streams: dict[PeerId, Any] = {}  # of staging, by reader
+        self.streams: dict[PeerId, Any] = {}  # of the relay, by reader
         self.ticket = 0  # that of the promise, or of an abort that came without one
         # Jobs that read our pages or may write decode's. A job leaves `in_flight` when it ends, for
         # `undrained` if it may still land.

@@ -2,6 +2,6 @@
 
 `node.py`, `decode_node.py` and `prefill_node.py` are a scheduler with its transfer side;
 `transfers.py` and its two sides serve an engine that owns its pages. `control_thread.py` carries
-out effects. Organs: `ranks.py`, `host_copies.py`, `staging.py`, `record.py`,
-`death.py`, `metrics.py`.
+out effects. Organs: `ranks.py`, `host_copies.py`, `staging.py`, `record.py`, `death.py`,
+`metrics.py`.
 """

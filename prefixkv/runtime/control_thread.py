@@ -286,8 +286,8 @@ class ControlThread(Generic[Command]):
 
 
 class Prover:
-    """The kernel's part of proofs that a process is dead: there are none, so the
-    fence of a peer is the word of the caller alone.
+    """The kernel's part of proofs that a process is dead: there are none, so the fence of a peer is
+    the word of the caller alone.
 
     A part that looks at processes overrides these; `Transfers.prover` makes it.
     """

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache, partial
 
 from prefixkv.config import TransportConfig
 from prefixkv.control.effects import LookAt, PagesLookedAt
-from prefixkv.memory.page_sums import PageSums, SumPlan
+from prefixkv.memory.page_sums import PageSums
 from prefixkv.runtime.copies import CopyOrder, CopyThreads
 from prefixkv.transport.base import RankMemory
 
@@ -21,15 +22,13 @@ class LookThreads(CopyThreads):
         sink: Callable[[PagesLookedAt], None],
     ) -> None:  # fmt: skip
         super().__init__(config.copy_threads, "cpu", f"look-{name}")
-        self._memory = memory
         self._sink = sink
-        self._sums: dict[SumPlan, PageSums] = {}  # tables of the whole pool
+        # By plan: tables of the whole pool, built at most a few times.
+        self._sums = cache(partial(PageSums, memory.layout, memory.state))
 
     def submit(self, look: LookAt) -> None:
         """Raises ClosedError after `close`, and as `PageSums`."""
-        if (sums := self._sums.get(look.plan)) is None:
-            what = self._memory.layout, self._memory.state, look.plan
-            sums = self._sums[look.plan] = PageSums(*what)
+        sums = self._sums(look.plan)
 
         def compare(start: int, stop: int) -> None:
             for span in look.spans[start:stop]:

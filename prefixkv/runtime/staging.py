@@ -4,6 +4,7 @@ objects, and their copies, gathers on prefill and scatters on decode."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache, partial
 
 from prefixkv.config import TransportConfig
 from prefixkv.control.decode.control import DecodeControl
@@ -65,7 +66,7 @@ class StagingCopies:
         self._workers = workers
         # By part and unit, built at most a few times.
         self._copies: dict[tuple[Shard, int], StagingCopy] = {}
-        self._sums: dict[SumPlan, PageSums] = {}  # likewise
+        self._sums = cache(partial(PageSums, layout, None))  # likewise, by plan
         # Read by workers, changed by the control thread.
         self.to_peers: dict[PeerId, StagingCopy] = {}
 
@@ -101,13 +102,13 @@ class StagingCopies:
         def run() -> None:
             parts = [
                 (
-                    self._copy_of(effect.parts[section.rank], effect.unit_tokens),
+                    self._copy_of(effect.plan.parts[section.rank], effect.plan.unit_tokens),
                     self.buffer.slice(section.offset, section.num_bytes),
                 )
                 for section in effect.sections
             ]
             scatter_together(parts, effect.units)
-            if effect.checksum:
+            if effect.plan.checksum:
                 self._look_at(effect)
 
         self._workers.submit(effect.lease_id, run)
@@ -115,14 +116,11 @@ class StagingCopies:
     def _look_at(self, effect: Scatter) -> None:
         """Raise ChecksumError unless each unit holds what each writer had, behind the scatter: so
         also gather and scatter have been right."""
-        for rank, part in effect.parts.items():
+        for rank, part in effect.plan.parts.items():
             # By part, each of which has the next share of the units.
             tags = sorted(tag for tag in effect.tags if tag.rank == rank)
-            plan = SumPlan(effect.checksum, part, effect.unit_tokens)
-            if plan not in self._sums:
-                self._sums[plan] = PageSums(self._layout, None, plan)
-            raw, what = b"".join(tag.sums for tag in tags), tags[0].what
-            self._sums[plan].check(-1, effect.units, raw, what)
+            sums = self._sums(SumPlan(effect.plan.checksum, part, effect.plan.unit_tokens))
+            sums.check(-1, effect.units, b"".join(tag.sums for tag in tags), tags[0].what)
 
     def close(self) -> None:
         self._workers.close()

@@ -64,17 +64,15 @@ class Grant:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scatter:
-    """Copy each section of a lease, the part `parts[section.rank]` of the model, into these unit
-    pages of our pool. `on_scattered` answers. With a `checksum`, the algorithm of those in `tags`,
-    they are compared with the pages behind that."""
+    """Copy each section of a lease, the part `plan.parts[section.rank]` of the model, into these
+    unit pages of our pool. `on_scattered` answers. Where the plan has a `checksum`, the algorithm
+    of those in `tags`, they are compared with the pages behind that."""
 
     lease_id: int
     units: Pages
-    unit_tokens: int
     sections: tuple[Section, ...]
-    parts: dict[int, Shard]
-    checksum: str = ""
-    tags: tuple[ChunkTag, ...] = ()
+    plan: StagingPlan
+    tags: tuple[ChunkTag, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,10 +256,8 @@ class StagingReceiver:
         piece.parts.pop(rank, None)
         granted = self.leases.arrived(lease, rank)
         if lease.state is LeaseState.LANDED:
-            units = room.units[piece.first_unit : piece.end]
-            _, parts, unit_tokens, checksum = room.plan
-            what = lease.lease_id, units, unit_tokens, self.sections_of(lease), parts, checksum
-            self._say(Scatter(*what, tuple(piece.tags)))
+            units, sections = room.units[piece.first_unit : piece.end], self.sections_of(lease)
+            self._say(Scatter(lease.lease_id, units, sections, room.plan, tuple(piece.tags)))
         self._send_grants(granted)
         # Last: the room may end by it, and the actions above would then be of a closed room.
         self._say(ToRoom(lease.key, UnitsRelayed(rank, piece.num_units)))

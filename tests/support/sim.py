@@ -301,7 +301,7 @@ class Sim:
         if isinstance(rank, DecodeRank):
             copy_id = rank.copies.jobs[number][0]
             scatter = rank.scatters.pop(copy_id)
-            fold = rank.memory.layout.page_size // scatter.unit_tokens
+            fold = rank.memory.layout.page_size // scatter.plan.unit_tokens
             lease = rank.control.relay.leases.get(copy_id)
             self.may_write(RoomKey(*lease.key), np.unique(scatter.units // fold), "a scatter")
         rank.copies.run(number, error)

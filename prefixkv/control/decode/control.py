@@ -1,10 +1,10 @@
 """All inputs that a decode rank takes, and the effects that follow. Pure.
 
 `DecodeControl.on` takes one input and the time, and returns effects (`effects.py`). It holds the
-links to prefill workers (`links.py`) and the rooms (`rooms.py`), each a `ReceiverMachine`; a room
-that will not be opened is one without pages. It knows what machines cannot: the
-incarnation that a room was promised to. Frames of another incarnation do not count, since a
-restarted worker knows nothing of earlier writes.
+links to prefill workers (`links.py`), the rooms (`rooms.py`), each a `ReceiverMachine`, and what is
+compared with checksums (`looks.py`); a room that will not be opened is one without pages. It knows
+what machines cannot: the incarnation that a room was promised to. Frames of another incarnation do
+not count, since a restarted worker knows nothing of earlier writes.
 """
 
 from __future__ import annotations
@@ -260,9 +260,7 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
         if tag.lease_id < 0 and tag.rank in room.sums:
             self._looks.on_landed(room, tag, now_s)
         elif tag.lease_id < 0:
-            part = tag.rank, tag.chunk, tag.part, tag.num_parts
-            landed = receiver.ChunkLanded(*part, num_units=tag.num_pages)
-            self._rooms.on(room, landed, now_s)
+            self._rooms.on(room, receiver.ChunkLanded.of(tag), now_s)
         elif self.relay is not None:
             self.relay.on_arrival(tag)
 
@@ -533,7 +531,7 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
                 room.peers[rank] = link.peer
                 if link.sums is not None:
                     room.sums[rank] = link.sums
-            # Staging knows the room before the promise is out: a lease may be asked for right away.
+            # The relay knows the room before the promise is out: a lease may be asked for at once.
             if leader.plan is not None and not room.poll.ended:
                 assert self.relay is not None
                 self.relay.open(room.promise, self._page_size, leader.plan)

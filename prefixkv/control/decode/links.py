@@ -66,7 +66,7 @@ class Link:
     ready: bool = False
     reply: HelloReply | None = None
     rank_addresses: dict[int, str] = field(default_factory=dict)
-    plan: Any = None  # a StagingPlan
+    plan: Any = None  # the relay's
     planned: bool = False
     sums: SumPlan | None = None
     leaders: set[str] = field(default_factory=set)

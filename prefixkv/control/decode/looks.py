@@ -45,15 +45,11 @@ class PageLooks:
         try:
             spans = self._spans(room, tags)
         except (ChecksumError, PageStateError, IndexError) as error:
-            failed = ChecksumError(f"{tag.what}: {error}")
-            self._say(PagesLookedAt(self._enter(room, tags), failed))
+            self._rooms.on(room, Fail(ChecksumError(f"{tag.what}: {error}")), now_s)
             return
-        self._say(LookAt(self._enter(room, tags), room.sums[tag.rank], spans, tag.what))
-
-    def _enter(self, room: Room, tags: list[ChunkTag]) -> int:
         look_id = next(self._look_ids)
         self._under_way[look_id] = room, tags
-        return look_id
+        self._say(LookAt(look_id, room.sums[tag.rank], spans, tag.what))
 
     def _spans(self, room: Room, tags: Iterable[ChunkTag]) -> list[PageSpan]:
         """Raise ChecksumError, PageStateError or IndexError for a chunk with pages without a
@@ -87,5 +83,4 @@ class PageLooks:
             self._rooms.on(room, Fail(looked.error), now_s)
             return
         for tag in tags:
-            part = tag.rank, tag.chunk, tag.part, tag.num_parts
-            self._rooms.on(room, ChunkLanded(*part, num_units=tag.num_pages), now_s)
+            self._rooms.on(room, ChunkLanded.of(tag), now_s)

@@ -154,7 +154,7 @@ class ReceiverRooms(dict[RoomKey, Room]):
                 if isinstance(action, SendToRank):
                     self.tell(room, action.rank, action.body, now_s)
                     continue
-                # Staging sees the end of a room first: it may still hold leases that peers write,
+                # The relay sees the end of a room first: it may still hold leases that peers write,
                 # and passes RoomDrained on only when these are free.
                 pass_on = self._say if self._relay is None else self._relay.pass_on
                 pass_on(action)

@@ -1,10 +1,10 @@
 """All inputs that a prefill rank takes, and the effects that follow (`effects.py`). Pure.
 
-It holds the known decode ranks (`peers.py`), the rooms (`rooms.py`), each a `SenderMachine`, and
-`StagingSender` between them and the transport. A room's key names its decode worker, so no other
-worker can speak about it. Page ids are checked before they become addresses. What is remembered of
-numbers without a room is a tomb (`Tombs`). A room that our engine draws is an *offer*: the first
-worker that proves the prompt gets it.
+It holds the known decode ranks (`peers.py`), the rooms (`rooms.py`), each a `SenderMachine`, and a
+relay between them and the transport. A room's key names its decode worker, so no other worker can
+speak about it. Page ids are checked before they become addresses. What is remembered of numbers
+without a room is a tomb (`Tombs`). A room that our engine draws is an *offer*: the first worker
+that proves the prompt gets it.
 """
 
 from __future__ import annotations
@@ -332,7 +332,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         self.timers.visit(now_s, look)
         self._tombs.expire(now_s)
         self._peers.deaths.tick(now_s)
-        # Behind what rooms cancel now, so that staging repeats no ask for that.
+        # Behind what rooms cancel now, so that the relay repeats no ask for that.
         if self.relay is not None:
             self.say(RelayTick())
 
@@ -689,7 +689,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
     # --- writes -----------------------------------------------------------------------------------
 
     def _post(self, post: PostWrite, now_s: float) -> None:
-        """By staging if the peer takes slices of what we hold, else into pages."""
+        """By the relay if the peer takes slices of what we hold, else into pages."""
         relay = self.relay
         # Pages of groups are never staged: they go straight where they belong.
         if relay is not None and post.peer in relay.peers and post.group < 0:
@@ -705,7 +705,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         self._out.append(WriteJob(post.job_id, post.peer, *pages, tag, post.ready, route))
 
     def _cancel(self, cancel: CancelWrite, now_s: float) -> None:
-        # The job is either staging's or the transport's; the other one does not know it.
+        # The job is either the relay's or the transport's; the other one does not know it.
         if self.relay is not None:
             self.relay.cancel(cancel.job_id)
         self._out.append(Cancel(cancel.job_id))
@@ -762,7 +762,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
             self.relay.remove_peer(removed.peer)
 
     def _free(self, freed: Freed, now_s: float) -> None:
-        # None of the room's writes is under way, so staging has no job of it either.
+        # None of the room's writes is under way, so the relay has no job of it either.
         if self.relay is not None:
             self.relay.forget(freed.streams)
         self._out.append(freed.source)

@@ -346,13 +346,13 @@ class Peers(dict[str, Peer]):
         self, route: bytes, hello: Hello | None, refused: str = "", relayed: bool = False
     ) -> None:
         """Answer a Hello, or refuse it or another frame."""
-        ours, known = self._ours, hello.known if hello is not None else 0
-        said = refused[:1000], ours.rank, relayed, known
-        most = ours.max_tokens
-        checksum = "" if hello is None else checksum_for(ours, hello)
+        ours = self._ours
+        known, checksum = (0, "") if hello is None else (hello.known, checksum_for(ours, hello))
         body = HelloReply(
-            ours.digest, ours.topology, self._endpoints, *said, ours.life, most, checksum
-        )
+            ours.digest, ours.topology, self._endpoints, refused[:1000], ours.rank,
+            staged=relayed, known=known, life=ours.life, max_tokens=ours.max_tokens,
+            checksum=checksum,
+        )  # fmt: skip
         self._send(route, body)
 
     def hello_wanted(self, route: bytes, sender: PeerId | None = None) -> None:

@@ -243,7 +243,9 @@ def test_a_grant_goes_to_all_writers_and_a_lease_is_scattered_by_their_sections(
         actions = pair.on(whole(pair, rank, 0, lease))
     (scatter,) = of(actions, Scatter)
     assert scatter.units.tolist() == [3]
-    assert [(part.first_head, part.num_heads) for _, part in sorted(scatter.parts.items())] == [
+    assert [
+        (part.first_head, part.num_heads) for _, part in sorted(scatter.plan.parts.items())
+    ] == [
         (0, 2),
         (2, 2),
     ]

@@ -244,7 +244,7 @@ def test_a_piece_is_scattered_when_every_part_of_every_writer_has_come() -> None
         Section(2, LEASE + BLOCK_BYTES, 3072),
     )
     assert (scatter.lease_id, scatter.units.tolist()) == (lease, [104, 105, 106])
-    assert (scatter.unit_tokens, scatter.parts) == (1, PARTS)
+    assert (scatter.plan.unit_tokens, scatter.plan.parts) == (1, PARTS)
     assert staging.counters == {"arrivals_not_awaited": 1}
     assert arrive(staging, A, 2, 1, lease) == []
 
@@ -448,5 +448,5 @@ def test_units_of_larger_pages_of_ours_and_of_the_writers() -> None:
         actions = staging.on_arrival(tag)
     scatter, _ = actions
     assert isinstance(scatter, Scatter)
-    assert (scatter.units.tolist(), scatter.unit_tokens) == ([6, 7], 4)
+    assert (scatter.units.tolist(), scatter.plan.unit_tokens) == ([6, 7], 4)
     assert plan(4, 16).unit_tokens == 4
