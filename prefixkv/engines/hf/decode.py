@@ -112,10 +112,10 @@ class DecodeEngine(NodeEngine):
         thinking: KeepThinking = "on",
         shared_states: bool = False,
     ) -> None:
-        num_pages = pool.layout.num_pages
-        super().__init__(model, pool, num_pages * pool.layout.page_size)
+        num_pages, page_size = pool.layout.num_pages, pool.layout.page_size
+        super().__init__(model, pool, num_pages * page_size)
         self._tokenizer = tokenizer
-        config = self._configured(model, pool, config or DecodeConfig())
+        config = model.configured(config or DecodeConfig(), num_pages, page_size)
         self._computes = config.compute is not None
         if config.compute is not None:
             config = replace(config, compute=replace(config.compute, ask="late"))
