@@ -83,8 +83,8 @@ _NOT_FOR_PREFILL: Final = (
     "thinking_token_budget", "return_token_ids", _PARAMS,
 )  # fmt: skip
 """Parameters that prefill is not sent: they say how tokens are drawn and reported. Prefill draws
-one token, which is never read, and decode is the server that reports an error in them. Its transfer
-is another."""
+one token, which is never read, and decode is the server that reports an error in them. It has
+transfer parameters of its own."""
 
 
 class LostError(Exception):
