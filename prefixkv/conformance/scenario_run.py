@@ -26,7 +26,6 @@ from prefixkv.conformance.interface import (
     Prompt,
     ScenarioSettings,
     Side,
-    SidesError,
     check_sides,
 )
 from prefixkv.conformance.witness import DecodeWitness, PrefillWitness
@@ -73,12 +72,12 @@ class ScenarioRun:
         self.sides = make(settings)
         try:
             check_sides(self.sides)
-        except SidesError:
-            with suppress(Exception):  # the error that says what is missing matters
+            for node in self._nodes().values():
+                self._meet(node)
+        except BaseException:
+            with suppress(Exception):  # the error that says what is wrong matters
                 self.sides.close()
             raise
-        for node in self._nodes().values():
-            self._meet(node)
 
     def _witnesses(self) -> list[DecodeWitness | PrefillWitness]:
         return [self._decode, *([] if self._prefill is None else [self._prefill])]

@@ -9,12 +9,14 @@ orchestrators' drafts `kv.retain` (the longest `duration` of its directives, in 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from prefixkv import Hints
 from prefixkv.errors import RequestError
+
+_NEXT_TURN: Final = {"ends": False, "returns_after": None}
 
 
 class _Directive(msgspec.Struct):
@@ -32,24 +34,27 @@ def hints_of(
     of its `actions`, of which later ones count, and its `session`. Raises RequestError."""
     found: dict[str, Any] = {"session": session or ""}
     try:
-        for action in actions:
-            found |= _fields_of(action.action_type, action.action_version, action.payload or {})
-        return msgspec.convert(found | dict(fields or {}), Hints)
+        for one in (*map(_fields_of, actions), fields or {}):
+            # Of the next turn the last word counts alone: the two fields exclude each other.
+            found |= {} if one.keys().isdisjoint(_NEXT_TURN) else _NEXT_TURN
+            found |= one
+        return msgspec.convert(found, Hints)
     except msgspec.ValidationError as error:
         raise RequestError(f"hints: {str(error).replace('`$.', '`')}") from None
 
 
-def _fields_of(kind: str, version: str, payload: Any) -> dict[str, Any]:
-    if version.partition(".")[0] != "1":
+def _fields_of(action: Any) -> dict[str, Any]:
+    kind, payload = action.action_type, action.payload or {}
+    if action.action_version.partition(".")[0] != "1":
         return {}
     if kind == "prefixkv-hints":
-        return dict(msgspec.convert(payload, dict[str, Any]))
+        return msgspec.convert(payload, dict[str, Any])
     if kind == "kv.deref":
-        return {"ends": True, "returns_after": None}
+        return {"ends": True}
     if kind == "kv.retain":
         directives = msgspec.convert(payload, _Retain).directives
         longest = max((one.duration or 0.0 for one in directives), default=0.0)
         if longest > 0:
             after = next((one for one in (30, 120) if longest <= one), 600)
-            return {"ends": False, "returns_after": after}
+            return {"returns_after": after}
     return {}

@@ -39,9 +39,7 @@ def decode_transfers(
     """All ranks of the server call it together; `state` is the rank's share."""
     spec = RankSpec(pool, mesh, rank, state)
     # Rank 0 comes first: the others name it as their worker in the handshake.
-    made: DecodeTransfers | None = None
-    if rank == 0:
-        made = DecodeTransfers(spec, config)
+    made = DecodeTransfers(spec, config) if rank == 0 else None
     first = gather(None if made is None else tuple(made.peer_id))[0]
     if made is not None:
         return made
@@ -62,9 +60,7 @@ def prefill_transfers(
     own endpoint into the address at which other hosts reach it."""
     spec = RankSpec(pool, mesh, rank, state)
     # Rank 0 comes last: decode connects to it alone, and learns the others' endpoints from it.
-    made: PrefillTransfers | None = None
-    if rank != 0:
-        made = PrefillTransfers(spec, config)
+    made = PrefillTransfers(spec, config) if rank != 0 else None
     endpoints = gather(None if made is None else reach(made.endpoint))[1:]
     if made is not None:
         return made

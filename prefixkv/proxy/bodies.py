@@ -26,7 +26,7 @@ _SHORT_BYTES: Final = 1024  # largest parameter that is decoded
 _REFUSAL_BYTES: Final = 64 << 10  # largest refusal that is passed on
 _EVENT_BYTES: Final = 16 << 20
 _DATA: Final = b"data: "
-_PARAMS: Final = "kv_transfer_params"
+PARAMS: Final = "kv_transfer_params"
 
 
 def parameters_of(body: bytes) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def decoded(answer: bytes) -> dict[str, Any] | None:
 
 def cached_tokens(answer: dict[str, Any] | None) -> int | None:
     """Return how many of the prompt's tokens decode had cached; None if the answer does not say."""
-    ours = _object(_object(answer, _PARAMS), "prefixkv").get("cached_tokens")
+    ours = _object(_object(answer, PARAMS), "prefixkv").get("cached_tokens")
     details = _object(_object(answer, "usage"), "prompt_tokens_details")
     found = details.get("cached_tokens") if ours is None else ours
     return found if type(found) is int else None
@@ -115,8 +115,8 @@ def retold(answer: bytes, cached: int | None) -> tuple[bytes, dict[str, int]]:
         return answer, {}
     known = cached_tokens(parsed) if cached is None else cached
     # The room and addresses in them are not a client's; an error report is.
-    if _PARAMS in parsed and "error" not in _object(_object(parsed, _PARAMS), "prefixkv"):
-        parsed[_PARAMS] = None
+    if PARAMS in parsed and "error" not in _object(_object(parsed, PARAMS), "prefixkv"):
+        parsed[PARAMS] = None
     if known is not None:
         details = _object(usage, "prompt_tokens_details")
         usage["prompt_tokens_details"] = {**details, "cached_tokens": known}

@@ -26,6 +26,7 @@ from starlette.routing import Route
 from prefixkv import Hints
 from prefixkv.errors import ConfigError
 from prefixkv.proxy.bodies import (
+    PARAMS,
     cached_tokens,
     data_of,
     decoded,
@@ -68,7 +69,6 @@ _HELD_S: Final = 1800.0  # how long a prompt counts as cached where it was sent
 _ATTEMPTS: Final = 3  # with prefill; one more follows without
 _AVOIDED_S: Final = 5.0  # how long an unreachable server gets no requests
 _LINES_PER_S: Final = 0.2  # of the log, about one server: clients ask again at once
-_PARAMS: Final = "kv_transfer_params"
 _GRACE_S: Final = 1.0
 """Wait for prefill's answer after decode's first piece, and for decode's after prefill's
 refusal."""
@@ -80,11 +80,11 @@ _NOT_FOR_PREFILL: Final = (
     "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "length_penalty", "logit_bias", "allowed_token_ids", "bad_words", "stop", "stop_token_ids",
     "include_stop_str_in_output", "structured_outputs", "repetition_detection",
-    "thinking_token_budget", "return_token_ids", _PARAMS,
+    "thinking_token_budget", "return_token_ids", PARAMS,
 )  # fmt: skip
 """Parameters that prefill is not sent: they say how tokens are drawn and reported. Prefill draws
-one token, which is never read, and decode is the server that reports an error in them. Its transfer
-is another."""
+one token, which is never read, and decode is the server that reports an error in them. It has
+transfer parameters of its own."""
 
 
 class LostError(Exception):
@@ -246,15 +246,15 @@ class Proxy(Entrance):
         if field not in body:
             raise refused(field, "is missing")
         # A client that set them would choose the room and the peers that the engines use.
-        if _PARAMS in body:
-            raise refused(_PARAMS, "is the proxy's to set")
+        if PARAMS in body:
+            raise refused(PARAMS, "is the proxy's to set")
         for name, kind in (("stream", bool), ("n", int)):
             if not isinstance(body.get(name) or kind(), kind):
                 raise refused(name, f"is {body[name]!r}")
         said = {name: body[name] for name in SessionFields.__struct_fields__ if name in body}
         hints = decode_body(msgspec.json.encode(said), SessionFields).hints(request)
         if hints != Hints():
-            body[_PARAMS] = {"hints": msgspec.to_builtins(hints)}
+            body[PARAMS] = {"hints": msgspec.to_builtins(hints)}
         if hints.session:  # vLLM's cache events name it
             body["session_id"] = hints.session
         body.pop("kv_hints", None)  # vLLM's field of that name is an envelope
@@ -475,10 +475,10 @@ class _ProxiedRequest:
         if prefill is not None:
             # A new room each time: nothing that arrives late for an earlier one can match it.
             room = line.fields["room"] = secrets.randbits(63)
-            params = {"room": room, **body.get(_PARAMS, {})}
-            body[_PARAMS] = {"do_remote_prefill": True, "prefill": prefill.at, **params}
+            params = {"room": room, **body.get(PARAMS, {})}
+            body[PARAMS] = {"do_remote_prefill": True, "prefill": prefill.at, **params}
             send = _for_prefill(self._body, self._path)
-            send[_PARAMS] = {"do_remote_decode": True, "decode": decode.at, **params}
+            send[PARAMS] = {"do_remote_decode": True, "decode": decode.at, **params}
         sent, answer = asyncio.Event(), None
         asked = proxy.ask(
             "decode", decode.url + self._path, body, self._whole, f"{rid}.decode", sent

@@ -75,7 +75,7 @@ class Hits:
     def counts(self, at: int) -> bool:
         return at >= int(self.warm * len(self.trace.requests))
 
-    def add(self, at: int, known: int, held: int = 0, behind: Sequence[int] = ()) -> None:
+    def add(self, at: int, known: int, held: int, behind: Sequence[int] = ()) -> None:
         """Count request number `at`: the device has `known` of its blocks, running requests hold
         `held`, its own included, and each host tier has `behind` behind those."""
         trace, request = self.trace, self.trace.requests[at]
@@ -83,7 +83,7 @@ class Hits:
         counted = self.counts(at)
         if self.each is not None:
             size = trace.block_tokens
-            in_hosts = zip(self.hosts, behind, strict=False)
+            in_hosts = zip(self.hosts, behind, strict=True)
             self.each(
                 RequestHits(
                     trace.name, self.policy, self.capacity, at, request.time_s, blocks,
@@ -116,7 +116,7 @@ class Hits:
             token_hit_ratio=hit_tokens / max(1, self.tokens),
             requests=counted,
             evicted_pages=evicted,
-            us_per_request=(time.perf_counter() - self.begin_s) / count * 1e6,
+            us_per_request=(time.perf_counter() - self.begin_s) * 1e6 / max(1, count),
             hit_tokens=hit_tokens,
             prompt_tokens=self.tokens,
             running=self.running,

@@ -112,10 +112,10 @@ class DecodeEngine(NodeEngine):
         thinking: KeepThinking = "on",
         shared_states: bool = False,
     ) -> None:
-        num_pages = pool.layout.num_pages
-        super().__init__(model, pool, num_pages * pool.layout.page_size)
+        num_pages, page_size = pool.layout.num_pages, pool.layout.page_size
+        super().__init__(model, pool, num_pages * page_size)
         self._tokenizer = tokenizer
-        config = self._configured(model, pool, config or DecodeConfig())
+        config = model.configured(config or DecodeConfig(), num_pages, page_size)
         self._computes = config.compute is not None
         if config.compute is not None:
             config = replace(config, compute=replace(config.compute, ask="late"))
@@ -452,8 +452,8 @@ class DecodeEngine(NodeEngine):
         self._jobs.append(
             PrefillJob(
                 f"{ask.decode}/{ask.rid}.{ask.generation}", ask.tokens, ask.prefill, ask.decode,
-                ask.room, ask.generation, ask.namespace, ask.cacheable, answer.choice,
-                ask.known_token is not None, answer.asked.ask.deadline_s,
+                ask.room, ask.generation, ask.namespace, ask.cacheable, choice=answer.choice,
+                is_known=ask.known_token is not None, deadline_s=answer.asked.ask.deadline_s,
             )
         )  # fmt: skip
 
@@ -468,8 +468,9 @@ class DecodeEngine(NodeEngine):
             text += "" if answer.text is None else answer.text.end()
         output = Output(
             answer.choice.sample, len(req.output) - (token is not None), token, text, finish,
-            req.hit_tokens, answer.prefill_hit_tokens, req.shared_tokens, logprob,
-            req.brought.get("loaded", 0), req.brought.get("computed", 0),
+            hit_tokens=req.hit_tokens, host_tokens=req.brought.get("loaded", 0),
+            shared_tokens=req.shared_tokens, prefill_hit_tokens=answer.prefill_hit_tokens,
+            decode_computed_tokens=req.brought.get("computed", 0), logprob=logprob,
             rid=answer.asked.ask.rid, error=error,
         )  # fmt: skip
         self._report(answer.asked, output)

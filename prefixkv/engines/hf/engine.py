@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 from prefixkv import KVPool, NotFiniteError
-from prefixkv.engines.hf.models import SLIDING, Config, PagedModel
+from prefixkv.engines.hf.models import SLIDING, PagedModel
 from prefixkv.engines.hf.recurrent import StateMemory
 from prefixkv.engines.hf.requests import Choice, TokenLogprob
 from prefixkv.engines.hf.rows import NO_SLOT, Row
@@ -44,10 +44,6 @@ class NodeEngine(ABC):
         self._step_tokens = min([most_tokens, *(group.step_tokens for group in pool.groups)])
         # Tokens with KV of the prompts that are computed here, oldest first.
         self._computing: dict[Any, int] = {}
-
-    @staticmethod
-    def _configured(model: PagedModel, pool: KVPool, config: Config) -> Config:
-        return model.configured(config, pool.layout.num_pages, pool.layout.page_size)
 
     @abstractmethod
     def _slot(self, req: Any) -> int:

@@ -47,7 +47,8 @@ class PrefillEngine(NodeEngine):
         at_least(1, chunk_tokens=chunk_tokens)
         super().__init__(model, pool, chunk_tokens)
         self.chunk_tokens = chunk_tokens
-        config = self._configured(model, pool, config or PrefillConfig())
+        layout = pool.layout
+        config = model.configured(config or PrefillConfig(), layout.num_pages, layout.page_size)
         # Slots of the states: the engine's, then those of the checkpoints.
         num_slots = min(_STATE_SLOTS, config.max_running)
         self._free_slots = list(range(num_slots))

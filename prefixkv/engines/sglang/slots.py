@@ -20,7 +20,6 @@ a few runs. A run is one copy of bytes, at a fraction of what the set-up of arra
 
 PAGE_ID_BYTES = 4
 
-
 MAX_RUNS = 4
 """Limit of runs that are looked at one by one."""
 
@@ -36,7 +35,8 @@ def packed_range(num_pages: int) -> bytes:
 
 
 def page_runs(packed: bytes | bytearray, ids: bytes) -> Runs | None:
-    """Return packed page ids as runs of neighbours; None for more than `MAX_RUNS`, or seem to.
+    """Return packed page ids as runs of neighbours; None where there are more than `MAX_RUNS`, or
+    seem to be.
 
     One memcmp for a single run, else O(runs * pages). An id that is not in the pool is a run of its
     own. `ids`: the result of `packed_range` for the pool.

@@ -228,8 +228,8 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         return self._owners.get(room)
 
     def release_room(self, who: Any) -> bool:
-        """Return whether the number is still its own. SGLang clears some twice, and meanwhile the
-        number may be another request's."""
+        """Return whether the number is still its own. SGLang clears some requests twice, and
+        meanwhile the number may be another request's."""
         room: int = who.bootstrap_room
         if room >= 0 and self._owners.get(room) is not who:
             return False

@@ -3,7 +3,7 @@
 `Scheduler.update_from_output` says when a step's result has come, and ends requests that are not to
 be computed, or whose logits have NaN. `EngineCoreProc._process_engine_step` waits for a request or
 a ring, where vLLM would sleep and step again. `EngineCore.set_weight_version` passes the version
-on. All do nothing for another connector, nor behind `MultiConnector`.
+on. What wraps them adds nothing for another connector, or behind `MultiConnector`.
 """
 
 from __future__ import annotations

@@ -160,15 +160,15 @@ class WorkerReport:
         # Lists keep an entry per rank: the scheduler counts down from `num_ranks`, and only the
         # last rank's report frees a block. Of errors one text per request is enough.
         return type(self)(
-            {**other.failed, **self.failed},
-            self.settled + other.settled,
-            self.overdue + other.overdue,
-            self.promised + other.promised,
-            {**other.unsent, **self.unsent},
-            self.freed + other.freed,
-            self.bells + other.bells,
-            self.address or other.address,
-            self.refused | other.refused,
-            self.copied + other.copied,
-            {**self.host_pages, **other.host_pages},
+            failed={**other.failed, **self.failed},
+            settled=self.settled + other.settled,
+            overdue=self.overdue + other.overdue,
+            promised=self.promised + other.promised,
+            unsent={**other.unsent, **self.unsent},
+            freed=self.freed + other.freed,
+            bells=self.bells + other.bells,
+            address=self.address or other.address,
+            refused=self.refused | other.refused,
+            copied=self.copied + other.copied,
+            host_pages={**self.host_pages, **other.host_pages},
         )

@@ -368,6 +368,11 @@ def test_what_each_request_finds_sums_up_to_the_results() -> None:
         assert result.hit_tokens / 512 / blocks == pytest.approx(result.block_hit_ratio)
 
 
+def test_a_trace_without_a_request_has_results_of_zero() -> None:
+    found = replay_curves(make_trace("t", []), ["lru", OPTIMUM])
+    assert [(one.requests, one.block_hit_ratio) for one in found] == 2 * [(0, 0.0)]
+
+
 def test_the_command_line_is_not_needed() -> None:
     """In a process of its own, where its packages cannot be imported."""
     code = (

@@ -9,10 +9,11 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from prefixkv import conformance
+from prefixkv import KVPool, conformance
 from prefixkv.config import ComputeConfig, HostConfig
 from prefixkv.conformance.__main__ import main
 from prefixkv.conformance.interface import LAWS, AnswerLog, Prompt
@@ -606,6 +607,20 @@ def test_a_mistake_in_the_command_is_one_line_and_status_2(
     assert not shown.out
     assert shown.err.startswith(f"python -m prefixkv.conformance: {said}")
     assert shown.err.count("\n") == 1
+
+
+def test_an_engine_whose_pages_cannot_be_read_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[ToySides] = []
+
+    class Sides(ToySides):
+        def close(self) -> None:
+            super().close()
+            closed.append(self)
+
+    monkeypatch.setattr(KVPool, "read_pages", Mock(side_effect=RuntimeError("a device")))
+    with pytest.raises(RuntimeError, match="a device"):
+        conformance.run(Sides, only=["one prompt"], **LOCAL)
+    assert len(closed) == 1
 
 
 class LogsAndGoesOn(ToyDecode):

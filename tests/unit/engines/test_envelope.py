@@ -31,8 +31,13 @@ RETAIN = {"directives": [{"start": 0, "end": 64, "priority": 80, "duration": 60.
         ([action("kv.retain", RETAIN), action("kv.deref")], {"ends": True}),
         ([action("kv.deref"), action("kv.retain", RETAIN)], {"returns_after": 120}),
         ([action("kv.deref", {}, "2.0")], {}),
+        ([action("kv.deref"), action("prefixkv-hints", {"returns_after": 30, "shared": True})],
+         {"returns_after": 30, "shared": True}),
+        ([action("kv.retain", RETAIN), action("prefixkv-hints", {"ends": True})], {"ends": True}),
+        ([action("kv.deref"), action("prefixkv-hints", {"shared": True})],
+         {"ends": True, "shared": True}),
     ],
-)
+)  # fmt: skip
 def test_an_envelope_says_what_its_known_actions_say(
     actions: list[Any], fields: dict[str, Any]
 ) -> None:
@@ -42,6 +47,7 @@ def test_an_envelope_says_what_its_known_actions_say(
 def test_what_came_beside_the_envelope_counts_more() -> None:
     found = hints_of([action("prefixkv-hints", {"returns_after": 30})], "s", {"session": "mine"})
     assert found == Hints(session="mine", returns_after=30)
+    assert hints_of([action("kv.deref")], "s", {"returns_after": 30}).continues == 30
 
 
 @pytest.mark.parametrize(
