@@ -50,13 +50,12 @@ from prefixkv.serving.http import (
     read_body,
     run_until_disconnect,
 )
-from prefixkv.serving.ids import HEADER, id_of
-from prefixkv.serving.outcomes import RequestLine, line_of
+from prefixkv.serving.record import HEADER, RequestRecord, current_record
 from prefixkv.serving.router import BoundedAffinityRouter
 from prefixkv.serving.router import Route as ServerRoute
 from prefixkv.serving.status import Entrance
 from prefixkv.serving.streams import TooMuchError, read_all
-from prefixkv.serving.tracing import TracedEndpoint, current
+from prefixkv.serving.tracing import current
 from prefixkv.spi import TOKEN_BYTES, page_keys
 
 logger = logging.getLogger("prefixkv.proxy")
@@ -175,7 +174,7 @@ class Proxy(Entrance):
         self.metrics = ProxyMetrics(self.sides, self.waiting)
         self._lines: dict[str, Rate] = {}  # of the log, by server
         super().__init__("proxy", config.listen)
-        serve = TracedEndpoint(self._tracing, self._serve)
+        serve = self._tracing.traced(self._serve)
         routes = [
             Route("/v1/chat/completions", serve, methods=["POST"]),
             Route("/v1/completions", serve, methods=["POST"]),
@@ -241,7 +240,7 @@ class Proxy(Entrance):
         """Check the few parameters that steer the proxy itself. Raises ApiError 400, or 503 while
         the proxy ends."""
         body, path = parameters_of(await read_body(request, self._limits)), request.url.path
-        current().describe_body(path, body)
+        current().describe_request(path, body)
         field = "messages" if _is_chat(path) else "prompt"
         if field not in body:
             raise refused(field, "is missing")
@@ -261,13 +260,13 @@ class Proxy(Entrance):
         # Checked after the body has been read: draining may have begun meanwhile.
         if self.draining:
             raise ApiError(503, "the proxy is ending", "server_error", "not_ready")
-        line = line_of(request.scope)
-        rid = self._new_rid(id_of(request.scope)[:100])
+        line = current_record()
+        rid = self._new_rid(line.id[:100])
         line.fields |= {"id": rid, "stream": bool(body.get("stream"))}
         return await run_until_disconnect(request, self._count(request, body, field, line))
 
     async def _count(
-        self, request: Request, body: dict[str, Any], field: str, line: RequestLine
+        self, request: Request, body: dict[str, Any], field: str, line: RequestRecord
     ) -> Response:
         """Answer, and count how that ended. Raises ApiError."""
         outcome = "aborted"
@@ -283,7 +282,7 @@ class Proxy(Entrance):
             line.fields["outcome"] = outcome
 
     async def _answer(
-        self, request: Request, body: dict[str, Any], field: str, line: RequestLine
+        self, request: Request, body: dict[str, Any], field: str, line: RequestRecord
     ) -> Response:
         """Have decode answer, with KV from prefill where it helps. Raises ApiError.
 
@@ -335,7 +334,7 @@ class Proxy(Entrance):
             await run.end(answer)
 
     async def _bring(
-        self, path: str, body: dict[str, Any], field: str, line: RequestLine
+        self, path: str, body: dict[str, Any], field: str, line: RequestRecord
     ) -> int | None:
         """Have the KV of one prompt sent to decode's cache, by a request of its own. Returns how
         many tokens were there before, if decode says so. Raises _RefusedError, ApiError."""
@@ -347,7 +346,7 @@ class Proxy(Entrance):
         return cached_tokens(decoded(answer.first))
 
     async def _pieces(
-        self, answer: ServerAnswer, cached: int | None, line: RequestLine
+        self, answer: ServerAnswer, cached: int | None, line: RequestRecord
     ) -> AsyncGenerator[bytes, None]:
         """Yield a streamed answer, with `cached` in its usage if that is known. If the server is
         lost midway, the stream ends with an error event: its status has been sent already."""
@@ -375,7 +374,7 @@ class Proxy(Entrance):
         async with contextlib.AsyncExitStack() as stack:
             # Its span ends with the connection. Prefill is cut once decode has its KV.
             step = stack.enter_context(
-                current().call(role, {"url.full": url}, may_be_cut=role == "prefill")
+                current().part(role, {"url.full": url}, is_call=True, may_be_cut=role == "prefill")
             )
             head = {"content-type": "application/json", HEADER: rid, **step.headers}
             content = io.BytesIO(msgspec.json.encode(body))
@@ -411,7 +410,7 @@ class _ProxiedRequest:
     """
 
     def __init__(
-        self, proxy: Proxy, path: str, body: dict[str, Any], field: str, line: RequestLine, *,
+        self, proxy: Proxy, path: str, body: dict[str, Any], field: str, line: RequestRecord, *,
         transfers: bool,
     ) -> None:  # fmt: skip
         self._proxy, self._path, self._body, self._line = proxy, path, body, line

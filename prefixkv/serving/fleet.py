@@ -388,8 +388,8 @@ class Fleet:
             begun = False
             try:
                 on_attempt(pair.decode.name, "" if pair.prefill is None else pair.prefill.name)
-                with current().call(
-                    "generate", {"prefixkv.attempt": attempt, **pair.facts}
+                with current().part(
+                    "generate", {"prefixkv.attempt": attempt, **pair.facts}, is_call=True
                 ) as step:
                     tokens = self._stream(ask, pair, attempt, step.headers)
                     async with contextlib.aclosing(tokens) as stream:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -29,7 +28,6 @@ from prefixkv.serving.failures import answer_ended, refused
 from prefixkv.serving.fleet import Fleet
 from prefixkv.serving.hints import AnnouncedTurn
 from prefixkv.serving.http import (
-    BODIES,
     ApiError,
     Stream,
     count_samples,
@@ -38,7 +36,6 @@ from prefixkv.serving.http import (
     read_body,
     run_until_disconnect,
 )
-from prefixkv.serving.ids import id_of, take_id
 from prefixkv.serving.logprobs import AnswerLogprobs, TokenTexts, joined
 from prefixkv.serving.openai import (
     DONE,
@@ -53,12 +50,12 @@ from prefixkv.serving.openai import (
     too_long,
     unknown_model,
 )
-from prefixkv.serving.outcomes import RequestLine, line_of
 from prefixkv.serving.page import PAGE_PATHS, page_routes
+from prefixkv.serving.record import RequestRecord, current_record
 from prefixkv.serving.status import Entrance
 from prefixkv.serving.streams import numbered
-from prefixkv.serving.text import TextError, Texts, TooManyTokensError
-from prefixkv.serving.tracing import TracedEndpoint, current
+from prefixkv.serving.text import TextError, Texts
+from prefixkv.serving.tracing import current
 from prefixkv.serving.wire import Announcement, Ask, TokenEvent, part_rid, salt_digest
 from prefixkv.spi import MAX_SESSION_CHARS
 
@@ -85,14 +82,8 @@ class Front(Entrance):
         self._token_texts = TokenTexts(texts.tokenizer)
         self._answer_tokens = answer_tokens
         self._created = int(time.time())
-        # Held while a long text is tokenized in a thread, by the magnitude of its size: a text
-        # waits for those of its own size alone, at most 8 times as long as itself takes.
-        self._waiting_bytes = 0  # of bodies; see `_untokenized`
-        self._encoding: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
         self.metrics = _FrontMetrics(fleet)
-        chat, complete = (
-            TracedEndpoint(self._tracing, handler) for handler in (self._chat, self._complete)
-        )
+        chat, complete = map(self._tracing.traced, (self._chat, self._complete))
         everything = [
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/completions", complete, methods=["POST"]),
@@ -158,50 +149,36 @@ class Front(Entrance):
         return json_response({"status": state["status"]}, 200 if ok else 503)
 
     async def _chat(self, request: Request) -> Response:
-        body = await read_body(request, self._limits)
-        asked, num_bytes = parse(body, ChatRequest), len(body)
-        del body
-        # Here, since what is set in the task below is not seen by what logs a failure.
-        take_id(request.scope, asked.request_id)
-        return await run_until_disconnect(request, self._answer_chat(request, asked, num_bytes))
+        asked = parse(await read_body(request, self._limits), ChatRequest)
+        current_record().take_id(asked.request_id)
+        return await run_until_disconnect(request, self._answer_chat(request, asked))
 
-    async def _answer_chat(self, request: Request, asked: ChatRequest, num_bytes: int) -> Response:
+    async def _answer_chat(self, request: Request, asked: ChatRequest) -> Response:
         messages, variables = asked.messages, asked.variables
         # Rendering costs time per message too, so a lot of short ones count as a long text; so do
         # variables, which the template may write as often as it likes.
         size = len(msgspec.json.encode((messages, variables))) + _MESSAGE * len(messages)
-        encode = partial(self.texts.chat, messages, variables=variables)
-        with self._untokenized(num_bytes):
-            await self._check(asked.model)
-            try:
-                tokens = await self._tokens(encode, size, "messages")
-            except TextError as error:
-                raise refused("messages", f"is refused: {error}") from None
+        await self._check(asked.model)
+        try:
+            tokens = await _tokens(partial(self.texts.chat, messages, variables), size)
+        except TextError as error:
+            raise refused("messages", f"is refused: {error}") from None
         return await self._answer(request, asked, [tokens], "messages")
 
     async def _complete(self, request: Request) -> Response:
-        body = await read_body(request, self._limits)
-        asked = parse(body, CompletionRequest, self.fleet.context or None)
-        # A prompt of many tokens takes as much again as JSON: drop that before it waits for its
-        # answer.
-        num_bytes = len(body)
-        del body
-        take_id(request.scope, asked.request_id)
-        return await run_until_disconnect(request, self._answer_prompts(request, asked, num_bytes))
+        asked = parse(await read_body(request, self._limits), CompletionRequest)
+        current_record().take_id(asked.request_id)
+        return await run_until_disconnect(request, self._answer_prompts(request, asked))
 
-    async def _answer_prompts(
-        self, request: Request, asked: CompletionRequest, num_bytes: int
-    ) -> Response:
+    async def _answer_prompts(self, request: Request, asked: CompletionRequest) -> Response:
         # Many short texts cost as much as a long one, so their sum counts for each.
-        size = sum(len(prompt) for prompt in asked.prompt if isinstance(prompt, str))
+        size = sum(len(prompt) for prompt in asked.prompts if isinstance(prompt, str))
         found: list[list[int]] = []
-        with self._untokenized(num_bytes):
-            await self._check(asked.model)
-            for prompt in asked.prompt:
-                if isinstance(prompt, str):
-                    encode = partial(self.texts.plain, prompt)
-                    prompt = await self._tokens(encode, size, "prompt")
-                found.append(prompt)
+        await self._check(asked.model)
+        for prompt in asked.prompts:
+            if isinstance(prompt, str):
+                prompt = await _tokens(partial(self.texts.plain, prompt), size)
+            found.append(prompt)
         return await self._answer(request, asked, found, "prompt")
 
     async def _announce(self, request: Request) -> Response:
@@ -213,40 +190,6 @@ class Front(Entrance):
         salt = salt_digest(said.cache_salt) if said.cache_salt else ""
         await self.fleet.announce(Announcement(name, salt))
         return Response(status_code=202)
-
-    @contextlib.contextmanager
-    def _untokenized(self, num_bytes: int) -> Iterator[None]:
-        """Count the bytes of a body whose texts wait. Raises ApiError where too many do."""
-        most = BODIES * self._limits.max_body_bytes
-        if self._waiting_bytes and self._waiting_bytes + num_bytes > most:
-            raise ApiError(503, "too many long prompts wait", "server_error", "overloaded")
-        self._waiting_bytes += num_bytes
-        try:
-            yield
-        finally:
-            self._waiting_bytes -= num_bytes
-
-    async def _tokens(self, encode: Callable[..., list[int]], size: int, param: str) -> list[int]:
-        """Tokenize a text that costs the time of `size` characters. A long one is tokenized in a
-        thread, while its client is there, until it is certain not to fit. Raises ApiError 400."""
-        if size <= _SHORT:
-            return encode()
-        context, has_left = self.fleet.context, False
-
-        def go_on() -> None:
-            if has_left:
-                raise asyncio.CancelledError
-
-        async with self._encoding[size.bit_length() // 3]:
-            work = asyncio.ensure_future(asyncio.to_thread(encode, most=context, go_on=go_on))
-            try:
-                return await asyncio.shield(work)
-            except TooManyTokensError as error:
-                raise too_long(error.least, 0, context, param, at_least=True) from None
-            finally:
-                # The thread ends first: a client that comes and leaves has one at most.
-                has_left = True
-                await asyncio.wait((work,))
 
     async def _check(self, name: str) -> None:
         """Raise ApiError for another model, or if nothing can be served at the moment. Waits for
@@ -268,39 +211,42 @@ class Front(Entrance):
         """Bound the answers' length by the fleet's context, and answer. Raises ApiError."""
         # What follows is of the workers that are there now: they may have gone meanwhile.
         await self._check(asked.model)
-        if not all(token < self.fleet.vocab_size for token in asked.stop_token_ids or ()):
+        if not all(token < self.fleet.vocab_size for token in asked.stop_token_ids):
             num = self.fleet.vocab_size
             raise refused("stop_token_ids", f"has tokens that are not in [0, {num})")
         sampling, hints = asked.sampling(**self._defaults._asdict()), asked.hints(request)
         # The salt is the client's secret: workers and their caches see only a digest of it.
         salt = salt_digest(asked.cache_salt) if asked.cache_salt else ""
         # Workers separate the parts of their own ids by "/".
-        rid = self._new_rid(id_of(request.scope).replace("/", "%2F"))
+        rid = self._new_rid(current_record().id.replace("/", "%2F"))
         # Checked here, since a worker would report it only after the request was placed.
         num = self.fleet.vocab_size
         if not all(0 <= min(tokens) <= max(tokens) < num for tokens in prompts if tokens):
             raise refused(param, f"has tokens that are not in [0, {num})")
         asks: list[Ask] = []
-        count_samples(request, len(prompts) * asked.num_samples)
+        count_samples(request, len(prompts) * asked.n)
         # All are checked before the first is asked: one that is refused refuses the call.
         for number, tokens in enumerate(prompts):
             most = self._most_tokens(len(tokens), asked, param)
+            drawn = {name: getattr(sampling, name) for name in SamplingDefaults._fields}
+            about = {"max_tokens": most, "n": asked.n, "stream": asked.stream, **drawn}
+            about |= {"model": self.name, "seed": sampling.seed}
+            current().describe_request(request.url.path, about, self.name)
             # All prompts have one id in the request log; workers need one for each.
             part = part_rid(rid, number) if len(prompts) > 1 else rid
-            ask = Ask(part, tokens, "", sampling, most, asked.num_samples, salt, hints=hints)
-            current().describe_ask(ask, self.name, isinstance(asked, ChatRequest), asked.streams)
+            ask = Ask(part, tokens, "", sampling, most, asked.n, salt, hints=hints)
             asks.append(ask)
         answers = Answers(rid, self.name, int(time.time()), isinstance(asked, ChatRequest))
-        line = line_of(request.scope)
+        line = current_record()
         line.fields |= {
-            "id": rid, "stream": asked.streams, "prompts": len(asks),
-            "samples": asked.num_samples,
+            "id": rid, "stream": asked.stream, "prompts": len(asks),
+            "samples": asked.n,
         }  # fmt: skip
         extras = None
         if sampling.logprobs is not None:
             extras = AnswerLogprobs(self._token_texts, isinstance(asked, ChatRequest))
         run = _FrontRequest(self, asks, answers, asked, line, extras)
-        return await (run.stream() if asked.streams else run.whole())
+        return await (run.stream() if asked.stream else run.whole())
 
     def _most_tokens(
         self, num_prompt: int, asked: ChatRequest | CompletionRequest, param: str
@@ -308,7 +254,7 @@ class Front(Entrance):
         """Raises ApiError if the context has no room for an answer."""
         if not num_prompt:
             raise refused(param, "has no tokens")
-        most, least = asked.most_tokens, asked.min_tokens or 0
+        most, least = asked.most_tokens, asked.min_tokens
         room = self.fleet.context - num_prompt
         if room < 1 or max(most or 0, least) > room:
             raise too_long(num_prompt, max(most or 0, least), self.fleet.context, param)
@@ -322,19 +268,19 @@ class _FrontRequest:
 
     def __init__(
         self, front: Front, asks: list[Ask], answers: Answers,
-        asked: ChatRequest | CompletionRequest, line: RequestLine,
+        asked: ChatRequest | CompletionRequest, line: RequestRecord,
         extras: AnswerLogprobs | None = None,
     ) -> None:  # fmt: skip
         self._limits, self._metrics, self._line = front._limits, front.metrics, line
-        self._answers, self._tells_usage = answers, asked.streams_usage
-        self._tells_always = asked.streams_usage_always
+        self._answers, self._tells_usage = answers, asked.stream_options.include_usage
+        self._tells_always = asked.stream_options.continuous_usage_stats
         self._num = sum(ask.num_samples for ask in asks)
         self._extras = extras  # None: the texts are all that is shown
         self._prompt_lens = [len(ask.tokens) for ask in asks]
         self._usage = Usage(sum(self._prompt_lens))
         self._begun_s = time.monotonic()
         streams = [front.fleet.generate(ask, self._note_attempt) for ask in asks]
-        self._outputs = self._measured(numbered(streams), asked.num_samples)
+        self._outputs = self._measured(numbered(streams), asked.n)
 
     def _note_attempt(self, decode: str, prefill: str) -> None:
         self._line.mark("asked")
@@ -449,6 +395,11 @@ class _FrontRequest:
                 decode_computed_tokens=usage.decode_computed_tokens,
             )  # fmt: skip
             trace.describe_answer(usage, finishes, ttft_s)
+
+
+async def _tokens(encode: Callable[[], list[int]], size: int) -> list[int]:
+    """Tokenize a text that costs the time of `size` characters; a long one in a thread."""
+    return encode() if size <= _SHORT else await asyncio.to_thread(encode)
 
 
 def _target(address: str, worker: str, role: str) -> dict[str, Any]:

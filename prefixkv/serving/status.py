@@ -15,9 +15,8 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
 from prefixkv.serving.config import Limits, ListenSettings
-from prefixkv.serving.http import HttpServer, StatusServer, json_response, make_app
-from prefixkv.serving.outcomes import Outcomes
-from prefixkv.serving.request_file import RequestFile
+from prefixkv.serving.http import HttpServer, json_response, make_app
+from prefixkv.serving.log import Outcomes, RequestFile
 from prefixkv.serving.tracing import make_tracing
 from prefixkv.settings import is_loopback_host
 
@@ -59,7 +58,7 @@ def bind(
     `listen`. Raises ConfigError if an address cannot be bound, with neither left open."""
     asked = HttpServer(app, listen.host, listen.port, limits or listen.limits)
     try:
-        return asked, StatusServer(status, listen.status_host, listen.status_port, listen.limits)
+        return asked, HttpServer(status, listen.status_host, listen.status_port, listen.limits)
     except BaseException:
         asked.close()
         raise
@@ -92,14 +91,10 @@ class Entrance:
         """Raises ConfigError where an address cannot be bound."""
         listen = self._listen
         most = self._limits.max_requests_per_client
-        app = make_app(routes, listen.api_key, open_paths, most)
-        metrics = [*collectors, self._outcomes]
+        app = make_app(routes, listen.api_key, open_paths, most, self._outcomes)
+        metrics = [*collectors, *self._outcomes.collectors]
         status = status_app(self.health, (), listen, metrics, status_routes)
-        try:
-            self.server, self.status = bind(self._outcomes.watch(app), status, listen)
-        except BaseException:  # its thread has no other end
-            self._tracing.give_up()
-            raise
+        self.server, self.status = bind(app, status, listen)
 
     def _new_rid(self, request_id: str) -> str:
         """It begins with the id in the header, and is unique, even if clients use that again."""

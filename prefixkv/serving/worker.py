@@ -46,8 +46,8 @@ from prefixkv.serving.http import (
     make_app,
     read_body,
 )
-from prefixkv.serving.outcomes import Outcomes, line_of
-from prefixkv.serving.request_file import RequestFile
+from prefixkv.serving.log import Outcomes, RequestFile
+from prefixkv.serving.record import current_record
 from prefixkv.serving.status import bind, status_app
 from prefixkv.serving.streams import read_some
 from prefixkv.serving.tracing import NodeSpans, make_tracing
@@ -138,13 +138,13 @@ class Worker:
             Route("/fence", self._fence, methods=["POST"]),
             *self._routes(),
         ]
-        app = make_app(routes, listen.api_key)
         name = engine.node.peer_id.name
         self._file = RequestFile(listen.request_log) if listen.request_log else None
         who = {"node": name, "side": self.role}
-        outcomes = Outcomes("worker", who, self._file, refused_only=True)
-        status_of = status_app(self.health, [engine.node], listen, [outcomes])
-        asked, status = bind(outcomes.watch(app), status_of, listen, self._limits)
+        outcomes = Outcomes("worker", who, self._file)
+        app = make_app(routes, listen.api_key, outcomes=outcomes)
+        status_of = status_app(self.health, [engine.node], listen, outcomes.collectors)
+        asked, status = bind(app, status_of, listen, self._limits)
         if (file := self._file) is not None:
             engine.node.on_ended(
                 lambda record, _: file.write({"id": front_rid(record["rid"]), **record})
@@ -320,7 +320,7 @@ class PrefillWorker(Worker):
 
     async def _job(self, request: Request) -> Response:
         job = await self._read(request, PrefillJob)
-        line_of(request.scope).fields["id"] = front_rid(job.rid)
+        current_record().fields["id"] = front_rid(job.rid)
         job = _for_engine(job)
         with self._spans.begin(request.headers, job.rid):
             await self._call(lambda engine: engine.submit(job))
@@ -408,7 +408,7 @@ class DecodeWorker(Worker):
 
     async def _generate(self, request: Request) -> Response:
         ask = await self._read(request, Ask)
-        line_of(request.scope).fields["id"] = front_rid(ask.rid)
+        current_record().fields["id"] = front_rid(ask.rid)
         if ask.rid in self._open:
             raise ApiError(400, f"request {ask.rid!r} is here already", code="RequestError")
         wanted = _for_engine(ask)
