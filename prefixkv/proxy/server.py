@@ -620,4 +620,4 @@ def run_proxy(config: ProxyConfig, prefill: Sequence[ServerAt], decode: Sequence
             await proxy.stop()
         return 0
 
-    return interrupts.run(main)
+    return asyncio.run(main())
