@@ -13,12 +13,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 import ray
 import zmq
-from ray.exceptions import ActorDiedError, RayActorError, RayError
+from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
 from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
@@ -31,7 +32,7 @@ from starlette.routing import BaseRoute, Route
 from prefixkv import CurveConfig
 from prefixkv.errors import ConfigError
 from prefixkv.serving.actors import Life, WorkerActor
-from prefixkv.serving.config import KINDS, PrefillWorkerConfig
+from prefixkv.serving.config import KINDS, DecodeWorkerConfig
 from prefixkv.serving.fleet import Fleet
 from prefixkv.serving.http import ApiError, decode_body, json_response, read_body
 from prefixkv.serving.launch import Kept, ServeLaunch, WorkerFailedError
@@ -44,7 +45,6 @@ logger = logging.getLogger("prefixkv.ray")
 
 _AGAIN_S: Final = 0.5  # pause before Ray is asked again
 _REACH_S: Final = 10.0
-_CALLS: Final = 16  # concurrent calls of an actor: watches of a front that was cut off add up
 
 
 class FormerLives:
@@ -52,10 +52,9 @@ class FormerLives:
 
     def __init__(self, fleet: Fleet, limits: Any) -> None:
         self._fleet, self._limits = fleet, limits
-        # All by (name, life). A life moves from `_proofs` to `_fenced` once, and never back; one
-        # whose proof has ended is lost with its node.
-        self._proofs: dict[tuple[str, str], tuple[Life, asyncio.Task[None]]] = {}
-        self._fenced: set[tuple[str, str]] = set()
+        # A life moves from here to `fleet.fenced` once, and never back; one whose proof has ended
+        # is lost with its node.
+        self._proofs: dict[FenceRequest, tuple[Life, asyncio.Task[None]]] = {}
         self.routes: list[BaseRoute] = [
             Route("/lost", self._show),
             Route("/fence", self._fence, methods=["POST"]),
@@ -69,7 +68,7 @@ class FormerLives:
         """Cancel the proof. Returns False if the life was fenced, so that it must not serve."""
         if life.key in self._proofs:
             self._proofs.pop(life.key)[1].cancel()
-        return life.key not in self._fenced
+        return life.key not in self._fleet.fenced
 
     async def close(self) -> None:
         tasks = [task for _, task in self._proofs.values()]
@@ -83,24 +82,22 @@ class FormerLives:
             # No answer proves nothing: ask again, unless Ray has given the node up.
             try:
                 if await ended_on_node(life):
-                    logger.warning("%s life %s has ended", *life.key)
-                    await self._end(life)
+                    logger.warning("%s life %s has ended", life.info.name, life.info.life)
+                    self._end(life.key)
                     return
             except RayError as error:  # the node is lost, or busy with its own end
                 logger.info("whether %s has ended is not known: %s", life.info.name, error)
             await asyncio.sleep(_AGAIN_S)
         logger.warning(
             "%s life %s was on node %s, which is lost: what is held for it stays held until "
-            "/fence says that it is dead", *life.key, life.node,
+            "/fence says that it is dead", life.info.name, life.info.life, life.node,
         )  # fmt: skip
 
-    async def _end(self, life: Life) -> None:
-        # Both before the await: an answer of that life from now on finds it fenced.
-        _, proof = self._proofs.pop(life.key)
-        self._fenced.add(life.key)
+    def _end(self, key: FenceRequest) -> None:
+        _, proof = self._proofs.pop(key)
         if proof is not asyncio.current_task():
             proof.cancel()
-        await self._fleet.fence(*life.key)
+        self._fleet.fence(key)
 
     # --- for an operator --------------------------------------------------------------------------
 
@@ -113,7 +110,7 @@ class FormerLives:
                 worker: peer.held
                 for worker, peers in lost.items()
                 for peer in peers
-                if (peer.name, peer.life) == key
+                if FenceRequest(peer.name, peer.life) == key
             }
             shown.append(
                 {
@@ -130,16 +127,14 @@ class FormerLives:
         # 2. It is fenced already: nothing to do.
         # 3. It is unknown: refused, since a mistyped life must not pass for a fenced one.
         # 4. It is lost: believe the operator.
-        key = asked.name, asked.life
-        serving = self._fleet.workers.get(asked.name)
-        if serving is not None and serving.life == asked.life:
-            raise ApiError(409, f"{asked.name} life {asked.life} serves", code="worker_lives")
-        if key not in self._fenced:
-            if key not in self._proofs:
-                why = f"no life {asked.life} of {asked.name} is lost"
-                raise ApiError(404, why, code="no_such_life")
-            logger.warning("%s life %s is fenced: an operator said so", *key)
-            await self._end(self._proofs[key][0])
+        name, life = asked.name, asked.life
+        if asked in (FenceRequest(info.name, info.life) for info in self._fleet.workers):
+            raise ApiError(409, f"{name} life {life} serves", code="worker_lives")
+        if asked not in self._fleet.fenced:
+            if asked not in self._proofs:
+                raise ApiError(404, f"no life {life} of {name} is lost", code="no_such_life")
+            logger.warning("%s life %s is fenced: an operator said so", name, life)
+            self._end(asked)
         return Response(status_code=202)
 
 
@@ -165,23 +160,23 @@ class Actor(Kept):
     def __init__(
         self, role: str, name: str, handle: Any, fleet: Fleet, former: FormerLives
     ) -> None:
-        self._handle, self._fleet, self._former = handle, fleet, former
-        super().__init__(role, name)
+        self._handle, self._former = handle, former
+        super().__init__(role, name, fleet)
 
     async def _live_on(self) -> None:
         while not self._ending:
-            with contextlib.suppress(RayError):
+            with contextlib.suppress(RayActorError):
                 if await self._live(await self._find()):
                     return
             if not self._ending:
                 await asyncio.sleep(_AGAIN_S)
 
     async def _find(self) -> Life:
-        """Raises WorkerFailedError if Ray has given up, RayError if it may still start."""
+        """Raises WorkerFailedError if it cannot start, RayActorError if it may still start."""
         try:
             found: Life = await self._handle.life.options(max_task_retries=-1).remote()
             return found
-        except ActorDiedError as error:
+        except (ActorDiedError, RayTaskError) as error:
             why = str(error).strip().splitlines()[-1]
             raise WorkerFailedError(f"{self._name} does not start: {why}") from error
 
@@ -190,7 +185,6 @@ class Actor(Kept):
         if not self._former.answered(life):
             ray.kill(self._handle, no_restart=False)  # a fenced life must not serve
             return False
-        self._fleet.add(life.info)
         self._serves(life.info)
         try:
             while not await self._handle.watch.remote():
@@ -203,15 +197,14 @@ class Actor(Kept):
         finally:
             # No more requests first. Then the proof, except at our own end, where nothing is
             # reused.
-            self.clock.begin()
-            self._fleet.remove(life.info.name, life.info.life)
+            self._has_gone(life.info)
             if not self._ending:
                 self._former.suspect(life)
 
     async def end(self, grace_s: float) -> None:
         """Drain the worker, and kill the actor after `grace_s`. Ray does not restart it."""
         self._ending = True
-        if grace_s and self.ready.done() and self.ready.exception() is None:
+        if grace_s and self._has_served:
             with contextlib.suppress(RayError):
                 await self._handle.drain.remote()
                 await asyncio.wait((self._task,), timeout=grace_s)
@@ -232,14 +225,15 @@ class RayLaunch(ServeLaunch):
         self._former = FormerLives(fleet, self.config.listen.limits)
         return self._former.routes
 
-    async def _open(self, name: str) -> None:
-        """Connect, and reserve a placement group for all workers. Raises ConfigError."""
-        config, self._namespace = self.config, f"prefixkv/{name}"
+    async def _begin(self, fleet: Fleet, name: str) -> None:
+        """Connect, reserve a placement group for all workers, and start them. Raises
+        ConfigError."""
+        config, namespace = self.config, f"prefixkv/{name}"
         # Checked first, since `ray.init` tries for minutes.
         await _check_reachable(config.ray)
         try:
             await asyncio.to_thread(
-                ray.init, config.ray, namespace=self._namespace, logging_level=logging.ERROR,
+                ray.init, config.ray, namespace=namespace, logging_level=logging.ERROR,
             )  # fmt: skip
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise ConfigError(f"there is no cluster at {config.ray}: {error}") from None
@@ -249,33 +243,24 @@ class RayLaunch(ServeLaunch):
         self._group = placement_group(
             bundles * (config.prefill + config.decode), strategy=config.ray_placement
         )
-        self._server = _new_pair()
-        names = [f"{self._settings['decode']['name']}-{i}" for i in range(config.decode)]
-        self._clients = {name: _new_pair() for name in names}
-
-    def _child(self, role: str, number: int, fleet: Fleet) -> Kept:
-        config: Any = load(KINDS[role], None, self.environ(role, number))
-        node, control = config.node, config.node.control
-        if control.curve is None and not control.network_is_isolated:
-            # Decode workers are CURVE's clients: prefill accepts their public keys alone, each
-            # under its worker's name.
-            if isinstance(config, PrefillWorkerConfig):
-                allowed = {public: name for name, (public, _) in self._clients.items()}
-                curve = CurveConfig(*self._server, allowed_clients=allowed)
-            else:
-                curve = CurveConfig(*self._clients[node.name], server_key=self._server[0])
-            config = replace(config, node=replace(node, control=replace(control, curve=curve)))
-        index = number if role == "prefill" else self.config.prefill + number
-        kind = ray.remote(WorkerActor).options(
-            name=node.name, num_cpus=self.config.ray_cpus, num_gpus=self.config.ray_gpus,
-            max_restarts=-1, max_concurrency=_CALLS,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, index),
-        )  # fmt: skip
-        try:
-            handle = kind.remote(config, variables())
-        except ValueError as error:
-            raise ConfigError(f"{node.name} is in {self._namespace} already: {error}") from None
-        return Actor(role, node.name, handle, fleet, self._former)
+        configs: list[Any] = [
+            load(KINDS[role], None, environ)
+            for role, environs in self.environs.items()
+            for environ in environs
+        ]
+        for index, config in enumerate(_with_keys(configs)):
+            kind = ray.remote(WorkerActor).options(
+                name=config.node.name, num_cpus=self.config.ray_cpus,
+                num_gpus=self.config.ray_gpus, max_restarts=-1,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, index),
+            )  # fmt: skip
+            try:
+                handle = kind.remote(config, variables())
+            except ValueError as error:
+                why = f"{config.node.name} is in {namespace} already: {error}"
+                raise ConfigError(why) from None
+            role = "decode" if isinstance(config, DecodeWorkerConfig) else "prefill"
+            self._workers.append(Actor(role, config.node.name, handle, fleet, self._former))
 
     async def _close(self) -> None:
         # The proofs run tasks in the cluster, so they end before it is left.
@@ -298,6 +283,25 @@ async def _check_reachable(address: str) -> None:
         why = str(error) or f"no answer within {_REACH_S:g} s"
         raise ConfigError(f"there is no cluster at {address}: {why}") from None
     writer.close()
+
+
+def _with_keys(configs: Sequence[Any]) -> list[Any]:
+    """Give keys to those without keys in their settings. Decode workers are CURVE's clients:
+    prefill accepts their public keys alone, each under its worker's name."""
+    names = [config.node.name for config in configs if isinstance(config, DecodeWorkerConfig)]
+    server, clients = _new_pair(), {name: _new_pair() for name in names}
+    allowed = {public: name for name, (public, _) in clients.items()}
+    made = []
+    for config in configs:
+        node, control = config.node, config.node.control
+        if control.curve is None and not control.network_is_isolated:
+            if node.name in clients:
+                curve = CurveConfig(*clients[node.name], server_key=server[0])
+            else:
+                curve = CurveConfig(*server, allowed_clients=allowed)
+            config = replace(config, node=replace(node, control=replace(control, curve=curve)))
+        made.append(config)
+    return made
 
 
 def _new_pair() -> tuple[str, str]:

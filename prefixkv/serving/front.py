@@ -67,14 +67,14 @@ class Front(Entrance):
     """Raises ConfigError if an address cannot be bound.
 
     `answer_tokens` is the most tokens of a chat's answer without a bound of its own; 0: all the
-    room. `defaults` say how tokens are drawn for requests that do not. `routes` are Starlette's;
-    the paths in `open_paths` need no key. `status_routes` go to the status port.
+    room. `defaults` say how tokens are drawn for requests that do not. `status_routes` are
+    Starlette's, for the status port.
     """
 
     def __init__(
         self, fleet: Fleet, texts: Texts, name: str, listen: ListenSettings,
-        answer_tokens: int = 0, routes: Sequence[BaseRoute] = (), open_paths: Sequence[str] = (),
-        status_routes: Sequence[BaseRoute] = (), defaults: SamplingDefaults = OPENAI,
+        answer_tokens: int = 0, status_routes: Sequence[BaseRoute] = (),
+        defaults: SamplingDefaults = OPENAI,
     ) -> None:  # fmt: skip
         super().__init__("front", listen)
         self.fleet, self.texts, self.name = fleet, texts, name
@@ -84,7 +84,7 @@ class Front(Entrance):
         self._created = int(time.time())
         self.metrics = _FrontMetrics(fleet)
         chat, complete = map(self._tracing.traced, (self._chat, self._complete))
-        everything = [
+        routes = [
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/completions", complete, methods=["POST"]),
             Route("/v1/sessions/{name:path}", self._announce, methods=["POST"]),
@@ -92,11 +92,9 @@ class Front(Entrance):
             Route("/v1/models/{name:path}", self._model, methods=["GET"]),
             Route("/health", self._show_health, methods=["GET"]),
             *page_routes(),
-            *routes,
         ]
-        open_paths = (*PAGE_PATHS, "/health", *open_paths)
         status_routes = [Route("/sd", self._discover), *status_routes]
-        self._bind(everything, open_paths, self.metrics.collectors, status_routes)
+        self._bind(routes, (*PAGE_PATHS, "/health"), self.metrics.collectors, status_routes)
 
     def health(self) -> tuple[bool, dict[str, Any]]:
         ok = self.fleet.ready and not self.draining
@@ -112,7 +110,7 @@ class Front(Entrance):
                 "url": info.url, "status_url": info.status_url, "pid": info.pid,
                 "silent": info.name in silent,
             }
-            for info in self.fleet.workers.values()
+            for info in self.fleet.workers
         }  # fmt: skip
         return ok, {"status": state, "model": self.name, "workers": workers}
 
@@ -198,8 +196,7 @@ class Front(Entrance):
             raise unknown_model(name)
         if self.draining:
             raise ApiError(503, "the server is ending", "server_error", "not_ready")
-        if not self.fleet.takes_requests:
-            await self.fleet.wait_for_workers()
+        await self.fleet.wait_for_workers()
 
     async def _answer(
         self,
@@ -282,7 +279,7 @@ class _FrontRequest:
         streams = [front.fleet.generate(ask, self._note_attempt) for ask in asks]
         self._outputs = self._measured(numbered(streams), asked.n)
 
-    def _note_attempt(self, decode: str, prefill: str) -> None:
+    def _note_attempt(self, decode: str, prefill: str = "") -> None:
         self._line.mark("asked")
         self._line.fields |= {"decode": decode, "prefill": prefill}
         self._line.add(attempts=1)

@@ -180,7 +180,7 @@ async def test_a_worker_that_cannot_work_with_the_others_is_not_taken(stage: Sta
     ):
         with pytest.raises(ConfigError, match=why):
             fleet.add(msgspec.structs.replace(info, life="2", **change))
-    assert [one.life for one in fleet.workers.values()] == ["1", "1"]
+    assert [one.life for one in fleet.workers] == ["1", "1"]
     assert await stage.said() == [TOKEN, END]
 
 
@@ -264,12 +264,12 @@ async def test_a_lost_life_is_told_to_all_that_are_here_and_that_come(stage: Sta
     prefill, decode = stage.prefill[0], stage.decode[0]
     prefill.fence_statuses = [503, 500]  # it is told until it has taken it
     first, second = FenceRequest("d9", "a"), FenceRequest("d9", "b")
-    await stage.fleet.fence("d9", "a")
+    stage.fleet.fence(first)
     await until(lambda: prefill.fenced and decode.fenced)
     late = Worker("decode", "late", well)
     await late.server.start()
     stage.fleet.add(late.info)
-    await stage.fleet.fence("d9", "b")
+    stage.fleet.fence(second)
     await until(lambda: len(prefill.fenced) == len(late.fenced) == len(decode.fenced) == 2)
     assert prefill.fenced == decode.fenced == late.fenced == [first, second]
     assert not prefill.fence_statuses
@@ -297,7 +297,7 @@ async def test_a_worker_is_removed_by_its_life(stage: Stage) -> None:
     assert not fleet.ready
     fleet.add(msgspec.structs.replace(stage.decode[0].info, life="2"))
     fleet.add(msgspec.structs.replace(stage.decode[0].info, life="3"))
-    assert fleet.workers["d0"].life == "3"
+    assert fleet.members["d0"].info.life == "3"
     assert fleet.stats()["decode_workers"] == 1
     assert await stage.said() == [TOKEN, END]
 
@@ -345,7 +345,6 @@ def test_a_request_waits_for_a_worker_that_is_alone_until_there_is_another(
         asked = asyncio.create_task(stage.said())
         await until(lambda: {"d0", "p0"} <= set(fleet.silent) and stage.decode[0].under_way)
         assert not fleet.ready
-        assert fleet.takes_requests
         later = asyncio.create_task(stage.said(rid="later"))  # it may come even now
         await until(lambda: stage.decode[0].under_way == 2)
         await asyncio.sleep(0.05)
@@ -370,12 +369,12 @@ def test_no_request_waits_for_a_worker_that_is_given_up(monkeypatch: pytest.Monk
         yield TOKEN
 
     async def scene(stage: Stage) -> None:
-        assert stage.fleet.takes_requests
+        given_up = lambda: all(one.given_up for one in stage.fleet.members.values())  # noqa: E731
         for number in range(2):  # the second comes when it has been given up
             with pytest.raises(ApiError, match=r"worker is ready, [dp]0 is silent") as raised:
                 await stage.said(rid=f"r{number}")
             assert (raised.value.status, raised.value.code) == (503, "not_ready")
-            await until(lambda: not stage.fleet.takes_requests)
+            await until(given_up)
             assert stage.fleet.retried == 1
         # It is asked again when it speaks. No tick comes meanwhile, on however slow a machine.
         monkeypatch.setattr(fleets, "_TICK_S", NEVER_S)
@@ -383,7 +382,7 @@ def test_no_request_waits_for_a_worker_that_is_given_up(monkeypatch: pytest.Monk
         stage.decode[0].say = well
         for worker in (*stage.prefill, *stage.decode):
             worker.insert(list(range(8)))
-        await until(lambda: stage.fleet.takes_requests)
+        await until(lambda: not stage.fleet.silent)
         assert await stage.said(rid="last") == [TOKEN, END]
 
     run(scene, [stands_still], 1)
@@ -394,14 +393,10 @@ def test_no_request_waits_for_a_worker_that_is_given_up(monkeypatch: pytest.Monk
 async def test_a_request_waits_for_a_worker_that_is_being_started(
     stage: Stage, role: Literal["prefill", "decode"], caplog: pytest.LogCaptureFixture
 ) -> None:
-    fleet, asked = stage.fleet, []
+    fleet = stage.fleet
     (worker,) = stage.prefill if role == "prefill" else stage.decode
-
-    def next_start(which: str) -> Start:
-        asked.append(which)
-        return Start(26.5, is_late=False)
-
-    fleet.next_start = next_start
+    fleet.starts = [Start(role)]
+    fleet.starts[0].begin(11.5)
     fleet.remove(worker.name)
     requests = [asyncio.create_task(stage.said(rid=f"r{i}")) for i in range(3)]
     leaves = asyncio.create_task(stage.said(rid="leaves"))
@@ -409,8 +404,6 @@ async def test_a_request_waits_for_a_worker_that_is_being_started(
         await stage.said(rid="late", deadline_s=0.01)
     assert (raised.value.status, raised.value.code) == (503, "not_ready")
     assert raised.value.response().headers["retry-after"] == "27"
-    await until(lambda: len(asked) >= 4)
-    assert {*asked} == {role}
     leaves.cancel()
     assert not any(one.done() for one in requests)
     assert not stage.decode[0].asked
@@ -422,35 +415,34 @@ async def test_a_request_waits_for_a_worker_that_is_being_started(
 
 
 @pytest.mark.parametrize(
-    ("start", "coming"),
+    ("timeout_s", "coming"),
     [
-        (None, ", a decode worker is starting (about 1 s)"),
-        (
-            Start(4.2, is_late=True),
-            ", a decode worker is starting (about 1 s), a prefill worker is starting and late",
-        ),
+        (NEVER_S, ", a decode worker is starting (about 15 s)"),
+        (0.0, ", a decode worker is starting and late, a prefill worker is starting and late"),
     ],
 )
 @played([well], 1)
 async def test_no_request_waits_where_no_worker_is_being_started(
-    stage: Stage, start: Start | None, coming: str
+    stage: Stage, timeout_s: float, coming: str
 ) -> None:
     fleet = stage.fleet
-    fleet.next_start = lambda role: start if role == "prefill" else Start(1.0, is_late=False)
+    fleet._start_timeout_s = timeout_s
+    fleet.starts = [Start("decode"), Start("prefill")]
+    if timeout_s:
+        fleet.starts[1].give_up()
     fleet.remove("p0")
     fleet.remove("d0")
     with pytest.raises(ApiError) as raised:
         await stage.said()
     assert (raised.value.status, raised.value.code) == (503, "not_ready")
-    assert f"no decode and no prefill worker is ready{coming}" in str(raised.value)
-    waits = "1" if start is None else "5"
-    assert raised.value.response().headers["retry-after"] == waits
+    assert str(raised.value) == f"no decode and no prefill worker is ready{coming}"
+    assert raised.value.response().headers["retry-after"] == "15"
 
 
 @played([well], 1)
 async def test_a_request_whose_worker_is_lost_waits_for_the_next_one(stage: Stage) -> None:
     fleet = stage.fleet
-    fleet.next_start = lambda role: Start(1.0, is_late=False)
+    fleet.starts = [Start("decode")]
 
     async def dies() -> AsyncGenerator[TokenEvent, None]:
         fleet.remove("d0")

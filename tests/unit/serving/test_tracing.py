@@ -67,7 +67,7 @@ class Memory:
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Memory]:
     memory = Memory()
-    monkeypatch.setattr(ports, "make_tracing", lambda role: memory.tracing)
+    monkeypatch.setattr(ports, "make_tracing", lambda *who: memory.tracing)
     yield memory
     for span in memory.spans:
         assert format(span.context.trace_id, "032x") == TRACE  # every client here has this one
