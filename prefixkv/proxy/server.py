@@ -54,7 +54,6 @@ from prefixkv.serving.record import HEADER, RequestRecord, current_record
 from prefixkv.serving.router import BoundedAffinityRouter
 from prefixkv.serving.router import Route as ServerRoute
 from prefixkv.serving.status import Entrance
-from prefixkv.serving.streams import TooMuchError, read_all
 from prefixkv.serving.tracing import current
 from prefixkv.spi import TOKEN_BYTES, page_keys
 
@@ -63,7 +62,6 @@ logger = logging.getLogger("prefixkv.proxy")
 Role = Literal["prefill", "decode"]
 
 _PAGE_BYTES: Final = 1024
-_ANSWER_BYTES: Final = 64 << 20  # of an answer that is not streamed
 _HELD_S: Final = 1800.0  # how long a prompt counts as cached where it was sent
 _ATTEMPTS: Final = 3  # with prefill; one more follows without
 _AVOIDED_S: Final = 5.0  # how long an unreachable server gets no requests
@@ -227,8 +225,8 @@ class Proxy(Entrance):
             asked = self._client.request(request.method, url, data=content, headers=head)
             try:
                 async with asked as answer:
-                    found = await read_all(pieces_of(self._client, answer), _ANSWER_BYTES)
-            except (aiohttp.ClientError, TooMuchError):
+                    found = await answer.read()
+            except aiohttp.ClientError:
                 side.avoid(name)
                 continue
             if answer.status >= 400:
@@ -357,7 +355,7 @@ class Proxy(Entrance):
                 # Before it goes out: a client that leaves after it has its line with these counts.
                 line.fields |= counted
                 yield piece
-        except (aiohttp.ClientError, TooMuchError) as error:
+        except aiohttp.ClientError as error:
             self.metrics.cut.inc()
             line.fields["outcome"] = "failed"
             current().fail(f"decode was lost: {error!r}", type(error).__name__)
@@ -370,7 +368,7 @@ class Proxy(Entrance):
     ) -> ServerAnswer:  # fmt: skip
         """POST `body`, and return when the answer's first piece is here, or all of it for `whole`
         and for errors. `rid` is the request's id there; `sent` is set once the request leaves.
-        Raises aiohttp.ClientError, or TooMuchError for more than `_ANSWER_BYTES`."""
+        Raises aiohttp.ClientError."""
         async with contextlib.AsyncExitStack() as stack:
             # Its span ends with the connection. Prefill is cut once decode has its KV.
             step = stack.enter_context(
@@ -385,7 +383,7 @@ class Proxy(Entrance):
                 step.fail(f"status {answer.status}", str(answer.status))
             pieces = pieces_of(self._client, answer)
             if whole or answer.status >= 400:
-                found = await read_all(pieces, _ANSWER_BYTES)
+                found = b"".join([piece async for piece in pieces])
                 return ServerAnswer(answer, found, pieces, contextlib.AsyncExitStack())
             first = await anext(pieces, b"")
             # From here on the answer owns the connection; every failure before closes it.
@@ -502,7 +500,7 @@ class _ProxiedRequest:
             if self._sending is not None:
                 grace_s = 0.0 if self._whole else _GRACE_S
                 asyncio.get_running_loop().call_later(grace_s, self._sending.cancel)
-        except (aiohttp.ClientError, TooMuchError) as error:
+        except aiohttp.ClientError as error:
             raise self._lost("decode", decode.url, error) from None
         finally:
             proxy.waiting.pop(self, None)
@@ -525,7 +523,7 @@ class _ProxiedRequest:
         without this server, or without any where decode is to be asked alone."""
         try:
             sent = sending.result()
-        except (aiohttp.ClientError, TooMuchError) as error:
+        except aiohttp.ClientError as error:
             raise self._lost("prefill", prefill.url, error) from None
         why = f"{prefill.url} said {sent.status}: {sent.first[:500]!r}"
         # Faults of this server or of its configuration (key, path, load), not of the request.
@@ -541,7 +539,7 @@ class _ProxiedRequest:
         if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
             self._proxy.sides[role].avoid(server)  # which never saw the request
         # A kept connection may break since it was idle for too long: once that is no loss.
-        elif role == "decode" and server not in self._broke and not isinstance(error, TooMuchError):
+        elif role == "decode" and server not in self._broke:
             self._broke.add(server)
             return LostError(why)
         return LostError(why, server)

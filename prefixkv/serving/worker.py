@@ -30,7 +30,7 @@ from starlette.routing import Route
 from prefixkv import DecodeConfig, PrefillConfig, PrefixKVError
 from prefixkv.engines.hf.requests import AnswerToken, Generate, PrefillJob
 from prefixkv.errors import CallerError, CapacityError, ClosedError, DrainingError
-from prefixkv.serving.client import make_client, pieces_of
+from prefixkv.serving.client import make_client
 from prefixkv.serving.config import (
     OPTION_NAMES,
     DecodeWorkerConfig,
@@ -48,9 +48,8 @@ from prefixkv.serving.http import (
 )
 from prefixkv.serving.record import current_record
 from prefixkv.serving.status import Entrance
-from prefixkv.serving.streams import read_some
+from prefixkv.serving.streams import wait_set
 from prefixkv.serving.tracing import NodeSpans
-from prefixkv.serving.waits import wait_set
 from prefixkv.serving.wire import (
     LIFE_SIGN_S,
     AbortJobs,
@@ -450,8 +449,8 @@ class DecodeWorker(Worker):
             body = io.BytesIO(msgspec.json.encode(sent))
             asked = self._client.post(f"{url}/jobs", data=body, headers=one.headers)
             async with asked as answer:
-                said = await read_some(pieces_of(self._client, answer), _REASON_CHARS)
-            why = "" if answer.status == 202 else f"{answer.status} {said.decode(errors='replace')}"
+                said = (await answer.read())[:_REASON_CHARS].decode(errors="replace")
+            why = "" if answer.status == 202 else f"{answer.status} {said}"
         except (aiohttp.ClientError, TimeoutError) as error:
             how, why = "does not answer", f"{type(error).__name__} {error}"
         if why:
