@@ -36,9 +36,8 @@ from prefixkv.serving.http import (
     read_body,
     run_until_disconnect,
 )
-from prefixkv.serving.logprobs import AnswerLogprobs, TokenTexts, joined
+from prefixkv.serving.logprobs import AnswerLogprobs, TokenTexts
 from prefixkv.serving.openai import (
-    DONE,
     Answers,
     ChatRequest,
     CompletionRequest,
@@ -51,7 +50,7 @@ from prefixkv.serving.openai import (
     unknown_model,
 )
 from prefixkv.serving.page import PAGE_PATHS, page_routes
-from prefixkv.serving.record import RequestRecord, current_record
+from prefixkv.serving.record import current_record
 from prefixkv.serving.status import Entrance
 from prefixkv.serving.streams import numbered
 from prefixkv.serving.text import TextError, Texts
@@ -233,16 +232,14 @@ class Front(Entrance):
             part = part_rid(rid, number) if len(prompts) > 1 else rid
             ask = Ask(part, tokens, "", sampling, most, asked.n, salt, hints=hints)
             asks.append(ask)
-        answers = Answers(rid, self.name, int(time.time()), isinstance(asked, ChatRequest))
-        line = current_record()
-        line.fields |= {
-            "id": rid, "stream": asked.stream, "prompts": len(asks),
-            "samples": asked.n,
+        current_record().fields |= {
+            "id": rid, "stream": asked.stream, "prompts": len(asks), "samples": asked.n,
         }  # fmt: skip
-        extras = None
+        logprobs = None
         if sampling.logprobs is not None:
-            extras = AnswerLogprobs(self._token_texts, isinstance(asked, ChatRequest))
-        run = _FrontRequest(self, asks, answers, asked, line, extras)
+            logprobs = AnswerLogprobs(self._token_texts, isinstance(asked, ChatRequest))
+        usage = Usage(sum(map(len, prompts)))
+        run = _FrontRequest(self, asks, usage, Answers(rid, asked, usage, logprobs))
         return await (run.stream() if asked.stream else run.whole())
 
     def _most_tokens(
@@ -263,21 +260,12 @@ class _FrontRequest:
     """One request that is being answered. It has one `Ask` per prompt. Answer number `i * n +
     sample` is of prompt `i`, as OpenAI counts."""
 
-    def __init__(
-        self, front: Front, asks: list[Ask], answers: Answers,
-        asked: ChatRequest | CompletionRequest, line: RequestRecord,
-        extras: AnswerLogprobs | None = None,
-    ) -> None:  # fmt: skip
-        self._limits, self._metrics, self._line = front._limits, front.metrics, line
-        self._answers, self._tells_usage = answers, asked.stream_options.include_usage
-        self._tells_always = asked.stream_options.continuous_usage_stats
-        self._num = sum(ask.num_samples for ask in asks)
-        self._extras = extras  # None: the texts are all that is shown
-        self._prompt_lens = [len(ask.tokens) for ask in asks]
-        self._usage = Usage(sum(self._prompt_lens))
+    def __init__(self, front: Front, asks: list[Ask], usage: Usage, answers: Answers) -> None:
+        self._limits, self._metrics = front._limits, front.metrics
+        self._line, self._asks, self._usage, self._answers = current_record(), asks, usage, answers
         self._begun_s = time.monotonic()
         streams = [front.fleet.generate(ask, self._note_attempt) for ask in asks]
-        self._outputs = self._measured(numbered(streams), asked.n)
+        self._outputs = self._measured(numbered(streams))
 
     def _note_attempt(self, decode: str, prefill: str = "") -> None:
         self._line.mark("asked")
@@ -285,22 +273,9 @@ class _FrontRequest:
         self._line.add(attempts=1)
 
     async def whole(self) -> Response:
-        texts: list[list[str]] = [[] for _ in range(self._num)]
-        finishes: list[str | None] = [None] * self._num
-        bodies: list[list[dict[str, Any]]] = [[] for _ in range(self._num)]
         async with contextlib.aclosing(self._outputs):
-            async for output in self._outputs:
-                texts[output.sample].append(output.text)
-                logprobs = self._logprobs(output)
-                finishes[output.sample] = output.finish
-                if logprobs is not None:
-                    bodies[output.sample].append(logprobs)
-        whole = ["".join(text) for text in texts]
-        found = [joined(parts) if parts else None for parts in bodies]
-        return json_response(self._answers.whole(whole, finishes, self._usage, found))
-
-    def _logprobs(self, output: TokenEvent) -> dict[str, Any] | None:
-        return None if self._extras is None else self._extras.show(output)
+            outputs = [output async for output in self._outputs]
+        return json_response(self._answers.whole(outputs))
 
     async def stream(self) -> Response:
         """Begin once the first output has arrived: a failure before it has its own status."""
@@ -316,35 +291,22 @@ class _FrontRequest:
         )
 
     async def _events(self, first: TokenEvent) -> AsyncGenerator[bytes, None]:
-        """A failure midway ends the events by an error event, without `DONE`."""
-        begun: set[int] = set()
+        """A failure midway ends the events by an error event, without the last ones."""
         async with contextlib.aclosing(self._outputs):
             try:
-                if piece := self._event(first, begun):
+                if piece := self._answers.piece(first):
                     yield piece
                 async for output in self._outputs:
-                    if piece := self._event(output, begun):
+                    if piece := self._answers.piece(output):
                         yield piece
             # The status 200 has been sent, so the error travels as an event.
             except ApiError as error:
                 yield event(error.body())
                 return
-        if self._tells_usage:
-            yield self._answers.usage(self._usage)
-        yield DONE
-
-    def _event(self, output: TokenEvent, begun: set[int]) -> bytes:
-        """Return one output's events: its text, behind the sample's opening if it is the first."""
-        text, finish, logprobs = output.text, output.finish, self._logprobs(output)
-        usage = self._usage if self._tells_always else None
-        opening = b"" if output.sample in begun else self._answers.begin(output.sample, usage)
-        begun.add(output.sample)
-        if not text and finish is None and logprobs is None:
-            return opening
-        return opening + self._answers.piece(output.sample, text, finish, usage, logprobs)
+        yield self._answers.end()
 
     async def _measured(
-        self, stream: AsyncGenerator[tuple[int, TokenEvent], None], num_samples: int
+        self, stream: AsyncGenerator[tuple[int, TokenEvent], None]
     ) -> AsyncGenerator[TokenEvent, None]:
         """Number samples over all prompts, and count tokens, hits and outcome. Raises ApiError for
         an answer that its worker has ended."""
@@ -358,17 +320,17 @@ class _FrontRequest:
                             ttft_s = time.monotonic() - self._begun_s
                             metrics.ttft.observe(ttft_s)
                             self._line.mark("first_token")
-                        usage.completion_tokens += 1
+                        usage.output_tokens += 1
                         # All samples share one prompt, so its parts count once.
                         if output.sample == output.position == 0:
-                            usage.add_prompt(self._prompt_lens[number], output)
+                            usage.add_prompt(len(self._asks[number].tokens), output)
                     if output.finish is not None:
                         finishes.append(output.finish)
                     if output.finish in ("error", "abort"):
                         trace.fail(output.error)
                         raise answer_ended(output.error)
                     if number:
-                        sample = number * num_samples + output.sample
+                        sample = number * self._asks[0].num_samples + output.sample
                         output = msgspec.structs.replace(output, sample=sample)
                     yield output
             # Reached only at the end of the stream: a client that leaves raises at `yield`, and the
@@ -383,14 +345,7 @@ class _FrontRequest:
         finally:
             metrics.requests.labels(outcome).inc()
             metrics.count(usage)
-            self._line.fields["outcome"] = outcome
-            self._line.add(
-                prompt_tokens=usage.prompt_tokens, output_tokens=usage.completion_tokens,
-                decode_hit_tokens=usage.decode_hit_tokens, shared_tokens=usage.shared_tokens,
-                prefill_hit_tokens=usage.prefill_hit_tokens,
-                decode_host_tokens=usage.decode_host_tokens,
-                decode_computed_tokens=usage.decode_computed_tokens,
-            )  # fmt: skip
+            self._line.fields |= {"outcome": outcome, **msgspec.structs.asdict(usage)}
             trace.describe_answer(usage, finishes, ttft_s)
 
 
@@ -425,13 +380,10 @@ class _FrontMetrics:
         self.collectors = [self.requests, self.ttft, self._tokens, self]
 
     def count(self, usage: Usage) -> None:
-        for kind, number in (
-            ("prompt", usage.prompt_tokens), ("answer", usage.completion_tokens),
-            ("decode_hit", usage.decode_hit_tokens), ("prefill_hit", usage.prefill_hit_tokens),
-            ("decode_host", usage.decode_host_tokens),
-            ("decode_computed", usage.decode_computed_tokens),
-        ):  # fmt: skip
-            self._tokens.labels(kind).inc(number)
+        counts = msgspec.structs.asdict(usage)
+        for kind in ("prompt", "decode_hit", "prefill_hit", "decode_host", "decode_computed"):
+            self._tokens.labels(kind).inc(counts[f"{kind}_tokens"])
+        self._tokens.labels("answer").inc(usage.output_tokens)
 
     def collect(self) -> list[Metric]:
         family = GaugeMetricFamily(

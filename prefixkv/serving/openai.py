@@ -8,6 +8,9 @@ others are those of other engines. `null` is as good as nothing.
 from __future__ import annotations
 
 import logging
+import time
+from collections import defaultdict
+from collections.abc import Iterable
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
@@ -17,6 +20,8 @@ from prefixkv.engines.hf.requests import MAX_LOGPROBS, AnswerToken, Name, Sampli
 from prefixkv.serving.failures import refused
 from prefixkv.serving.hints import SessionFields
 from prefixkv.serving.http import ApiError, decode_body, not_decoded
+from prefixkv.serving.logprobs import AnswerLogprobs, joined
+from prefixkv.serving.wire import TokenEvent
 
 logger = logging.getLogger("prefixkv.http")
 
@@ -314,7 +319,7 @@ class Usage(msgspec.Struct):
     computed all that it lacked."""
 
     prompt_tokens: int
-    completion_tokens: int = 0
+    output_tokens: int = 0
     decode_hit_tokens: int = 0
     shared_tokens: int = 0
     prefill_hit_tokens: int = 0
@@ -340,75 +345,84 @@ class Usage(msgspec.Struct):
     def body(self) -> dict[str, Any]:
         """Return OpenAI's `usage`, with a field `prefixkv`."""
         parts = msgspec.structs.asdict(self)
-        prompt, completion = parts.pop("prompt_tokens"), parts.pop("completion_tokens")
+        prompt, output = parts.pop("prompt_tokens"), parts.pop("output_tokens")
         # OpenAI has one number for two caches: the longer hit is what the client was spared.
         cached = max(self.decode_hit_tokens, self.prefill_hit_tokens)
         return {
             "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
+            "completion_tokens": output,
+            "total_tokens": prompt + output,
             "prompt_tokens_details": {"cached_tokens": cached},
             "prefixkv": parts,
         }
 
 
 class Answers:
-    """Bodies of one request's answer, in one piece or as events. `rid` is without OpenAI's prefix;
-    `created` is in seconds since 1970."""
+    """Bodies of the answers to one request, in one piece or as events, made of their outputs. `rid`
+    is without OpenAI's prefix. `logprobs`: None where they are not asked for."""
 
-    def __init__(self, rid: str, model: str, created: int, chat: bool) -> None:
-        self.chat = chat
+    def __init__(
+        self, rid: str, asked: ChatRequest | CompletionRequest, usage: Usage,
+        logprobs: AnswerLogprobs | None = None,
+    ) -> None:  # fmt: skip
+        self._chat, self._usage = isinstance(asked, ChatRequest), usage
+        self._options, self._logprobs = asked.stream_options, logprobs
         self._head = {
-            "id": f"{'chatcmpl' if chat else 'cmpl'}-{rid}", "created": created, "model": model,
+            "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{rid}", "created": int(time.time()),
+            "model": asked.model,
         }  # fmt: skip
+        self._begun: set[int] = set()  # samples with a piece
 
-    def whole(
-        self, texts: list[str], finishes: list[str | None], usage: Usage, logprobs: list[Any],
-    ) -> dict[str, Any]:  # fmt: skip
-        """`logprobs` of each sample have their final form (`AnswerLogprobs`)."""
-        choices = [
-            _choice(
-                i, {"message": {"role": "assistant", "content": text, "refusal": None}}
-                if self.chat else {"text": text}, finish, found,
+    def whole(self, outputs: Iterable[TokenEvent]) -> dict[str, Any]:
+        samples: defaultdict[int, list[TokenEvent]] = defaultdict(list)
+        for output in outputs:
+            samples[output.sample].append(output)
+        choices = []
+        for sample, parts in sorted(samples.items()):
+            text = "".join(one.text for one in parts)
+            message = {"role": "assistant", "content": text, "refusal": None}
+            content = {"message": message} if self._chat else {"text": text}
+            shown = [body for body in map(self._show, parts) if body is not None]
+            choices.append(_choice(sample, content, parts[-1].finish, joined(shown) or None))
+        kind = "chat.completion" if self._chat else "text_completion"
+        return {**self._head, "object": kind, "choices": choices, "usage": self._usage.body()}
+
+    def piece(self, output: TokenEvent) -> bytes:
+        """Return the events of an output, behind those that open its sample if it is the first;
+        empty if it shows nothing."""
+        sample, text, opening = output.sample, output.text, b""
+        if sample not in self._begun and self._chat:  # completions have no role to announce
+            opening = self._event(
+                [_choice(sample, {"delta": {"role": "assistant", "content": ""}})]
             )
-            for i, (text, finish, found) in enumerate(zip(texts, finishes, logprobs, strict=True))
-        ]  # fmt: skip
-        kind = "chat.completion" if self.chat else "text_completion"
-        return {**self._head, "object": kind, "choices": choices, "usage": usage.body()}
-
-    def begin(self, sample: int, usage: Usage | None = None) -> bytes:
-        """Return the event that opens a sample; empty for /v1/completions."""
-        # Completions have no role to announce.
-        if not self.chat:
-            return b""
-        opening = {"delta": {"role": "assistant", "content": ""}}
-        return self._event([_choice(sample, opening)], usage)
-
-    def piece(
-        self, sample: int, text: str, finish: str | None, usage: Usage | None = None,
-        logprobs: Any = None,
-    ) -> bytes:  # fmt: skip
-        """Return the event for text that has arrived, and for the end of a sample."""
+        self._begun.add(sample)
+        logprobs = self._show(output)
+        if not text and output.finish is None and logprobs is None:
+            return opening
         delta = {"content": text} if text else {}
-        content = {"delta": delta} if self.chat else {"text": text}
-        return self._event([_choice(sample, content, finish, logprobs)], usage)
+        content = {"delta": delta} if self._chat else {"text": text}
+        return opening + self._event([_choice(sample, content, output.finish, logprobs)])
 
-    def usage(self, usage: Usage) -> bytes:
-        return self._event([], usage)
+    def end(self) -> bytes:
+        """Return the last events."""
+        told = self._event([], True) if self._options.include_usage else b""
+        return told + b"data: [DONE]\n\n"
 
-    def _event(self, choices: list[dict[str, Any]], usage: Usage | None) -> bytes:
-        kind = "chat.completion.chunk" if self.chat else "text_completion"
-        more = {} if usage is None else {"usage": usage.body()}
-        return event({**self._head, "object": kind, "choices": choices, **more})
+    def _show(self, output: TokenEvent) -> dict[str, Any] | None:
+        return None if self._logprobs is None else self._logprobs.show(output)
+
+    def _event(self, choices: list[dict[str, Any]], tells_usage: bool = False) -> bytes:
+        kind = "chat.completion.chunk" if self._chat else "text_completion"
+        body = {**self._head, "object": kind, "choices": choices}
+        if tells_usage or self._options.continuous_usage_stats:
+            body["usage"] = self._usage.body()
+        return event(body)
 
 
 def _choice(
     sample: int, content: dict[str, Any], finish: str | None = None, logprobs: Any = None
 ) -> dict[str, Any]:
     return {"index": sample, **content, "logprobs": logprobs, "finish_reason": finish}
-
-
-DONE: Final = b"data: [DONE]\n\n"
 
 
 def event(body: Any) -> bytes:

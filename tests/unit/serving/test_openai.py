@@ -20,6 +20,7 @@ from prefixkv.serving.openai import (
     Usage,
     parse,
 )
+from prefixkv.serving.wire import TokenEvent
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -287,17 +288,37 @@ def test_usage_of_a_prompt_that_decode_computes(
     assert usage.decode_computed_tokens == computed
 
 
+OUTPUTS = [TokenEvent(1, 0, 7, "Hi"), TokenEvent(0, 0, 8), TokenEvent(1, 1, 9, finish="stop"),
+           TokenEvent(0, 1, 8, "Lo", "length")]  # fmt: skip
+
+
 def test_pieces_of_a_stream_are_events() -> None:
-    answers = Answers("r", "m", 5, chat=True)
-    raw = answers.begin(0) + answers.piece(0, "Hi", None) + answers.piece(0, "", "stop")
-    events = [json.loads(one.removeprefix("data: ")) for one in raw.decode().split("\n\n")[:-1]]
-    assert [event["choices"][0]["delta"] for event in events] == [
-        {"role": "assistant", "content": ""}, {"content": "Hi"}, {},
+    answers = Answers("r", chat(stream_options={"include_usage": True}), Usage(5, 4))
+    raw = b"".join(map(answers.piece, OUTPUTS)) + answers.end()
+    *events, done = raw.decode().split("\n\n")[:-1]
+    assert done == "data: [DONE]"
+    *pieces, last = [json.loads(one.removeprefix("data: ")) for one in events]
+    opening = {"role": "assistant", "content": ""}
+    assert [(one["index"], one["delta"], one["finish_reason"]) for one in choices_of(pieces)] == [
+        (1, opening, None), (1, {"content": "Hi"}, None), (0, opening, None), (1, {}, "stop"),
+        (0, {"content": "Lo"}, "length"),
     ]  # fmt: skip
-    assert events[-1]["choices"][0]["finish_reason"] == "stop"
-    assert {event["object"] for event in events} == {"chat.completion.chunk"}
-    plain = Answers("r", "m", 5, chat=False)
-    assert plain.begin(0) == b""
-    assert json.loads(plain.piece(1, "Hi", None)[6:])["choices"] == [
+    assert {event["object"] for event in pieces} == {"chat.completion.chunk"}
+    assert (last["choices"], last["usage"]["total_tokens"]) == ([], 9)
+    plain = Answers("r", parse(b'{"model": "m", "prompt": "a"}', CompletionRequest), Usage(5))
+    assert json.loads(plain.piece(OUTPUTS[0])[6:])["choices"] == [
         {"index": 1, "text": "Hi", "logprobs": None, "finish_reason": None}
     ]
+    assert plain.piece(OUTPUTS[1]) == b""
+    assert plain.end() == b"data: [DONE]\n\n"
+
+
+def choices_of(events: list[Any]) -> list[Any]:
+    return [one for event in events for one in event["choices"]]
+
+
+def test_an_answer_in_one_piece_has_its_samples_in_order() -> None:
+    body = Answers("r", chat(), Usage(5, 4)).whole(OUTPUTS)
+    assert body["id"] == "chatcmpl-r"
+    shown = [(one["message"]["content"], one["finish_reason"]) for one in body["choices"]]
+    assert shown == [("Lo", "length"), ("Hi", "stop")]
