@@ -146,37 +146,37 @@ class Front(Entrance):
         return json_response({"status": state["status"]}, 200 if ok else 503)
 
     async def _chat(self, request: Request) -> Response:
-        asked = parse(await read_body(request, self._limits), ChatRequest)
-        current_record().take_id(asked.request_id)
-        return await run_until_disconnect(request, self._answer_chat(request, asked))
+        return await self._parsed(request, ChatRequest)
 
-    async def _answer_chat(self, request: Request, asked: ChatRequest) -> Response:
+    async def _complete(self, request: Request) -> Response:
+        return await self._parsed(request, CompletionRequest)
+
+    async def _parsed(
+        self, request: Request, kind: type[ChatRequest] | type[CompletionRequest]
+    ) -> Response:
+        asked = parse(await read_body(request, self._limits), kind)
+        current_record().take_id(asked.request_id)
+        return await run_until_disconnect(request, self._answer(request, asked))
+
+    async def _chat_tokens(self, asked: ChatRequest) -> list[int]:
         messages, variables = asked.messages, asked.variables
         # Rendering costs time per message too, so a lot of short ones count as a long text; so do
         # variables, which the template may write as often as it likes.
         size = len(msgspec.json.encode((messages, variables))) + _MESSAGE * len(messages)
-        await self._check(asked.model)
         try:
-            tokens = await _tokens(partial(self.texts.chat, messages, variables), size)
+            return await _tokens(partial(self.texts.chat, messages, variables), size)
         except TextError as error:
             raise refused("messages", f"is refused: {error}") from None
-        return await self._answer(request, asked, [tokens], "messages")
 
-    async def _complete(self, request: Request) -> Response:
-        asked = parse(await read_body(request, self._limits), CompletionRequest)
-        current_record().take_id(asked.request_id)
-        return await run_until_disconnect(request, self._answer_prompts(request, asked))
-
-    async def _answer_prompts(self, request: Request, asked: CompletionRequest) -> Response:
+    async def _prompt_tokens(self, asked: CompletionRequest) -> list[list[int]]:
         # Many short texts cost as much as a long one, so their sum counts for each.
         size = sum(len(prompt) for prompt in asked.prompts if isinstance(prompt, str))
-        found: list[list[int]] = []
-        await self._check(asked.model)
-        for prompt in asked.prompts:
-            if isinstance(prompt, str):
-                prompt = await _tokens(partial(self.texts.plain, prompt), size)
-            found.append(prompt)
-        return await self._answer(request, asked, found, "prompt")
+        return [
+            await _tokens(partial(self.texts.plain, prompt), size)
+            if isinstance(prompt, str)
+            else prompt
+            for prompt in asked.prompts
+        ]
 
     async def _announce(self, request: Request) -> Response:
         """Have what host memory has of a session loaded before its next turn comes."""
@@ -188,25 +188,18 @@ class Front(Entrance):
         await self.fleet.announce(Announcement(name, salt))
         return Response(status_code=202)
 
-    async def _check(self, name: str) -> None:
-        """Raise ApiError for another model, or if nothing can be served at the moment. Waits for
-        workers that are being started."""
-        if name != self.name:
-            raise unknown_model(name)
+    async def _answer(self, request: Request, asked: ChatRequest | CompletionRequest) -> Response:
+        """Bound the answers' length by the fleet's context, and answer. Raises ApiError."""
+        if asked.model != self.name:
+            raise unknown_model(asked.model)
+        if isinstance(asked, ChatRequest):
+            prompts, param = [await self._chat_tokens(asked)], "messages"
+        else:
+            prompts, param = await self._prompt_tokens(asked), "prompt"
         if self.draining:
             raise ApiError(503, "the server is ending", "server_error", "not_ready")
+        # What follows is of the workers that are there now.
         await self.fleet.wait_for_workers()
-
-    async def _answer(
-        self,
-        request: Request,
-        asked: ChatRequest | CompletionRequest,
-        prompts: list[list[int]],
-        param: str,
-    ) -> Response:
-        """Bound the answers' length by the fleet's context, and answer. Raises ApiError."""
-        # What follows is of the workers that are there now: they may have gone meanwhile.
-        await self._check(asked.model)
         if not all(token < self.fleet.vocab_size for token in asked.stop_token_ids):
             num = self.fleet.vocab_size
             raise refused("stop_token_ids", f"has tokens that are not in [0, {num})")

@@ -250,6 +250,7 @@ class OpenSpan:
 
     def end_answer(self, record: RequestRecord) -> None:
         """End the span of a request whose answer has been sent, or whose client has left."""
+        self.add({"prefixkv.rid": record.fields.get("id")})
         # By OpenTelemetry's conventions a server's span is no error where the client is at fault.
         if record.has_left:
             self.fail("the client left", "aborted")
