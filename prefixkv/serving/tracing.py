@@ -339,41 +339,29 @@ def current() -> OpenSpan:
 # --- a worker's requests --------------------------------------------------------------------------
 
 PHASES: Final = {
-    "decode": (
-        ("queue", "admitted_s", ("hit_tokens", "host_tokens", "shared_tokens")),
-        ("transfer", "transferred_s", ("peer", "asked_bytes", "skipped_bytes", "retries")),
-        ("compute", "transferred_s", ("decode_computed_tokens", "skipped_bytes", "retries")),
-        ("flight", "committed_s", ("shared_tokens",)),
-        ("load", "committed_s", ("host_tokens", "shared_tokens")),
-        ("first token", "first_token_s", ()),
-        ("decode", "ended_s", ("output_tokens", "retractions")),
-    ),
-    "prefill": (
-        ("promise", "promised_s", ("peer", "decode_hit_tokens")),
-        ("queue", "started_s", ()),
-        ("compute", "computed_s", ("prompt_tokens", "hit_tokens", "chunks")),
-        ("send", "ended_s", ("peer", "sent_bytes", "skipped_bytes")),
-    ),
-}
-"""By side, its spans in order: the name, the field of the record with the time at which it ends,
-and the fields that it shows as `prefixkv.FIELD`. The first begins when the request arrives, each
-other one where the one before it ends. Of "transfer" and "compute" a request has one, of "flight"
-and "load" one at most."""
+    "decode": {
+        "queue": "admitted_s", "transfer": "transferred_s", "compute": "transferred_s",
+        "flight": "committed_s", "load": "committed_s", "first token": "first_token_s",
+        "decode": "ended_s",
+    },
+    "prefill": {
+        "promise": "promised_s", "queue": "started_s", "compute": "computed_s", "send": "ended_s",
+    },
+}  # fmt: skip
+"""By side, its spans in order, and the field of the record with the time at which each ends. The
+first begins when the request arrives, each other one where the one before it ends. Of "transfer"
+and "compute" a request has one, of "flight" and "load" one at most."""
 
-_SHOWN: Final = (
-    "room", "generation", "outcome", "peer", "prompt_tokens", "hit_tokens", "host_tokens",
-    "shared_tokens", "decode_hit_tokens", "decode_computed_tokens", "output_tokens", "asked_bytes",
-    "sent_bytes", "skipped_bytes", "chunks", "retries", "retractions",
-)  # fmt: skip
+_NOT_SHOWN: Final = ("side", "rid", "namespace", "error")  # of a record; and its times
 
 
-def phases_of(record: Attributes) -> list[tuple[str, float, float, Sequence[str]]]:
-    """Return the spans of a record of the request log: (name, begin, end, fields), in seconds since
-    the request arrived. The last one is the one that was under way when the request ended.
+def phases_of(record: Attributes) -> list[tuple[str, float, float]]:
+    """Return the spans of a record of the request log: (name, begin, end), in seconds since the
+    request arrived. The last one is the one that was under way when the request ended.
 
     >>> phases_of({"side": "prefill", "promised_s": 1.0, "started_s": None, "computed_s": None,
     ...            "ended_s": 1.5})[1]
-    ('queue', 1.0, 1.5, ())
+    ('queue', 1.0, 1.5)
     """
     skipped = set()
     if record["side"] == "decode":
@@ -385,17 +373,17 @@ def phases_of(record: Attributes) -> list[tuple[str, float, float, Sequence[str]
         }  # fmt: skip
         if not record["shared_tokens"]:
             skipped.add("flight")
-    found: list[tuple[str, float, float, Sequence[str]]] = []
+    found: list[tuple[str, float, float]] = []
     begun_s = 0.0
-    for name, until, fields in PHASES[record["side"]]:
+    for name, until in PHASES[record["side"]].items():
         if name in skipped:
             continue
         if record[until] is None:
-            found.append((name, begun_s, record["ended_s"], fields))
+            found.append((name, begun_s, record["ended_s"]))
             break
         # A request that is admitted again may have one of its first times after a later step's.
         until_s = max(begun_s, record[until])
-        found.append((name, begun_s, until_s, fields))
+        found.append((name, begun_s, until_s))
         begun_s = until_s
     return found
 
@@ -486,21 +474,23 @@ class NodeSpans:
 
     def _fill(self, span: OpenSpan, record: dict[str, Any], begun_ns: int) -> None:
         """Write what a record says. An error is also one of the step that was under way."""
-        # A room is a number of 64 bits without a sign, which the protocol does not carry.
-        shown = {**record, "room": str(record["room"])}
-        span.add({f"prefixkv.{name}": shown[name] for name in _SHOWN if name in shown})
-        why, outcome = record["error"] or record["outcome"], record["outcome"]
-        is_error = outcome in ("failed", "aborted")
-        phases = phases_of(record)
-        for name, from_s, to_s, fields in phases:
-            facts = {f"prefixkv.{field}": shown[field] for field in fields}
+        span.add(
+            {
+                f"prefixkv.{name}": value for name, value in record.items()
+                if name not in _NOT_SHOWN and not name.endswith("_s")
+            }
+            # A number of 64 bits without a sign, which the protocol does not carry.
+            | {"prefixkv.room": str(record["room"])}
+        )  # fmt: skip
+        outcome, steps = record["outcome"], []
+        for name, from_s, to_s in phases_of(record):
             from_ns, to_ns = (begun_ns + round(second * 1e9) for second in (from_s, to_s))
-            step = self._tracing.start(name, span.context, attributes=facts, start_ns=from_ns)
-            if is_error and name == phases[-1][0]:
-                step.fail(why, outcome)
+            steps.append((self._tracing.start(name, span.context, start_ns=from_ns), to_ns))
+        if outcome in ("failed", "aborted"):
+            for failed in (span, steps[-1][0]):
+                failed.fail(record["error"] or outcome, outcome)
+        for step, to_ns in steps:
             step.end(to_ns)
-        if is_error:
-            span.fail(why, outcome)
 
     async def close(self) -> None:
         """End what is open, and send the last spans. Idempotent."""

@@ -261,27 +261,6 @@ async def test_without_a_key_no_page_of_others_uses_it(
         assert [name for name in answer.headers if name.startswith("access-control")] == []
 
 
-def test_requests_that_are_no_http_are_refused() -> None:
-    head = b"POST /echo HTTP/1.1\r\nhost: localhost\r\n"
-
-    async def use(site: Site, _: httpx.AsyncClient) -> None:
-        for sent in (
-            b"\x16\x03\x01\x02\x00", b"\0" * 1000, b"GET\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n",
-            head + b"content-length: -1\r\n\r\n",
-            head + b"content-length: 1\r\ncontent-length: 2\r\n\r\n",
-            head + b"transfer-encoding: chunked\r\n\r\nzz\r\n",
-            head + b"host: example.org\r\n\r\n",
-        ):  # fmt: skip
-            reader, writer = await asyncio.open_connection("127.0.0.1", site.server.port)
-            writer.write(sent)
-            writer.write_eof()
-            got = await reader.read()
-            assert got.startswith(b"HTTP/1.1 4") or not got
-            writer.close()
-
-    serve(use)
-
-
 @served()
 async def test_a_stream_ends_whole_or_where_its_client_leaves(
     site: Site, client: httpx.AsyncClient

@@ -219,7 +219,7 @@ def records(draw: st.DrawFn) -> dict[str, Any]:
     did. Its end is the last of them; one that was admitted again may have them in any order."""
     side = draw(st.sampled_from(sorted(PHASES)))
     shared, loaded = draw(st.integers(0, 5)), draw(st.integers(0, 3))
-    fields = [until for _, until, _ in PHASES[side]]
+    fields = [*PHASES[side].values()]
     times = draw(st.lists(st.floats(0, 1e6), min_size=len(fields), max_size=len(fields)))
     got = draw(st.integers(0, len(fields) - 1))
     known = dict(zip(fields[:got], times, strict=False))
@@ -235,10 +235,10 @@ def test_the_spans_of_a_record_follow_on_and_fill_its_time(record: dict[str, Any
     phases = phases_of(record)
     assert phases[0][1] == 0.0
     assert phases[-1][2] == record["ended_s"]
-    for (_, begin_s, end_s, _), (_, next_s, _, _) in itertools.pairwise(phases):
+    for (_, begin_s, end_s), (_, next_s, _) in itertools.pairwise(phases):
         assert 0 <= begin_s <= end_s == next_s
-    names = [name for name, _, _, _ in phases]
-    assert names == [one[0] for one in PHASES[record["side"]] if one[0] in names]
+    names = [name for name, _, _ in phases]
+    assert names == [one for one in PHASES[record["side"]] if one in names]
     assert ("load" in names) <= bool(record["host_tokens"])
     assert ("flight" in names) <= bool(record["shared_tokens"] and not record["host_tokens"])
     if record["side"] == "decode" and record["transferred_s"] is not None:
@@ -259,9 +259,9 @@ class Node:
 def test_spans_of_a_worker_end_with_its_requests_whatever_comes_in_between() -> None:
     memory, node = Memory(), Node()
     facts: dict[str, Any] = {
-        name: None if name == "error" else 1 for name in traces._SHOWN
-    } | {"side": "prefill", "error": None, "outcome": "sent", "room": 2**64 - 1, "promised_s": 0.1,
-         "started_s": 0.2, "computed_s": 0.3, "ended_s": 0.4}  # fmt: skip
+        "side": "prefill", "error": None, "outcome": "sent", "room": 2**64 - 1, "promised_s": 0.1,
+        "started_s": 0.2, "computed_s": 0.3, "ended_s": 0.4, "chunks": 1, "namespace": "salt",
+    }  # fmt: skip
 
     async def scene() -> None:
         loop = asyncio.get_running_loop()
@@ -297,7 +297,10 @@ def test_spans_of_a_worker_end_with_its_requests_whatever_comes_in_between() -> 
         ("open", "the worker has ended"),
     }  # fmt: skip
     whole = by["here", None]
-    assert whole.attributes["prefixkv.room"] == str(2**64 - 1)  # beyond what an int may be there
+    assert dict(whole.attributes) == {
+        "prefixkv.rid": "here", "prefixkv.outcome": "sent", "prefixkv.chunks": 1,
+        "prefixkv.room": str(2**64 - 1),  # beyond what an int may be there
+    }  # fmt: skip
     steps = [span.name for span in memory.spans if span.name != "prefill"]
     assert steps == ["promise", "queue", "compute", "send"]
     assert {parent_of(span) for span in memory.spans if span.name in steps} == {id_of(whole)}
