@@ -339,7 +339,7 @@ class _FrontRequest:
             metrics.requests.labels(outcome).inc()
             metrics.count(usage)
             self._line.fields |= {"outcome": outcome, **msgspec.structs.asdict(usage)}
-            trace.describe_answer(usage, finishes, ttft_s)
+            trace.describe_answer(usage.body(), finishes, ttft_s)
 
 
 async def _tokens(encode: Callable[[], list[int]], size: int) -> list[int]:
