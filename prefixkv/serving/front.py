@@ -62,6 +62,7 @@ from prefixkv.serving.tracing import TracedEndpoint, current
 from prefixkv.serving.wire import Announcement, Ask, TokenEvent, part_rid, salt_digest
 from prefixkv.spi import MAX_SESSION_CHARS
 
+_Asked = ChatRequest | CompletionRequest
 _SHORT: Final = 4096  # characters of a text that is tokenized in the event loop
 _MESSAGE: Final = 64  # template time of one message, in characters of tokenizer time
 
@@ -91,14 +92,15 @@ class Front(Entrance):
         self._encoding: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
         self.metrics = _FrontMetrics(fleet)
         chat, complete = (
-            TracedEndpoint(self._tracing, handler) for handler in (self._chat, self._complete)
+            TracedEndpoint(self._tracing, partial(self._serve, kind))
+            for kind in (ChatRequest, CompletionRequest)
         )
         routes = [
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/completions", complete, methods=["POST"]),
             Route("/v1/sessions/{name:path}", self._announce, methods=["POST"]),
             Route("/v1/models", self._models, methods=["GET"]),
-            Route("/v1/models/{name:path}", self._model, methods=["GET"]),
+            Route("/v1/models/{name:path}", self._models, methods=["GET"]),
             Route("/health", self._show_health, methods=["GET"]),
             *page_routes(),
         ]
@@ -131,76 +133,63 @@ class Front(Entrance):
         of one that has ended, which is then down."""
         # A front bound to all addresses is reached under the name that it was asked by.
         front = request.url.netloc or urlsplit(self.status.url).netloc
-        targets = [_target(front, "front", "front")]
-        targets += [
-            _target(urlsplit(info.status_url).netloc, info.name, info.role)
-            for _, info in sorted(self.fleet.known.items())
-        ]
-        return json_response(targets)
+        places = [(front, "front", "front")]
+        for _, info in sorted(self.fleet.known.items()):
+            places.append((urlsplit(info.status_url).netloc, info.name, info.role))
+        return json_response(
+            [
+                {"targets": [address], "labels": {"worker": worker, "role": role}}
+                for address, worker, role in places
+            ]
+        )
 
     # --- what is asked ----------------------------------------------------------------------------
 
-    async def _models(self, _: Request) -> Response:
-        context = self.fleet.context
-        return json_response(models(self.name, self._created, context, self._defaults.temperature))
-
-    async def _model(self, request: Request) -> Response:
-        if request.path_params["name"] != self.name:
-            raise unknown_model(request.path_params["name"])
-        context = self.fleet.context
-        return json_response(model(self.name, self._created, context, self._defaults.temperature))
+    async def _models(self, request: Request) -> Response:
+        about = self.name, self._created, self.fleet.context, self._defaults.temperature
+        name = request.path_params.get("name")
+        if name is None:
+            return json_response(models(*about))
+        if name != self.name:
+            raise unknown_model(name)
+        return json_response(model(*about))
 
     async def _show_health(self, _: Request) -> Response:
         """Load balancers carry no key, so the workers are not listed here."""
         ok, state = self.health()
         return json_response({"status": state["status"]}, 200 if ok else 503)
 
-    async def _chat(self, request: Request) -> Response:
+    async def _serve(self, kind: type[Any], request: Request) -> Response:
         body = await read_body(request, self._limits)
-        asked, num_bytes = parse(body, ChatRequest), len(body)
-        del body
-        # Here, since what is set in the task below is not seen by what logs a failure.
-        take_id(request.scope, asked.request_id)
-        return await run_until_disconnect(request, self._answer_chat(request, asked, num_bytes))
-
-    async def _answer_chat(self, request: Request, asked: ChatRequest, num_bytes: int) -> Response:
-        messages, variables = asked.messages, asked.variables
-        # Rendering costs time per message too, so a lot of short ones count as a long text; so do
-        # variables, which the template may write as often as it likes.
-        size = len(msgspec.json.encode((messages, variables))) + _MESSAGE * len(messages)
-        encode = partial(self.texts.chat, messages, variables=variables)
-        with self._untokenized(num_bytes):
-            await self._check(asked.model)
-            try:
-                tokens = await self._tokens(encode, size, "messages")
-            except TextError as error:
-                raise refused("messages", f"is refused: {error}") from None
-        return await self._answer(request, asked, [tokens], "messages")
-
-    async def _complete(self, request: Request) -> Response:
-        body = await read_body(request, self._limits)
-        asked = parse(body, CompletionRequest, self.fleet.context or None)
+        asked: _Asked = parse(body, kind, self.fleet.context or None)
         # A prompt of many tokens takes as much again as JSON: drop that before it waits for its
         # answer.
         num_bytes = len(body)
         del body
+        # Here, since what is set in the task below is not seen by what logs a failure.
         take_id(request.scope, asked.request_id)
-        return await run_until_disconnect(request, self._answer_prompts(request, asked, num_bytes))
+        return await run_until_disconnect(request, self._answer(request, asked, num_bytes))
 
-    async def _answer_prompts(
-        self, request: Request, asked: CompletionRequest, num_bytes: int
-    ) -> Response:
-        # Many short texts cost as much as a long one, so their sum counts for each.
-        size = sum(len(prompt) for prompt in asked.prompt if isinstance(prompt, str))
-        found: list[list[int]] = []
-        with self._untokenized(num_bytes):
-            await self._check(asked.model)
-            for prompt in asked.prompt:
-                if isinstance(prompt, str):
-                    encode = partial(self.texts.plain, prompt)
-                    prompt = await self._tokens(encode, size, "prompt")
-                found.append(prompt)
-        return await self._answer(request, asked, found, "prompt")
+    async def _prompts(self, asked: _Asked) -> list[list[int]]:
+        """Tokenize what is asked. Raises ApiError 400."""
+        if isinstance(asked, CompletionRequest):
+            # Many short texts cost as much as a long one, so their sum counts for each.
+            size = sum(len(prompt) for prompt in asked.prompt if isinstance(prompt, str))
+            return [
+                await self._tokens(partial(self.texts.plain, prompt), size, "prompt")
+                if isinstance(prompt, str)
+                else prompt
+                for prompt in asked.prompt
+            ]
+        messages, variables = asked.messages, asked.variables
+        # Rendering costs time per message too, so a lot of short ones count as a long text; so do
+        # variables, which the template may write as often as it likes.
+        size = len(msgspec.json.encode((messages, variables))) + _MESSAGE * len(messages)
+        try:
+            encode = partial(self.texts.chat, messages, variables=variables)
+            return [await self._tokens(encode, size, "messages")]
+        except TextError as error:
+            raise refused("messages", f"is refused: {error}") from None
 
     async def _announce(self, request: Request) -> Response:
         """Have what host memory has of a session loaded before its next turn comes."""
@@ -255,28 +244,26 @@ class Front(Entrance):
             raise ApiError(503, "the server is ending", "server_error", "not_ready")
         await self.fleet.wait_for_workers()
 
-    async def _answer(
-        self,
-        request: Request,
-        asked: ChatRequest | CompletionRequest,
-        prompts: list[list[int]],
-        param: str,
-    ) -> Response:
+    async def _answer(self, request: Request, asked: _Asked, num_bytes: int) -> Response:
         """Bound the answers' length by the fleet's context, and answer. Raises ApiError."""
+        with self._untokenized(num_bytes):
+            await self._check(asked.model)
+            prompts = await self._prompts(asked)
         # What follows is of the workers that are there now: they may have gone meanwhile.
         await self._check(asked.model)
-        if not all(token < self.fleet.vocab_size for token in asked.stop_token_ids or ()):
-            num = self.fleet.vocab_size
-            raise refused("stop_token_ids", f"has tokens that are not in [0, {num})")
+        chat, num = isinstance(asked, ChatRequest), self.fleet.vocab_size
+        param = "messages" if chat else "prompt"
+        # Checked here, since a worker would report it only after the request was placed.
+        for name, tokens in (
+            ("stop_token_ids", asked.stop_token_ids), *((param, prompt) for prompt in prompts)
+        ):  # fmt: skip
+            if tokens and not 0 <= min(tokens) <= max(tokens) < num:
+                raise refused(name, f"has tokens that are not in [0, {num})")
         sampling, hints = asked.sampling(**self._defaults._asdict()), asked.hints(request)
         # The salt is the client's secret: workers and their caches see only a digest of it.
         salt = salt_digest(asked.cache_salt) if asked.cache_salt else ""
         # Workers separate the parts of their own ids by "/".
         rid = self._new_rid(id_of(request.scope).replace("/", "%2F"))
-        # Checked here, since a worker would report it only after the request was placed.
-        num = self.fleet.vocab_size
-        if not all(0 <= min(tokens) <= max(tokens) < num for tokens in prompts if tokens):
-            raise refused(param, f"has tokens that are not in [0, {num})")
         asks: list[Ask] = []
         count_samples(request, len(prompts) * asked.num_samples)
         # All are checked before the first is asked: one that is refused refuses the call.
@@ -285,9 +272,8 @@ class Front(Entrance):
             # All prompts have one id in the request log; workers need one for each.
             part = part_rid(rid, number) if len(prompts) > 1 else rid
             ask = Ask(part, tokens, "", sampling, most, asked.num_samples, salt, hints=hints)
-            current().describe_ask(ask, self.name, isinstance(asked, ChatRequest), asked.streams)
+            current().describe_ask(ask, self.name, chat, asked.streams)
             asks.append(ask)
-        answers = Answers(rid, self.name, int(time.time()), isinstance(asked, ChatRequest))
         line = line_of(request.scope)
         line.fields |= {
             "id": rid, "stream": asked.streams, "prompts": len(asks),
@@ -295,13 +281,12 @@ class Front(Entrance):
         }  # fmt: skip
         extras = None
         if sampling.logprobs is not None:
-            extras = AnswerLogprobs(self._token_texts, isinstance(asked, ChatRequest))
+            extras = AnswerLogprobs(self._token_texts, chat)
+        answers = Answers(rid, self.name, int(time.time()), chat)
         run = _FrontRequest(self, asks, answers, asked, line, extras)
         return await (run.stream() if asked.streams else run.whole())
 
-    def _most_tokens(
-        self, num_prompt: int, asked: ChatRequest | CompletionRequest, param: str
-    ) -> int:
+    def _most_tokens(self, num_prompt: int, asked: _Asked, param: str) -> int:
         """Raises ApiError if the context has no room for an answer."""
         if not num_prompt:
             raise refused(param, "has no tokens")
@@ -318,9 +303,8 @@ class _FrontRequest:
     sample` is of prompt `i`, as OpenAI counts."""
 
     def __init__(
-        self, front: Front, asks: list[Ask], answers: Answers,
-        asked: ChatRequest | CompletionRequest, line: RequestLine,
-        extras: AnswerLogprobs | None = None,
+        self, front: Front, asks: list[Ask], answers: Answers, asked: _Asked, line: RequestLine,
+        extras: AnswerLogprobs | None,
     ) -> None:  # fmt: skip
         self._limits, self._metrics, self._line = front._limits, front.metrics, line
         self._answers, self._tells_usage = answers, asked.streams_usage
@@ -439,17 +423,15 @@ class _FrontRequest:
             metrics.count(usage)
             self._line.fields["outcome"] = outcome
             self._line.add(
-                prompt_tokens=usage.prompt_tokens, output_tokens=usage.completion_tokens,
-                decode_hit_tokens=usage.decode_hit_tokens, shared_tokens=usage.shared_tokens,
-                prefill_hit_tokens=usage.prefill_hit_tokens,
-                decode_host_tokens=usage.decode_host_tokens,
-                decode_computed_tokens=usage.decode_computed_tokens,
+                output_tokens=usage.completion_tokens, shared_tokens=usage.shared_tokens,
+                **{f"{kind}_tokens": number for kind, number in _of_prompts(usage).items()},
             )  # fmt: skip
             trace.describe_answer(usage, finishes, ttft_s)
 
 
-def _target(address: str, worker: str, role: str) -> dict[str, Any]:
-    return {"targets": [address], "labels": {"worker": worker, "role": role}}
+def _of_prompts(usage: Usage) -> dict[str, int]:
+    kinds = "prompt", "decode_hit", "prefill_hit", "decode_host", "decode_computed"
+    return {kind: getattr(usage, f"{kind}_tokens") for kind in kinds}
 
 
 class _FrontMetrics:
@@ -474,12 +456,7 @@ class _FrontMetrics:
         self.collectors = [self.requests, self.ttft, self._tokens, self]
 
     def count(self, usage: Usage) -> None:
-        for kind, number in (
-            ("prompt", usage.prompt_tokens), ("answer", usage.completion_tokens),
-            ("decode_hit", usage.decode_hit_tokens), ("prefill_hit", usage.prefill_hit_tokens),
-            ("decode_host", usage.decode_host_tokens),
-            ("decode_computed", usage.decode_computed_tokens),
-        ):  # fmt: skip
+        for kind, number in {"answer": usage.completion_tokens, **_of_prompts(usage)}.items():
             self._tokens.labels(kind).inc(number)
 
     def collect(self) -> list[Metric]:
