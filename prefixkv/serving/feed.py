@@ -17,7 +17,7 @@ from typing import Final
 import msgspec
 
 from prefixkv.errors import ProtocolError
-from prefixkv.serving.waits import wait_set
+from prefixkv.serving.streams import wait_set
 from prefixkv.serving.wire import LIFE_SIGN_S
 from prefixkv.spi import EventBatch
 

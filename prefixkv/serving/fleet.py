@@ -34,9 +34,8 @@ from prefixkv.serving.client import make_client, pieces_of
 from prefixkv.serving.failures import ApiError, answer_ended, failed, is_inner, is_not_finite
 from prefixkv.serving.feed import batches_of
 from prefixkv.serving.router import BoundedAffinityRouter, Route
-from prefixkv.serving.streams import read_some
+from prefixkv.serving.streams import wait_set
 from prefixkv.serving.tracing import current
-from prefixkv.serving.waits import wait_set
 from prefixkv.serving.wire import (
     SILENCE_S,
     Announcement,
@@ -55,7 +54,6 @@ logger = logging.getLogger("prefixkv.fleet")
 _ATTEMPTS: Final = 3  # at a request without any output yet
 _AGAIN_S: Final = 1.0  # pause before another try to reach a worker
 _FIRST_START_S: Final = 15.0  # expected, where none was measured
-_REFUSAL_BYTES: Final = 64 << 10
 _TICK_S: Final = 0.5
 _QUIET_TICKS: Final = 10  # until a worker counts as silent: it has missed two signs of life
 _GIVEN_UP_TICKS: Final = round(SILENCE_S / _TICK_S)  # until no request waits for it any more
@@ -394,7 +392,7 @@ class Fleet:
             try:
                 on_attempt(*(route.worker for _, route in chosen))
                 facts["prefixkv.attempt"] = attempt
-                with current().call("generate", facts) as step:
+                with current().part("generate", facts, is_call=True) as step:
                     tokens = self._stream(decode, sent, step.headers)
                     async with contextlib.aclosing(tokens) as stream:
                         output = await _first(stream, members)
@@ -453,7 +451,7 @@ class Fleet:
         try:
             async with self._client.post(url, data=io.BytesIO(body), headers=headers) as answer:
                 if answer.status != 200:
-                    refusal = await read_some(pieces_of(self._client, answer), _REFUSAL_BYTES)
+                    refusal = await answer.read()
                     raise _refusal_error(decode.name, answer.status, refusal)
                 rest = b""
                 async for piece in pieces_of(self._client, answer):

@@ -355,7 +355,7 @@ def run_front(launch: Callable[[], Launch[Any]], *, with_torch: bool = False) ->
         return await made.run()
 
     try:
-        return interrupts.run(main)
+        return asyncio.run(main())
     finally:
         if is_without_torch:
             del sys.modules["torch"]

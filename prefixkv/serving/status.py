@@ -15,9 +15,8 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
 from prefixkv.serving.config import ListenSettings
-from prefixkv.serving.http import HttpServer, StatusServer, json_response, make_app
-from prefixkv.serving.outcomes import Outcomes
-from prefixkv.serving.request_file import RequestFile
+from prefixkv.serving.http import HttpServer, json_response, make_app
+from prefixkv.serving.log import Outcomes, RequestFile
 from prefixkv.serving.tracing import make_tracing
 from prefixkv.settings import is_loopback_host
 
@@ -27,7 +26,7 @@ def bind(app: ASGIApp, status: ASGIApp, listen: ListenSettings) -> tuple[HttpSer
     bound, with neither left open."""
     server = HttpServer(app, listen.host, listen.port, listen.limits)
     try:
-        return server, StatusServer(status, listen.status_host, listen.status_port, listen.limits)
+        return server, HttpServer(status, listen.status_host, listen.status_port, listen.limits)
     except BaseException:
         server.close()
         raise
@@ -64,22 +63,18 @@ class Entrance:
             most = self._limits.max_requests_per_client
         else:
             kind, who = "worker", node.peer_id.name
-        outcomes = Outcomes(kind, {"node": who, "side": self._kind}, self._file, node is not None)
-        app = outcomes.watch(make_app(routes, listen.api_key, open_paths, most))
+        outcomes = Outcomes(kind, {"node": who, "side": self._kind}, self._file)
+        app = make_app(routes, listen.api_key, open_paths, most, outcomes)
         registry = CollectorRegistry(auto_describe=False)
         # Imported only here: a front and a proxy have no node, and need not load its runtime.
         if node is not None:
             from prefixkv.spi import NodeCollector
 
             collectors = NodeCollector(node), *collectors
-        for collector in (*collectors, outcomes):
+        for collector in (*collectors, *outcomes.collectors):
             registry.register(collector)
         status = self._status_app(registry, status_routes)
-        try:
-            self.server, self.status = bind(app, status, listen)
-        except BaseException:
-            self._tracing.give_up()  # its thread has no other end
-            raise
+        self.server, self.status = bind(app, status, listen)
         self._servers = [self.server, self.status]
 
     def _status_app(self, registry: CollectorRegistry, routes: Sequence[BaseRoute]) -> ASGIApp:

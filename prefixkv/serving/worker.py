@@ -30,7 +30,7 @@ from starlette.routing import Route
 from prefixkv import DecodeConfig, PrefillConfig, PrefixKVError
 from prefixkv.engines.hf.requests import AnswerToken, Generate, PrefillJob
 from prefixkv.errors import CallerError, CapacityError, ClosedError, DrainingError
-from prefixkv.serving.client import make_client, pieces_of
+from prefixkv.serving.client import make_client
 from prefixkv.serving.config import (
     OPTION_NAMES,
     DecodeWorkerConfig,
@@ -46,11 +46,10 @@ from prefixkv.serving.http import (
     json_response,
     read_body,
 )
-from prefixkv.serving.outcomes import line_of
+from prefixkv.serving.record import current_record
 from prefixkv.serving.status import Entrance
-from prefixkv.serving.streams import read_some
+from prefixkv.serving.streams import wait_set
 from prefixkv.serving.tracing import NodeSpans
-from prefixkv.serving.waits import wait_set
 from prefixkv.serving.wire import (
     LIFE_SIGN_S,
     AbortJobs,
@@ -286,7 +285,7 @@ class PrefillWorker(Worker):
 
     async def _job(self, request: Request) -> Response:
         job = await self._read(request, PrefillJob)
-        line_of(request.scope).fields["id"] = front_rid(job.rid)
+        current_record().fields["id"] = front_rid(job.rid)
         job = _for_engine(job)
         with self._spans.begin(request.headers, job.rid):
             await self._call(lambda engine: engine.submit(job))
@@ -372,7 +371,7 @@ class DecodeWorker(Worker):
 
     async def _generate(self, request: Request) -> Response:
         ask = await self._read(request, Ask)
-        line_of(request.scope).fields["id"] = front_rid(ask.rid)
+        current_record().fields["id"] = front_rid(ask.rid)
         if ask.rid in self._open:
             raise ApiError(400, f"request {ask.rid!r} is here already", code="RequestError")
         wanted = _for_engine(ask)
@@ -460,8 +459,8 @@ class DecodeWorker(Worker):
             body = io.BytesIO(msgspec.json.encode(sent))
             asked = self._client.post(f"{url}/jobs", data=body, headers=one.headers)
             async with asked as answer:
-                said = await read_some(pieces_of(self._client, answer), _REASON_CHARS)
-            why = "" if answer.status == 202 else f"{answer.status} {said.decode(errors='replace')}"
+                said = (await answer.read())[:_REASON_CHARS].decode(errors="replace")
+            why = "" if answer.status == 202 else f"{answer.status} {said}"
         except (aiohttp.ClientError, TimeoutError) as error:
             how, why = "does not answer", f"{type(error).__name__} {error}"
         if why:

@@ -206,7 +206,7 @@ def test_sigterm_lets_a_stream_end_and_leaves_no_process(expected: Expected) -> 
             stream.close()
         else:
             raise AssertionError("no request has come while another ran")
-        assert "1 requests of this client" in str(refused)
+        assert "of this client: at most 1" in str(refused)
         assert refused.response.headers["retry-after"] == "1"
         pids = [worker["pid"] for worker in serve.workers().values()]
         serve.signal()
