@@ -163,7 +163,7 @@ class Fleet:
         self.known: dict[str, WorkerInfo] = {}
         # In the order in which an attempt's workers are chosen.
         self.routers = {role: BoundedAffinityRouter() for role in ("decode", "prefill")}
-        self.starts: list[Start] = []  # of all workers that something starts
+        self.starts: Sequence[Start] = ()  # of all workers that something starts
         self._start_timeout_s = start_timeout_s
         self._closed = False
         self._joined = asyncio.Event()  # replaced whenever it is set: by each worker that comes

@@ -82,13 +82,16 @@ class Front(Entrance):
         self._answer_tokens = answer_tokens
         self._created = int(time.time())
         self.metrics = _FrontMetrics(fleet)
-        chat, complete = map(self._tracing.traced, (self._chat, self._complete))
+        chat, complete = (
+            self._tracing.traced(partial(self._serve, kind))
+            for kind in (ChatRequest, CompletionRequest)
+        )
         routes = [
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/completions", complete, methods=["POST"]),
             Route("/v1/sessions/{name:path}", self._announce, methods=["POST"]),
             Route("/v1/models", self._models, methods=["GET"]),
-            Route("/v1/models/{name:path}", self._model, methods=["GET"]),
+            Route("/v1/models/{name:path}", self._models, methods=["GET"]),
             Route("/health", self._show_health, methods=["GET"]),
             *page_routes(),
         ]
@@ -121,38 +124,34 @@ class Front(Entrance):
         of one that has ended, which is then down."""
         # A front bound to all addresses is reached under the name that it was asked by.
         front = request.url.netloc or urlsplit(self.status.url).netloc
-        targets = [_target(front, "front", "front")]
-        targets += [
-            _target(urlsplit(info.status_url).netloc, info.name, info.role)
-            for _, info in sorted(self.fleet.known.items())
-        ]
-        return json_response(targets)
+        places = [(front, "front", "front")]
+        for _, info in sorted(self.fleet.known.items()):
+            places.append((urlsplit(info.status_url).netloc, info.name, info.role))
+        return json_response(
+            [
+                {"targets": [address], "labels": {"worker": worker, "role": role}}
+                for address, worker, role in places
+            ]
+        )
 
     # --- what is asked ----------------------------------------------------------------------------
 
-    async def _models(self, _: Request) -> Response:
-        context = self.fleet.context
-        return json_response(models(self.name, self._created, context, self._defaults.temperature))
-
-    async def _model(self, request: Request) -> Response:
-        if request.path_params["name"] != self.name:
-            raise unknown_model(request.path_params["name"])
-        context = self.fleet.context
-        return json_response(model(self.name, self._created, context, self._defaults.temperature))
+    async def _models(self, request: Request) -> Response:
+        about = self.name, self._created, self.fleet.context, self._defaults.temperature
+        name = request.path_params.get("name")
+        if name is None:
+            return json_response(models(*about))
+        if name != self.name:
+            raise unknown_model(name)
+        return json_response(model(*about))
 
     async def _show_health(self, _: Request) -> Response:
         """Load balancers carry no key, so the workers are not listed here."""
         ok, state = self.health()
         return json_response({"status": state["status"]}, 200 if ok else 503)
 
-    async def _chat(self, request: Request) -> Response:
-        return await self._parsed(request, ChatRequest)
-
-    async def _complete(self, request: Request) -> Response:
-        return await self._parsed(request, CompletionRequest)
-
-    async def _parsed(
-        self, request: Request, kind: type[ChatRequest] | type[CompletionRequest]
+    async def _serve(
+        self, kind: type[ChatRequest] | type[CompletionRequest], request: Request
     ) -> Response:
         asked = parse(await read_body(request, self._limits), kind)
         current_record().take_id(asked.request_id)
@@ -345,10 +344,6 @@ class _FrontRequest:
 async def _tokens(encode: Callable[[], list[int]], size: int) -> list[int]:
     """Tokenize a text that costs the time of `size` characters; a long one in a thread."""
     return encode() if size <= _SHORT else await asyncio.to_thread(encode)
-
-
-def _target(address: str, worker: str, role: str) -> dict[str, Any]:
-    return {"targets": [address], "labels": {"worker": worker, "role": role}}
 
 
 class _FrontMetrics:

@@ -49,15 +49,15 @@ class WorkerFailedError(PrefixKVError):
     """A worker does not start; its own output on stderr says why."""
 
 
-class Kept:
+class Kept(Start):
     """One worker, which is brought back until it is ended. Used on one event loop. Each of its
     lives is in `fleet`. `ready` is done at the first start, or has the error that ends the
     launch."""
 
     def __init__(self, role: str, name: str, fleet: Any) -> None:
+        super().__init__(role)
         self._name, self._fleet = name, fleet
         self._has_served = self._ending = False
-        self.start = Start(role)
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._keep())
 
@@ -70,7 +70,7 @@ class Kept:
             elif not self._ending:
                 logger.exception("%s is given up", self._name)
         finally:
-            self.start.give_up()
+            self.give_up()
 
     async def _live_on(self) -> None:
         raise NotImplementedError
@@ -78,13 +78,13 @@ class Kept:
     def _serves(self, info: WorkerInfo) -> None:
         """Raises ConfigError where it cannot work with the others."""
         self._fleet.add(info)
-        self.start.served()
+        self.served()
         self._has_served = True
         if not self.ready.done():
             self.ready.set_result(None)
 
     def _has_gone(self, info: WorkerInfo) -> None:
-        self.start.begin()  # first: requests that find it gone wait for the next
+        self.begin()  # first: requests that find it gone wait for the next
         self._fleet.remove(info.name, info.life)
 
     async def end(self, grace_s: float) -> None:
@@ -124,7 +124,7 @@ class Followed(Kept):
         other = fleet.members.get(seen.name)
         if other is not None and seen == other.info:
             return seen
-        self.start.role = seen.role
+        self.role = seen.role
         if bool(self._model) == seen.model.startswith(f"{NAME} model "):
             raise ConfigError(f"its model is {seen.model!r}, MODEL of the front {self._model!r}")
         if former is not None:  # it is over, and keeps no other worker out
@@ -147,7 +147,7 @@ class Child(Kept):
     def __init__(
         self, role: str, environ: Mapping[str, str], fleet: Any, within: Sequence[str] = ()
     ) -> None:
-        self._role, self._environ, self._within = role, dict(environ), within
+        self._environ, self._within = dict(environ), within
         self._process: Process | None = None
         super().__init__(role, f"a {role} worker", fleet)
 
@@ -162,7 +162,7 @@ class Child(Kept):
                 return
             # A life that served resets the pause; one that never did doubles it.
             pause_s = _FIRST_PAUSE_S if info is not None else min(2 * pause_s, _LONGEST_PAUSE_S)
-            self.start.begin(pause_s)
+            self.begin(pause_s)
             await asyncio.sleep(pause_s)
 
     async def _live(self) -> WorkerInfo | None:
@@ -170,7 +170,7 @@ class Child(Kept):
         # A session of its own: Ctrl-C in a terminal reaches this process alone, which then drains.
         try:
             process = self._process = await asyncio.create_subprocess_exec(
-                *self._within, sys.executable, "-m", "prefixkv.cli.main", "worker", self._role,
+                *self._within, sys.executable, "-m", "prefixkv.cli.main", "worker", self.role,
                 env=self._environ, stdin=DEVNULL, stdout=PIPE, start_new_session=True,
                 limit=_LINE_BYTES,
             )  # fmt: skip
@@ -270,7 +270,7 @@ class Launch(Generic[C]):
         try:
             await front.status.start()
             await self._begin(fleet, name)
-            fleet.starts = [worker.start for worker in self._workers]
+            fleet.starts = self._workers
             ready = asyncio.gather(*(worker.ready for worker in self._workers))
             await asyncio.wait(
                 (ready, stopping), return_when=asyncio.FIRST_COMPLETED,

@@ -22,7 +22,7 @@ from typing import Annotated, Final
 
 from msgspec import Meta
 
-from prefixkv.errors import CallerError, shown
+from prefixkv.errors import CallerError
 from prefixkv.settings import CountOrZero, Number, Seconds, SecondsOrZero, check_fields, check_time
 from prefixkv.spi import CheckpointRemoved, CheckpointStored, Cleared, EventBatch, Removed, Stored
 
@@ -265,23 +265,20 @@ class BoundedAffinityRouter:
 
     def route(
         self, keys: Sequence[bytes], now_s: float, *, namespace: Hashable = None,
-        work: float | None = None, among: Collection[str] | None = None,
+        among: Collection[str] | None = None,
     ) -> Route:  # fmt: skip
-        """Choose a worker, and count the request there until `ended`. O(workers * log pages of the
-        prompt).
+        """Choose a worker, and count the request there until `ended`: its work is the pages of its
+        prompt, plus one. O(workers * log pages of the prompt).
 
         Args:
             keys: of the prompt's whole pages, `cache.events.page_keys`; empty for a request that is
                 not to be cached.
-            work: what it adds to a load; by default the pages of its prompt, plus one.
             among: only these workers may be chosen (the others drain, say).
-        Raises CallerError, with nothing changed: no worker to choose from, or an unknown one; work
-        that is no number from 0 on; a time that is none.
+        Raises CallerError, with nothing changed: no worker to choose from, or an unknown one; a
+        time that is no number.
         """
         check_time(now_s)
-        work = len(keys) + 1.0 if work is None else work
-        if not 0 <= work < math.inf:
-            raise CallerError(f"work is {shown(work)}, a number of at least 0 is needed")
+        work = len(keys) + 1.0
         names = self._workers if among is None else map(self._known, among)
         workers = {name: self._workers[name] for name in names}
         if not workers:

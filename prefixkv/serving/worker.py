@@ -187,6 +187,14 @@ class Worker(Entrance):
     def _routes(self) -> list[Route]:
         raise NotImplementedError
 
+    def _make_pool(self, model: Any, shared: bool = False, **windows: int) -> Any:
+        """`windows`: what `make_pool` gets of a group of layers with a window."""
+        settings = self.settings
+        return model.make_pool(
+            settings.num_pages, settings.page_size, settings.layout, shared,
+            window_pages=settings.window_pages, **windows,
+        )  # fmt: skip
+
     def _after_step(self) -> None:
         """Called on the engine's thread."""
         self._events.after_step()
@@ -263,10 +271,10 @@ class PrefillWorker(Worker):
 
         chunk_tokens = self.config.chunk_tokens
         model, node = _model(self.settings, self.config.node)
-        pool = _pool(
-            self.settings, model, step_tokens=chunk_tokens, checkpoints=node.checkpoints,
-            requests=min(node.max_running, _WINDOWS_OF_PREFILL),
-        )  # fmt: skip
+        requests = min(node.max_running, _WINDOWS_OF_PREFILL)
+        pool = self._make_pool(
+            model, requests=requests, step_tokens=chunk_tokens, checkpoints=node.checkpoints
+        )
         return PrefillEngine(model, pool, node, chunk_tokens)
 
     def _routes(self) -> list[Route]:
@@ -332,17 +340,19 @@ class DecodeWorker(Worker):
         await super().start()
 
     def _make_engine(self) -> Any:
-        from prefixkv.engines.hf import DecodeEngine
+        from prefixkv.engines.hf import DecodeEngine, load_tokenizer
+        from prefixkv.engines.hf.small import small_tokenizer
 
+        models = self.settings.models
         model, node = _model(self.settings, self.config.node)
         # Prefill copies into decode's memory, where it may map it.
-        shared = node.transport.backend != "nixl" and self.settings.models.device == "cpu"
-        pool = _pool(
-            self.settings, model, shared, requests=node.max_running,
-            step_tokens=1 if node.compute is None else node.compute.chunk_tokens,
+        shared = node.transport.backend != "nixl" and models.device == "cpu"
+        step_tokens = 1 if node.compute is None else node.compute.chunk_tokens
+        pool = self._make_pool(
+            model, shared, requests=node.max_running, step_tokens=step_tokens,
             checkpoints=node.checkpoints,
         )  # fmt: skip
-        tokenizer = _tokenizer(self.settings.models.model)
+        tokenizer = load_tokenizer(models.model) if models.model else small_tokenizer()
         return DecodeEngine(model, pool, node, tokenizer, self.config.thinking, shared)
 
     def _routes(self) -> list[Route]:
@@ -509,38 +519,20 @@ def _model(settings: WorkerSettings, node: C) -> tuple[Any, C]:
     from prefixkv.engines.hf.models import ExtraState, check_extra, extra_state_of
     from prefixkv.engines.hf.small import small_model
 
-    models = settings.models
-    extra = ExtraState.NONE
-    if models.model:
-        extra = extra_state_of(models.model, models.context or None)
+    models, context = settings.models, settings.models.context or None
+    extra = extra_state_of(models.model, context) if models.model else ExtraState.NONE
     check_extra(extra, node.checkpoints, settings.window_pages)
     if models.threads:
         torch.set_num_threads(models.threads)
-    options: dict[str, Any] = {"device": models.device, "context": models.context or None}
+    options: dict[str, Any] = {"device": models.device, "context": context}
     if models.dtype:
         options["dtype"] = models.dtype
-    if models.model:
-        model = load_model(models.model, **options)
-    else:
-        model = small_model(models.seed, **options)
+    model: Any = (
+        load_model(models.model, **options) if models.model else small_model(models.seed, **options)
+    )
     # Two workers that differ then name the option of ours that sets the field they differ in.
     model.identity = replace(model.identity, option_names=OPTION_NAMES)
     return model, model.configured(node, settings.num_pages, settings.page_size)
-
-
-def _pool(settings: WorkerSettings, model: Any, shared: bool = False, **windows: int) -> Any:
-    """`windows`: what is said to `make_pool` of a group of layers with a window."""
-    return model.make_pool(
-        settings.num_pages, settings.page_size, settings.layout, shared,
-        window_pages=settings.window_pages, **windows,
-    )  # fmt: skip
-
-
-def _tokenizer(folder: str) -> Any:
-    from prefixkv.engines.hf import load_tokenizer
-    from prefixkv.engines.hf.small import small_tokenizer
-
-    return load_tokenizer(folder) if folder else small_tokenizer()
 
 
 def _event_of(output: Any) -> TokenEvent:

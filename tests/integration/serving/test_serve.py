@@ -20,6 +20,7 @@ from tests.support.served import (
     at_rest,
     client_of,
     get,
+    greedy,
     under_way,
 )
 
@@ -39,12 +40,6 @@ def said():
 
 gc.freeze = said
 """
-
-
-def greedy(client: openai.OpenAI, messages: list[dict[str, str]], num: int, **more: object):
-    return client.chat.completions.create(
-        model="small", messages=messages, max_tokens=num, temperature=0, **more
-    )
 
 
 def test_a_front_knows_what_its_workers_have_cached(serve: Serve, client: openai.OpenAI) -> None:

@@ -92,14 +92,14 @@ def test_a_child_says_that_it_is_started_and_that_it_is_given_up() -> None:
 
     async def main() -> None:
         under_way: list[bool] = []
-        note = lambda *_: under_way.append(child.start.is_under_way)  # noqa: E731
+        note = lambda *_: under_way.append(child.is_under_way)  # noqa: E731
         within = [sys.executable, "-c", f"print({line!r}, flush=True)"]
         child = Child("decode", os.environ, SimpleNamespace(add=note, remove=note), within)
         # It ends at once, and is started again.
         await until(lambda: len(under_way) == 4)
         await child.end(0)
         assert all(under_way)
-        assert not child.start.is_under_way
+        assert not child.is_under_way
 
     asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
 

@@ -18,7 +18,7 @@ from prefixkv.errors import ConfigError
 from prefixkv.proxy.config import ProxyConfig
 from prefixkv.serving.config import KINDS, FrontConfig, ListenSettings, ServeConfig
 from prefixkv.serving.launch import ServeLaunch
-from prefixkv.serving.roles import role_environs, without_settings
+from prefixkv.serving.roles import role_environs
 from prefixkv.settings import PREFIX, fields_of, load, settings_of
 from tests.support.processes import ROOT
 
@@ -247,9 +247,3 @@ def test_the_settings_of_all_commands_are_known_where_only_the_core_is() -> None
     assert have <= known_variables()
     check_environ(dict.fromkeys(known_variables(), "x"))
     assert {PREFIX + name for name in _OF_SERVING} <= have, "no command has it any more"
-
-
-def test_a_child_inherits_what_is_no_setting() -> None:
-    environ = {"PATH": "x", "PREFIXKV_DEBUG": "1", "PREFIXKV_PORT": "1", "PREFIXKV_POLICY": "lru",
-               "PREFIXKV_CHUNK_TOKENS": "3"}  # fmt: skip
-    assert without_settings(environ) == {"PATH": "x", "PREFIXKV_DEBUG": "1"}
