@@ -33,7 +33,7 @@ from vllm.v1.core.kv_cache_utils import (
     maybe_convert_block_hash,
 )
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequestType
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.request import RequestStatus
 
@@ -42,6 +42,7 @@ from prefixkv.engines.vllm.host_events import HostEvent
 from prefixkv.engines.vllm.shadow import GovernedQueue
 from prefixkv.engines.vllm.versions import check_takes, installed_version
 
+WAKEUP = (EngineCoreRequestType.WAKEUP, None)  # an input of which the engine does nothing
 check_takes(GovernedQueue.popleft_n, FreeKVCacheBlockQueue.popleft_n, "popleft_n")
 
 

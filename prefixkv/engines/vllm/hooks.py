@@ -20,6 +20,7 @@ from prefixkv.engines.vllm.compat import (
     unwatched,
 )
 from prefixkv.engines.vllm.scheduler import SchedulerSide
+from prefixkv.engines.vllm.wakeup import rest
 
 
 def install(scheduler: Any, core: Any, process: Any) -> None:
@@ -121,14 +122,15 @@ def _wrap_set_weight_version(original: Any) -> Any:
 def _wrap_process_engine_step(original: Any) -> Any:
     @functools.wraps(original)
     def _process_engine_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        side = _side(self.scheduler)
+        # Before the step, so that no ring is lost that comes behind it.
+        if side is not None:
+            self.scheduler.connector.wakeups.inputs = self.input_queue
         executed = original(self, *args, **kwargs)
-        # After the step, so that its orders and reports are out before the engine sleeps.
-        side = None if executed else _side(self.scheduler)
-        if side is not None and _may_rest(self):
-            timeout_s = side.rest_s()
-            if timeout_s > 0.0:
-                with unwatched():
-                    self.scheduler.connector.rest.wait(self.input_queue, timeout_s)
+        # After it, so that its orders and reports are out before the engine sleeps.
+        if side is not None and not executed and _may_rest(self) and (timeout_s := side.rest_s()):
+            with unwatched():
+                rest(self.input_queue, timeout_s)
         return executed
 
     return _process_engine_step

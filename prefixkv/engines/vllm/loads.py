@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prefixkv.engines.vllm.asks import LoadAsk, computes_all, digest_of
+from prefixkv.engines.vllm.blocks import Ledger
 from prefixkv.engines.vllm.groups import Tables
-from prefixkv.engines.vllm.ledger import Ledger
 from prefixkv.engines.vllm.orders import Open, Refuse, WorkerReport
 from prefixkv.errors import CallerError, RequestError, check_laws
 from prefixkv.spi import pages_for

@@ -19,11 +19,10 @@ from prefixkv.engines.vllm.asks import (
     leave_out_last_token,
     namespace_of,
 )
-from prefixkv.engines.vllm.blocks import BlockPool, Flights
+from prefixkv.engines.vllm.blocks import BlockPool, Flights, Ledger
 from prefixkv.engines.vllm.compute import OwnCompute
 from prefixkv.engines.vllm.groups import BlockGroups, Tables
 from prefixkv.engines.vllm.host import HostBlocks
-from prefixkv.engines.vllm.ledger import Ledger
 from prefixkv.engines.vllm.loads import ScheduledLoads
 from prefixkv.engines.vllm.options import ConnectorOptions, ServerSetup
 from prefixkv.engines.vllm.orders import StepOrders, WorkerReport
@@ -510,7 +509,7 @@ class SchedulerSide:
         return (
             orders.weights_version is not None  # the workers learn it in a step
             or any(self.rest.has_wakeups or not send.is_offer for send in sends)
-            or bool(orders.before or orders.cleared)
+            or bool(orders.late or orders.cleared)
             or self.loads.any_expected
             or self.host.num_copies > 0
         )
@@ -530,17 +529,14 @@ class SchedulerSide:
         nothing changed, for a string that is no version."""
         check_version(weights_version)  # first, since it raises: nothing is flushed then
         self.flush()
-        # Rooms that were ordered before belong to the former version, later ones to the new. The
-        # flush's aborts go into `before` with the rooms that they end.
-        self.ledger.orders = StepOrders(weights_version=weights_version, before=self.ledger.orders)
+        self.ledger.orders.weights_version = weights_version
 
     def rest_s(self) -> float:
         """Return the seconds that the engine may rest unless something comes; 0: it has to step."""
-        if self.ledger.orders or not self.rest.may_rest:
-            return 0.0
         # The end of an offer's grace is the one event that no worker rings for: wake up for it.
         next_s = self.sends.next_grace_s
-        return self.rest.limited(None if next_s is None else next_s - self.ledger.now_s())
+        left_s = None if next_s is None else next_s - self.ledger.now_s()
+        return 0.0 if self.ledger.orders else self.rest.seconds(left_s)
 
     # --- counts -----------------------------------------------------------------------------------
 

@@ -173,7 +173,7 @@ def _use(made: Made) -> dict[str, Any]:
     return {
         "advertise": connector._options.advertise,
         "governed": type(made.pool.free_block_queue).__name__,
-        "rests": connector._wakeups is not None,
+        "rests": connector.wakeups is not None,
         "stats": None if stats is None else stats.data,
         "extension": hasattr(WorkerExtension, "prefixkv_lost_peers"),
         "lines": lines,

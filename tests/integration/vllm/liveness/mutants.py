@@ -45,7 +45,7 @@ def _promises_are_lost(patch: Patch) -> None:
 
 def _sent_blocks_stay(patch: Patch) -> None:
     def forget(self: Any, rid: str) -> None:
-        del self.rooms[self.sends.pop(rid).room]
+        del self.sends[rid]
 
     patch(ScheduledSends, "_forget", forget)
 
@@ -81,7 +81,7 @@ def _aborts_are_lost(patch: Patch) -> None:
 
     def ended(self: Any, rid: str) -> Any:
         said = finished(self, rid)
-        self.ledger.orders.abort_sends.pop(rid, None)
+        self.ledger.orders.abort_sends.clear()
         return said
 
     patch(ScheduledSends, "finished", ended)

@@ -279,18 +279,18 @@ def test_a_request_preempted_on_decode_is_not_loaded_again(servers: Servers) -> 
     ("of", "params", "words"),
     [
         ("decode", [7], "an object is needed"),
-        ("decode", {"do_remote_prefill": True, "prefill": "tcp://a:1"}, "no room"),
+        ("decode", {"do_remote_prefill": True, "prefill": "tcp://a:1"}, "field `room`"),
         ("decode", {"do_remote_prefill": True, "room": -1, "prefill": "tcp://a:1"}, "room"),
         (
             "decode",
             {"do_remote_prefill": True, "room": 1, "prefill": "tcp://a:1", "nonce": "0" * 65},
             "nonce",
         ),
-        ("prefill", {"do_remote_decode": True, "decode": "decode-0"}, "no room"),
+        ("prefill", {"do_remote_decode": True, "decode": "decode-0"}, "field `room`"),
         ("decode", {"do_remote_prefill": True, "room": True, "prefill": "tcp://a:1"}, "room"),
-        ("decode", {"do_remote_prefill": True, "room": 1}, "prefill in kv_transfer_params"),
+        ("decode", {"do_remote_prefill": True, "room": 1}, "field `prefill`"),
         ("decode", {"do_remote_decode": True, "room": 1, "decode": "d"}, "no kv_producer"),
-        ("prefill", {"do_remote_decode": True, "room": 1, "decode": ""}, "decode in"),
+        ("prefill", {"do_remote_decode": True, "room": 1, "decode": ""}, "`$.decode`"),
         ("prefill", {"do_remote_decode": True, "do_remote_prefill": True}, "do_remote_prefill"),
     ],
 )
