@@ -71,7 +71,7 @@ def ask_of(params: Any, is_producer: bool, is_consumer: bool) -> Ask | None:
         return DrawAsk()  # routers of NixlConnector's kind add fields that are null
     # 4. A router has drawn the room: it must name the other server too.
     try:
-        return convert(params, LoadAsk if loads else RoomSendAsk)
+        return convert(params, LoadAsk) if loads else convert(params, RoomSendAsk)
     except ValidationError as error:
         raise RequestError(f"kv_transfer_params: {error}") from None
 
