@@ -90,10 +90,10 @@ class Pair:
         self.start(self.prefill, prompt, 1, send, **more)
         return self.start(self.decode, prompt, num_tokens, load, **more)
 
-    def alone(self, prompt: list[int], num_tokens: int = OUT) -> Future[Any]:
+    def alone(self, prompt: list[int], num_tokens: int = OUT, **more: Any) -> Future[Any]:
         """What one engine says, from nothing."""
         salt = f"alone {next(self._rooms)}"
-        return self.start(self.prefill, prompt, num_tokens, cache_salt=salt)
+        return self.start(self.prefill, prompt, num_tokens, cache_salt=salt, **more)
 
     def bytes_sent(self) -> int:
         return self.prefill.counter("bytes_sent")

@@ -129,62 +129,27 @@ def admit(prefill: Server, decode: Server, sending: Request, source: list[int]) 
     prefill.scheduler.allocated(sending, (source,), 0)
 
 
-def test_every_rank_gets_its_share() -> None:
-    prefill = Server("prefill-0", producer=True)
-    decode = Server("decode-0", producer=False)
-    try:
-        for rank, memory in enumerate(prefill.memory):
-            memory[:] = torch.arange(NUM_BLOCKS).view(1, -1, 1, 1, 1) + 100 * rank
-        where = prefill.workers[0].prefill.endpoint
-        load = {"do_remote_prefill": True, "room": 1, "prefill": where}
-        send = {"do_remote_decode": True, "room": 1, "decode": "decode-0"}
-        source = [block.block_id for block in prefill.pool.new_blocks(8) or ()][3:]
-        target = [block.block_id for block in decode.pool.new_blocks(6) or ()][1:]
-        sending, loading = Request("1", PROMPT, send), Request("1", PROMPT, load)
-        prefill.scheduler.on_new_request(sending)
-        decode.scheduler.on_new_request(loading)
-        assert decode.scheduler.count_loadable(loading, 0) == (18, True)
-        decode.scheduler.allocated(loading, (target,), 18)
-        assert prefill.scheduler.count_loadable(sending, 0) == (None, False)
-        admit(prefill, decode, sending, source)
-        prefill.step(step_of({"1": (0, 18)}, source))
-        prefill.scheduler.finished(sending, source)
-        assert prefill.scheduler.gauges()["held_blocks"] == 5
-
-        def both() -> bool:
-            prefill.step()
-            decode.step()
-            return decode.received == ["1"] and not prefill.scheduler.busy
-
-        until(both)
-        assert decode.failed == set()
-        for rank, memory in enumerate(decode.memory):
-            for there, here in zip(source, target, strict=True):
-                assert (memory[:, here] == there + 100 * rank).all()
-        assert prefill.scheduler.gauges()["held_blocks"] == 0
-        assert not decode.scheduler.busy
-    finally:
-        decode.close()
-        prefill.close()
+SLOW = [
+    pytest.param(ranks, sizes, True, marks=pytest.mark.slow)
+    for ranks in ((1, 2), (2, 1), (1, 1))
+    for sizes in ((4, 8), (8, 4), (4, 4))
+]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("block_sizes", [(4, 8), (8, 4), (4, 4)])
-@pytest.mark.parametrize("ranks", [(1, 2), (2, 1), (1, 1)])
-def test_plain_blocks_go_between_other_sizes(
-    block_sizes: tuple[int, int], ranks: tuple[int, int]
+@pytest.mark.parametrize(("ranks", "sizes", "plain"), [((2, 2), (4, 4), False), *SLOW])
+def test_every_rank_gets_its_share(
+    ranks: tuple[int, int], sizes: tuple[int, int], plain: bool
 ) -> None:
-    """Of (prefill, decode). Every token and head is looked at, K and V."""
-    prefill = Server(
-        "prefill-0", producer=True, num_ranks=ranks[0], block_size=block_sizes[0], plain=True
-    )
-    decode = Server(
-        "decode-0", producer=False, num_ranks=ranks[1], block_size=block_sizes[1], plain=True
+    """Of (prefill, decode): ranks, and sizes of blocks, which may differ where blocks are plain.
+    Every token and head is looked at, K and V."""
+    prefill, decode = (
+        Server(name, producer=i == 0, num_ranks=ranks[i], block_size=sizes[i], plain=plain)
+        for i, name in enumerate(("prefill-0", "decode-0"))
     )
     try:
         source = [block.block_id for block in prefill.pool.new_blocks(9) or ()][2:]
         target = [block.block_id for block in decode.pool.new_blocks(8) or ()][1:]
-        fill(prefill, source, block_sizes[0])
+        fill(prefill, source, sizes[0])
         where = prefill.workers[0].prefill.endpoint
         load = {"do_remote_prefill": True, "room": 1, "prefill": where}
         send = {"do_remote_decode": True, "room": 1, "decode": "decode-0"}
@@ -192,10 +157,12 @@ def test_plain_blocks_go_between_other_sizes(
         prefill.scheduler.on_new_request(sending)
         decode.scheduler.on_new_request(loading)
         decode.scheduler.allocated(loading, (target,), 18 - 8)  # decode has 8 tokens
+        assert prefill.scheduler.count_loadable(sending, 0) == (None, False)
         admit(prefill, decode, sending, source)
         prefill.step(step_of({"1": (0, 11)}, source))
         prefill.step(step_of({"1": (0, 18)}, source))
         prefill.scheduler.finished(sending, source)
+        assert prefill.scheduler.gauges()["held_blocks"] > 0
 
         def both() -> bool:
             prefill.step()
@@ -204,7 +171,9 @@ def test_plain_blocks_go_between_other_sizes(
 
         until(both)
         assert decode.failed == set()
-        assert wrong(decode, target, block_sizes[1]) == list(range(8))
+        assert prefill.scheduler.gauges()["held_blocks"] == 0
+        assert not decode.scheduler.busy
+        assert wrong(decode, target, sizes[1]) == list(range(8))
     finally:
         decode.close()
         prefill.close()

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from prefixkv.config import ControlConfig
 from prefixkv.engines.vllm import scheduler
 from prefixkv.engines.vllm.orders import WorkerReport
 from prefixkv.errors import ConfigError, RequestError
@@ -98,22 +97,19 @@ def _load(room: int, address: str) -> dict[str, object]:
     return {"do_remote_prefill": True, "room": room, "prefill": address}
 
 
-def test_the_client_leaves_while_decode_loads(servers: Servers) -> None:
-    load = servers.ask("1", PROMPT)
-    servers.step()
-    servers.decode.abort("1")
-    servers.settle()
-    assert load.status == "FINISHED_ABORTED"
-    # Prefill is told, and computes on for nothing at most.
-    assert servers.prefill.scheduler.take_counts()["sends_failed"] == 1
-
-
-def test_the_client_leaves_before_decode_admits_it(servers: Servers) -> None:
+@pytest.mark.parametrize("loads", [True, False], ids=["while it loads", "before it is admitted"])
+def test_the_client_leaves_decode(servers: Servers, loads: bool) -> None:
+    """Prefill is told, and computes on for nothing at most."""
     load, send = servers.requests("1", PROMPT)
     servers.decode.add(load)
+    if loads:
+        servers.prefill.add(send)
+        servers.step()
     servers.decode.abort("1")
-    servers.prefill.add(send)
+    if not loads:
+        servers.prefill.add(send)
     servers.settle()
+    assert load.status == "FINISHED_ABORTED"
     assert servers.prefill.scheduler.take_counts()["sends_failed"] == 1
 
 
@@ -193,16 +189,6 @@ def test_what_ends_while_prefill_computes_is_computed_by_decode(
     servers.until_ended("1")
     assert load.recomputed
     assert servers.decode.wrong_tokens(load, len(PROMPT)) == 0
-    servers.settle()
-
-
-def test_a_failed_load_may_fail_the_request(make_servers: MakeServers) -> None:
-    servers = make_servers(decode={"policy": "fail"})
-    load = servers.ask("1", PROMPT)
-    servers.step()
-    servers.prefill.abort("1")
-    servers.until_ended("1")
-    assert load.status == "FINISHED_ERROR"
     servers.settle()
 
 
@@ -408,17 +394,6 @@ def test_namespaces_are_part_of_the_prompt(servers: Servers, other: dict[str, ob
     servers.settle()
 
 
-def test_other_block_formats_are_refused_by_name(make_servers: MakeServers) -> None:
-    soon = ControlConfig(heartbeat_s=0.1, bootstrap_timeout_s=0.3)  # prefill never hears of decode
-    servers = make_servers(prefill={"tag": "other kernels", "control": soon})
-    load = servers.ask("1", PROMPT)
-    servers.until_ended("1")
-    assert load.recomputed
-    assert "other kernels" in error_of(load)
-    assert blocks_sent(servers) == 0
-    servers.settle()
-
-
 def test_a_pair_that_does_not_fit_is_a_line_of_the_log_and_not_one_for_each_request(
     make_servers: MakeServers, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -603,39 +578,6 @@ def test_choices_of_one_request_share_the_room_that_is_drawn(servers: Servers) -
     assert servers.prefill.scheduler.gauges()["offers_open"] == 1
     assert not opened(servers, "1", sends[2]).recomputed
     servers.settle()
-
-
-def test_two_servers_that_load_from_each_other_leave_blocks_to_compute_with() -> None:
-    """Each holds as many loads as it may, which wait for the other to compute: both go on."""
-    one, two = (
-        Engine(name, producer=True, consumer=True, num_blocks=21) for name in ("one", "two")
-    )
-    try:
-        servers = {"one": one, "two": two}
-        asked = []
-        for room in range(6):
-            near, far = (one, two) if room % 2 else (two, one)
-            tokens = [100 * room + i for i in range(30)]
-            load = _load(room, far.worker.prefill.endpoint)
-            near.add(Request(f"d{room}", tokens, load))
-            asked.append((near, f"d{room}", far, tokens, room))
-        for engine in servers.values():
-            engine.step()
-        for near, _, far, tokens, room in asked:
-            send = {"do_remote_decode": True, "room": room, "decode": near.options.name}
-            far.add(Request(f"p{room}", tokens, send))
-
-        def done() -> bool:
-            for engine in servers.values():
-                engine.step()
-            return all(rid in near.outputs for near, rid, *_ in asked)
-
-        until(done)
-        for near, rid, *_ in asked:
-            assert not near.outputs[rid].recomputed
-    finally:
-        one.close()
-        two.close()
 
 
 def test_prompts_beyond_what_such_a_server_computes_for_others_are_declined() -> None:
