@@ -19,7 +19,7 @@ from prefixkv.engines.vllm.metrics import PrefixKVMetrics, PrefixKVStats
 from prefixkv.engines.vllm.options import OPTION_NAMES, ConnectorOptions, ServerSetup
 from prefixkv.engines.vllm.orders import NO_ORDERS, StepOrders, WorkerReport
 from prefixkv.engines.vllm.scheduler import SchedulerSide
-from prefixkv.engines.vllm.shadow import GovernedQueue, Shadow
+from prefixkv.engines.vllm.shadow import Shadow, govern
 from prefixkv.engines.vllm.stats import share_log
 from prefixkv.engines.vllm.versions import check_overrides
 from prefixkv.engines.vllm.wakeup import WakeupListener
@@ -108,12 +108,11 @@ class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         shadow: Shadow | None = None
-        # The queue is replaced before any block is cached, so the shadow misses none.
         if self._options.policy and not gpu_block_pool.enable_caching:
             _log.warning("the policy is not used: vLLM's prefix cache is off")
         elif self._options.policy:
             shadow = Shadow(self._groups.block_size, self._options.policy, time.monotonic)
-            GovernedQueue.install(gpu_block_pool, shadow, self.scheduler.counters)
+            govern(gpu_block_pool, shadow, self.scheduler.counters)
         self.scheduler.bind(gpu_block_pool, shadow)
 
     def on_new_request(self, request: Any) -> None:

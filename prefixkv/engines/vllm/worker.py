@@ -8,6 +8,7 @@ as an exception: a room that cannot be opened is reported as a load that failed.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -48,14 +49,6 @@ class Results:
 
     received: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
-
-
-@dataclass(slots=True)
-class _LoadParts:
-    """What a load still waits for: its room, its copy from host memory, or both."""
-
-    pending: int = 0
-    failed: bool = False
 
 
 @dataclass(slots=True)
@@ -102,7 +95,10 @@ class WorkerSide:
         # with the outcome.
         self._loads: dict[RoomKey, Open] = {}
         self._sends: dict[RoomKey, _Send] = {}
-        self._parts: dict[str, _LoadParts] = {}  # of loads that vLLM waits for
+        # Of loads that vLLM waits for: their parts, a room, a copy from host memory, or both, that
+        # have not ended; and those of which a part has failed.
+        self._pending: Counter[str] = Counter()
+        self._failed: set[str] = set()
         # Collected between two calls; `take_results` and `take_report` empty them.
         self._results, self._report = Results(), WorkerReport()
         self._bytes_sent = 0
@@ -194,8 +190,7 @@ class WorkerSide:
         loading = [opening.rid for opening in orders.opens]
         if self._host is not None:
             loading += self._host.begin(orders.copies, ready)
-        for rid in loading:
-            self._parts.setdefault(rid, _LoadParts()).pending += 1
+        self._pending.update(loading)
         # No request of this server depends on a refusal.
         for one in orders.refusals:
             with _logged("room %d was not refused", one.room):
@@ -213,9 +208,9 @@ class WorkerSide:
             key = next((key for key, load in self._loads.items() if load.rid == rid), None)
             if key is not None:
                 self.decode.abort(*key.numbers, reason)
-            elif (parts := self._parts.get(rid)) is not None and not parts.failed:
+            elif rid in self._pending and rid not in self._failed:
                 # A copy from host memory goes on, but what it brings is of no use.
-                parts.failed = True
+                self._failed.add(rid)
                 self._report.failed[rid] = reason
         for key, reason in orders.abort_sends.items():
             self.prefill.abort(*key.numbers, reason, decode=key.decode)
@@ -360,14 +355,14 @@ class WorkerSide:
     def _end_load(self, rid: str, failed: bool) -> None:
         # vLLM hears of it when no part touches the blocks any more, but a room that has failed,
         # whose blocks are held until it is settled.
-        parts = self._parts[rid]
-        parts.pending -= 1
-        parts.failed |= failed
-        if parts.pending == 0:
-            del self._parts[rid]
+        self._pending[rid] -= 1
+        if failed:
+            self._failed.add(rid)
+        if self._pending[rid] == 0:
+            del self._pending[rid]
             self._results.received.add(rid)
-            if parts.failed:
-                self._results.failed.add(rid)
+            self._results.failed |= self._failed & {rid}
+            self._failed.discard(rid)
 
     def _settle(self, key: RoomKey) -> None:
         self._report.settled.append(self._loads.pop(key).rid)

@@ -23,7 +23,7 @@ from prefixkv.errors import ConfigError
 BLOCK, NUM_BLOCKS = 16, 64
 GONE = (
     ("vllm.utils.network_utils", "get_ip"),
-    ("vllm.v1.core.kv_cache_utils", "FreeKVCacheBlockQueue"),
+    ("vllm.v1.core.kv_cache_utils", "get_block_hash"),
     ("vllm.v1.engine.core", "EngineCoreProc"),
 )
 
@@ -172,7 +172,7 @@ def _use(made: Made) -> dict[str, Any]:
     connector.shutdown()
     return {
         "advertise": connector._options.advertise,
-        "governed": type(made.pool.free_block_queue).__name__,
+        "governed": "popleft_n" in vars(made.pool.free_block_queue),
         "rests": connector.wakeups is not None,
         "stats": None if stats is None else stats.data,
         "extension": hasattr(WorkerExtension, "prefixkv_lost_peers"),

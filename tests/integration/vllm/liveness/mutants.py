@@ -139,8 +139,8 @@ def _rooms_do_not_wait_for_copies(patch: Patch) -> None:
     end = WorkerSide._end_load
 
     def ended(self: Any, rid: str, failed: bool) -> None:
-        if rid in self._parts:
-            self._parts[rid].pending = 1
+        if rid in self._pending:
+            self._pending[rid] = 1
             end(self, rid, failed)
 
     patch(WorkerSide, "_end_load", ended)
@@ -245,7 +245,7 @@ MUTANTS: dict[str, dict[str, Fault]] = {
         "offers_stay_for_those_behind": _replaced(ScheduledSends, "has_promised_uncomputed", False),
         "followers_sleep": _replaced(Flights, "land", _none),
         "the_unwanted_wait": _the_unwanted_wait,
-        "refusals_are_lost": _replaced(ScheduledLoads, "_order_refusal", _none),
+        "refusals_are_lost": _replaced(ScheduledLoads, "refuse", _none),
         "aborts_are_lost": _aborts_are_lost,
         "loads_take_all": _loads_take_all,
         "prompts_start_beside_others": _prompts_start_beside_others,

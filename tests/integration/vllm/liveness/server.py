@@ -419,7 +419,7 @@ class Server:
             "copies": host.num_copies,
             "host": [*host._keys, *host._load_of, *host._barred, *host._flights._blocks],
             "asked": list(self.side._asked),
-            "parts": list(worker._parts),
+            "parts": [*worker._pending, *worker._failed],
             "requests": list(self.scheduler.requests),
             "blocks": len(self.pool.blocks) - 1 - self.num_free,
             "holds": self.side.holds.num_blocks,

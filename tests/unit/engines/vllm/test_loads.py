@@ -78,7 +78,7 @@ def test_a_prompt_that_is_not_loaded_is_refused_unless_its_room_is_another_s() -
         case.begin("b", 2)
     assert [refusal.room for refusal in case.orders.refusals] == [7, 2]
     assert not case.loads.wanted
-    assert list(case.loads.rooms) == [1]
+    assert list(case.loads.pending) == ["b"]
 
 
 def test_a_proof_that_is_overdue_is_not_waited_for() -> None:
