@@ -190,7 +190,9 @@ class Server:
             batch_queue=self._queue,
         )
         self._executed = False
-        self._process_engine_step = hooks._wrap_process_engine_step(lambda _: self._executed)
+        self._process_engine_step = hooks.wrapped(
+            lambda _: self._executed, hooks._process_engine_step
+        )
 
     # --- the engine's loop ------------------------------------------------------------------------
 
