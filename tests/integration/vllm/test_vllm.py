@@ -105,11 +105,11 @@ class Pair:
         assert self.bytes_sent() - since == blocks * BLOCK_BYTES
 
     def settled(self) -> None:
-        """No server has a block in use, or copies one."""
+        """No server that lives has a block in use, or copies one."""
         names = "kv_cache_usage_perc", "prefixkv_host_copies", "prefixkv_held_blocks"
 
         def unused() -> bool:
-            found = [server.metrics() for server in self.servers]
+            found = [one.metrics() for one in self.servers if one.process.poll() is None]
             return not any(one.get(f"vllm:{name}") for one in found for name in names)
 
         until(unused)
