@@ -277,7 +277,10 @@ class SchedulerSide:
         self.counters.add("flights_joined", asked.has_joined)
         hosted = asked.hosted if num_external else 0
         if hosted:
-            self._load_from_host(request, pages, asked.hit, asked.hit + hosted)
+            start, end = asked.hit // self._block_size, (asked.hit + hosted) // self._block_size
+            hashes = self.ledger.groups.hashes(request, asked.hit, asked.hit + hosted)
+            self.host.load(rid, start, end, pages[start:end], hashes)
+            self.flights.begin(rid, hashes)
         num_sent = num_external - hosted
         is_computed = wanted is not None and not num_sent
         computed = num_tokens - asked.hit - hosted if is_computed else 0
@@ -305,12 +308,6 @@ class SchedulerSide:
             self._answers[rid]["host_tokens"] = hosted
         return hosted
 
-    def _load_from_host(self, request: Any, pages: Sequence[int], start: int, end: int) -> None:
-        rid, hashes = request.request_id, self.ledger.groups.hashes(request, start, end)
-        first, last = start // self._block_size, end // self._block_size
-        self.host.load(rid, first, last, pages[first:last], hashes)
-        self.flights.begin(rid, hashes)
-
     def finished(self, request: Any, pages: Sequence[int]) -> dict[str, Any] | None:
         """End a request, which still has the blocks `pages`. Returns its `kv_transfer_params`.
         Called for every end: finished, aborted, or failed."""
@@ -329,7 +326,11 @@ class SchedulerSide:
         # Its flights land at once, so that requests that joined them stop waiting.
         has_flights = rid in self.host.loading
         if self._options.host_memory:
-            self._leave_to_host(request, pages, continues)
+            size = self._block_size
+            blocks = self._cached(request, pages)[: self._proved_len(request) // size]
+            hashes = self.ledger.groups.hashes(request, 0, len(blocks) * size)
+            blocks, num_tokens = blocks[: len(hashes)], len(hashes) * size
+            self.host.finished(request, hashes, blocks, num_tokens, continues)
         if self.loads.finished(rid) or has_flights:
             self.flights.land(rid)
         # An offer's room; and an error, or a load's figures.
@@ -342,12 +343,6 @@ class SchedulerSide:
         except RequestError as error:
             self._record_error(request.request_id, str(error))
             return None
-
-    def _leave_to_host(self, request: Any, pages: Sequence[int], continues: Continues) -> None:
-        size = self._block_size
-        blocks = self._cached(request, pages)[: self._proved_len(request) // size]
-        hashes = self.ledger.groups.hashes(request, 0, len(blocks) * size)
-        self.host.finished(request, hashes, blocks[: len(hashes)], len(hashes) * size, continues)
 
     def take_ended(self) -> dict[str, dict[str, Any]]:
         """Return the requests that decode does not want, with the `kv_transfer_params` of their

@@ -119,7 +119,12 @@ class ScheduledSends:
             digest = digest_of(request)
             if known is None:
                 self._check_end(request)
-                self._check_size(request)
+                num_blocks = ledger.groups.blocks_of(request.num_prompt_tokens)
+                if self.most_blocks is not None and num_blocks > self.most_blocks:
+                    raise RequestError(
+                        f"the prompt has {num_blocks} blocks; this server, which loads prompts "
+                        f"itself, computes at most {self.most_blocks} for another one"
+                    )
                 if computes_all(request):  # it would be computed before decode's promise
                     raise RequestError("a prompt with log-probabilities of its own is not sent")
         except CallerError as error:
@@ -153,14 +158,6 @@ class ScheduledSends:
             raise RequestError("a prompt of one token is computed where it is wanted")
         if self.ledger.groups.has_states and ends_in_media(request):
             raise RequestError("a prompt that ends in an image is computed where it is wanted")
-
-    def _check_size(self, request: Any) -> None:
-        num_blocks = self.ledger.groups.blocks_of(request.num_prompt_tokens)
-        if self.most_blocks is not None and num_blocks > self.most_blocks:
-            raise RequestError(
-                f"the prompt has {num_blocks} blocks; this server, which loads prompts itself, "
-                f"computes at most {self.most_blocks} for another one"
-            )
 
     def draw(self, request: Any) -> None:
         """Draw a room; a decode server that has its nonce may open it. Choices of one request,
