@@ -162,8 +162,11 @@ def counts(engine: Engine) -> dict[str, int]:
     return engine.scheduler.take_counts()
 
 
-def test_a_little_is_computed_here_and_prefill_computes_nothing(make_servers: MakeServers) -> None:
-    servers = make_servers(decode={"compute_below": 10})
+@pytest.mark.parametrize("option", ["compute_below", "recompute_below"])
+def test_a_little_is_computed_here_and_prefill_computes_nothing(
+    make_servers: MakeServers, option: str
+) -> None:
+    servers = make_servers(decode={option: 10})
     first = servers.ask("1", PROMPT)
     servers.until_ended("1")
     assert first.loaded_from == 0
@@ -259,21 +262,4 @@ def test_the_choices_of_a_prompt_are_computed_once(make_servers: MakeServers) ->
     servers.until_ended("1", "2")
     assert (load.loaded_from, other.loaded_from) == (None, None)
     assert counts(servers.decode)["computed_requests"] == 1
-    servers.settle()
-
-
-def test_a_server_of_both_roles_computes_what_little_is_missing(make_servers: MakeServers) -> None:
-    """Also while its loads take all the blocks that they may."""
-    servers = make_servers(decode={"compute_below": 12, "producer": True, "num_blocks": 24})
-    waits = [servers.requests(str(i), [*range(100 * i, 100 * i + 40)]) for i in (1, 2)]
-    for load, _ in waits:
-        servers.decode.add(load)
-    servers.step()
-    little = servers.ask("9", [*range(900, 912)])
-    servers.until_ended("9")
-    assert little.loaded_from is None
-    assert servers.decode.wrong_tokens(little, 12) == 0
-    for _, send in waits:
-        servers.prefill.add(send)
-    servers.until_ended("1", "2")
     servers.settle()
