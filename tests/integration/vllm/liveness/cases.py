@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import product
 from typing import Any
+
+from msgspec.structs import replace
 
 from tests.integration.vllm.liveness.case import MAX_LEN_BLOCKS, Case
 from tests.laws.liveness.arrivals import BLOCK, PATTERNS, Ask, arrivals, orders, prompts
