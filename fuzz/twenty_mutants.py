@@ -176,7 +176,7 @@ MUTANTS = (
     ),
     Mutant(
         "12", "a chunk has landed before its pages are looked at", "PageLooks.on_landed",
-        "LookAt(look_id, room.sums[tag.rank], spans, tag.what)", "PagesLookedAt(look_id)",
+        "LookAt(look_id, checked.plans[tag.rank], spans, tag.what)", "PagesLookedAt(look_id)",
         "unit/runtime/test_checksums.py::test_a_bit_that_flips_in_memory_is_found",
     ),
     Mutant(

@@ -10,7 +10,7 @@ from prefixkv import policies as policies
 from prefixkv.decode import compute_source, host_tier
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.kv_events import publisher
-from prefixkv.runtime import host_copies, ranks, record, staging
+from prefixkv.runtime import host_copies, looks, ranks, record, staging
 from prefixkv.runtime.death import ProverThread
 from prefixkv.runtime.decode_node import DecodeNode as DecodeNode
 from prefixkv.runtime.decode_transfers import DecodeTransfers as DecodeTransfers
@@ -34,3 +34,4 @@ Node.lead = ranks.check_log, ranks.lead
 Transfers.prover = ProverThread
 MAKERS["shm"] = ShmTransport
 staging.install()
+looks.install()

@@ -28,6 +28,12 @@ ORGANS = {
     "death": ["runtime/death.py"],
     "ranks": ["ranks", "runtime/ranks.py"],
     "staging": ["staging", "runtime/staging.py"],
+    "checksums": [
+        "memory/page_sums.py",
+        "control/decode/looks.py",
+        "transport/sums.py",
+        "runtime/looks.py",
+    ],
     "compute": ["decode/compute_source.py"],
     "host": [
         "decode/host_tier.py",
