@@ -33,7 +33,7 @@ class Worker:
             num_pages,
             PAGE_SIZE,
             rows,
-            options=PageOptions(policy="lru", num_checkpoints=num_checkpoints, windows=windows),
+            options=PageOptions(policy="lru", num_saved=num_checkpoints, windows=windows),
         )
         self.has_state = has_state
         self.scheduler = prefill_scheduler(
@@ -42,7 +42,7 @@ class Worker:
         # By window group and page: what each slot was written with.
         self.last: list[dict[int, dict[int, tuple[int, ...]]]] = [{} for _ in windows]
         self.sent: dict[str, list[list[int]]] = {}  # tokens of the window pages, by group
-        self.points = self.pages.checkpoints
+        self.points = self.pages.saves
         self.slots: list[tuple[int, ...] | None] = [None] * (OWN + num_checkpoints)
         self.kv: dict[int, tuple[int, ...]] = {}  # by page: the tokens up to its end
         self.state: dict[str, tuple[int, ...]] = {}
