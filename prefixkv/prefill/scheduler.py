@@ -259,7 +259,8 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             req.state_slot = state_slot
             req.become(PrefillState.SENDING)
         self._resume.passed(req, end)
-        self.pages.slide(req.pages_held, end)
+        if req.plan.windows:
+            self.pages.slide(req.pages_held, end)
         # 4. Progress, for the tree and for those that follow this request.
         self._computed[req] = None
         self.shared_prefixes.progress_s = now_s

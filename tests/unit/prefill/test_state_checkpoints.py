@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from prefixkv.cache.checkpoints import Checkpoints
 from prefixkv.config import PageOptions
 from prefixkv.errors import RequestError
 from prefixkv.pages.groups import GroupSpec
@@ -161,7 +162,7 @@ class Worker:
     def at_rest(self) -> None:
         self.scheduler.pop_bootstrapped()
         self.check()
-        assert self.points is not None
+        assert isinstance(self.points, Checkpoints)
         assert (self.points.num_locks, self.points.taken) == (0, [])
         assert not self.scheduler.requests
         for group in self.pages.windows:
