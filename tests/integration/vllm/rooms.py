@@ -165,10 +165,12 @@ class Rooms:
     prefill: Server
     decode: Server
 
+    @property
+    def servers(self) -> tuple[Server, ...]:
+        return self.prefill, self.decode
+
     def start(self) -> None:
-        """Raises NotStartedError."""
-        self.prefill.wait()
-        self.decode.wait()
+        """Start the proxy, before servers that answer."""
         command = [
             sys.executable, "-m", "prefixkv.cli.main", "proxy",
             "--prefill", f"{self.prefill.url}=tcp://127.0.0.1:{self.kv_port}",
