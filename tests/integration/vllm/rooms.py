@@ -70,7 +70,6 @@ class Client:
         head = {"content-type": "application/json"}
         self._connection.request("POST", path, json.dumps(body), head)
         self.answer: http.client.HTTPResponse | None = None
-        self.asked = body
 
     def first_event(self) -> str:
         """The first line of a stream that says something."""
@@ -140,7 +139,7 @@ _HELD: Final = frozenset(
 
 
 class Rooms:
-    """The servers, the gates, the proxy. `decode` are options of decode's connector."""
+    """The servers and the proxy. `decode` are options of decode's connector."""
 
     def __init__(self, folder: Path, **decode: Any) -> None:
         model = make_model(PYTHON, folder / "model", TINY)
