@@ -168,17 +168,9 @@ def sentence(results: TraceResults, pool: int) -> str:
             more = other.hit_tokens - chosen.hit_tokens
             saved = f"{results.amount(abs(more))} {'more' if more >= 0 else 'less'}"
             said.append(f"{words} the memory: {other.block_hit_ratio:.1%}, {saved}.")
-    for at, host in enumerate(chosen.host):
-        written, loaded = (
-            results.amount(blocks * results.trace.block_tokens)
-            for blocks in (host.written_blocks, host.loaded_blocks)
-        )
-        said.append(
-            f"With host memory of {host.host_blocks / pool:.3g} times the pool: "
-            f"{host.block_hit_ratio:.1%}; it writes {written}, and loads {loaded} for "
-            f"{host.loads:,} requests."
-        )
-        said += _more(results.hits(pool, at), name)
+    for host in chosen.host:
+        times = f"{host.host_blocks / pool:.3g}"
+        said.append(f"With host memory of {times} times the pool: {host.block_hit_ratio:.1%}.")
     if chosen.too_long:
         said.append(f"{chosen.too_long:,} requests do not fit this pool, and are refused.")
     return " ".join(said)
@@ -186,36 +178,27 @@ def sentence(results: TraceResults, pool: int) -> str:
 
 def _others(hits: dict[str, float], chosen: str) -> list[str]:
     """Say which policies find as much as the table shows of the chosen one, or more."""
-    said, mine = [], f"{hits[chosen]:.1%}"
-    equal = [name for name, hit in hits.items() if name != chosen and f"{hit:.1%}" == mine]
+    said, shown = [], {name: f"{hit:.1%}" for name, hit in hits.items()}
+    equal = [name for name in hits if name != chosen and shown[name] == shown[chosen]]
     if equal:
         listed = " and ".join(filter(None, (", ".join(equal[:-1]), equal[-1])))
         said.append(f"{listed} {'find' if len(equal) > 1 else 'finds'} as much.")
-    said += [f"{more[:-1]}, too little more to choose by." for more in _more(hits, chosen)]
+    most = max(hits, key=hits.__getitem__)
+    if hits[most] > hits[chosen] and shown[most] != shown[chosen]:
+        said.append(f"{most} finds {shown[most]}, too little more to choose by.")
     if DEFAULT_POLICY in hits and DEFAULT_POLICY not in (chosen, *equal):
-        said.append(f"The default, {DEFAULT_POLICY}, finds {hits[DEFAULT_POLICY]:.1%}.")
+        said.append(f"The default, {DEFAULT_POLICY}, finds {shown[DEFAULT_POLICY]}.")
     return said
 
 
-def _more(hits: dict[str, float], chosen: str) -> list[str]:
-    """Name the policy of which the table shows the most, if that is more than of the chosen one."""
-    most = max(hits, key=hits.__getitem__)
-    shown = f"{hits[most]:.1%}"
-    is_more = hits[most] > hits[chosen] and shown != f"{hits[chosen]:.1%}"
-    return [f"{most} finds {shown}."] if is_more else []
-
-
 # --- the plot -------------------------------------------------------------------------------------
-
-_LINES: Final = ("-", "--", "-.", ":")
-_MARKERS: Final = "osD^vP*Xh<>"
 
 
 def draw(results: Sequence[ReplayResult], path: Path) -> None:
     """Draw one curve per policy, one panel per trace; curves that are the same are one. Raises
     ConfigError without matplotlib."""
     traces = list(dict.fromkeys(result.trace for result in results))
-    # A policy looks the same in each panel: by colour, dashes and marker.
+    # A policy looks the same in each panel.
     policies = [*dict.fromkeys(one.policy for one in results if one.policy != OPTIMUM)]
     size = (7.5 * len(traces), 5)
     with drawing(path, ncols=len(traces), figsize=size, squeeze=False) as panels:
@@ -228,14 +211,10 @@ def draw(results: Sequence[ReplayResult], path: Path) -> None:
                     curves.setdefault(tuple(points), []).append(policy)
             for curve, names in curves.items():
                 label = ", ".join(name + " (default)" * (name == DEFAULT_POLICY) for name in names)
-                style: dict[str, Any] = {"color": "black", "linestyle": "--", "linewidth": 1}
+                style: dict[str, Any] = {"color": "black", "linestyle": "--"}
                 if names[0] != OPTIMUM:
                     at = policies.index(names[0])
-                    style = {
-                        "color": f"C{at % 10}", "linestyle": _LINES[at % len(_LINES)],
-                        "marker": _MARKERS[at % len(_MARKERS)], "markersize": 5,
-                        "linewidth": 2.5 if DEFAULT_POLICY in names else 1.3,
-                    }  # fmt: skip
+                    style = {"color": f"C{at % 10}", "marker": "osD^vP*Xh"[at % 9]}
                 panel.plot(*zip(*curve, strict=True), label=label, **style)
             panel.set(
                 title=trace, xlabel="capacity (blocks)", ylabel="block miss ratio", xscale="log"
