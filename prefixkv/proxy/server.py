@@ -59,9 +59,7 @@ _HELD_S: Final = 1800.0  # how long a prompt counts as cached where it was sent
 _ATTEMPTS: Final = 3  # with prefill; one more follows without
 _AVOIDED_S: Final = 5.0  # how long an unreachable server gets no requests
 _LINES_PER_S: Final = 0.2  # of the log, about one server: clients ask again at once
-_GRACE_S: Final = 1.0
-"""Wait for prefill's answer after decode's first piece, and for decode's after prefill's
-refusal."""
+_GRACE_S: Final = 1.0  # for prefill's answer after decode's first piece
 _OPEN: Final = ("/health", "/ping")  # probes of load balancers carry no key
 _TO_DECODE: Final = ("/v1/models", "/version", "/tokenize", "/detokenize")
 _NOT_FOR_PREFILL: Final = (
@@ -82,11 +80,11 @@ for."""
 
 
 class LostError(Exception):
-    """A failed attempt that another attempt may repair, without `servers`."""
+    """A failed attempt that another attempt may repair, without `server`; "": with the same."""
 
-    def __init__(self, why: str, *servers: str) -> None:
+    def __init__(self, why: str, server: str = "") -> None:
         super().__init__(why)
-        self.servers = servers
+        self.server = server
 
 
 class _Asked(NamedTuple):
@@ -123,6 +121,9 @@ class ServerAnswer(NamedTuple):
     first: bytes
     rest: AsyncGenerator[bytes, None]
     connection: AsyncExitStack
+
+    def said(self, server: str) -> str:
+        return f"{server} said {self.status}: {self.first[:500]!r}"
 
 
 class _ServerSide:
@@ -395,8 +396,8 @@ class _ProxiedRequest:
                 try:
                     answer = await self._attempt(stack, decode, prefill)
                 except LostError as error:
-                    proxy.warn(error.servers[0] if error.servers else decode.url, str(error))
-                    lost.update(error.servers)
+                    proxy.warn(error.server or decode.url, str(error))
+                    lost.add(error.server)
                     if prefill is None:
                         why = "the servers that were asked have failed"
                         raise failed(502, why, str(error), "worker_lost") from None
@@ -429,29 +430,26 @@ class _ProxiedRequest:
         waiting = self._proxy.metrics.waiting
         waiting[loading] = "" if prefill is None else prefill.url, time.time()
         loading.add_done_callback(waiting.pop)
-        try:
-            if prefill is not None:
-                # Decode first: while it is not reached nothing is begun on prefill.
-                await is_sent.wait()
-            # Decode already done means it failed or refused: prefill has nothing to send.
-            if prefill is not None and not loading.done():
-                sending = self._start(stack, "prefill", prefill.url, send, rid)
-                await asyncio.wait((sending, loading), return_when=asyncio.FIRST_COMPLETED)
-                # Prefill answered first: that decides whether decode is worth waiting for.
-                if not loading.done():
-                    await self._check_sent(sending, loading, prefill)
-                await asyncio.wait((loading,))
-                # Only now: while decode has said nothing it may still wait for prefill's KV.
-                grace_s = 0.0 if asked.is_whole else _GRACE_S
-                asyncio.get_running_loop().call_later(grace_s, sending.cancel)
-            answer = await loading
-        except _LOST as error:
-            raise self._lost("decode", decode.url, error) from None
+        if prefill is not None:
+            # Decode first: while it is not reached nothing is begun on prefill.
+            await is_sent.wait()
+        # Decode already done means it failed or refused: prefill has nothing to send.
+        if prefill is not None and not loading.done():
+            sending = self._start(stack, "prefill", prefill.url, send, rid)
+            await asyncio.wait((sending, loading), return_when=asyncio.FIRST_COMPLETED)
+            # Prefill answered first: if it failed, decode is not worth waiting for. What prefill
+            # refuses, decode is asked alone at last, and says in its own words.
+            if not loading.done():
+                sending.result()
+            await asyncio.wait((loading,))
+            # Only now: while decode has said nothing it may still wait for prefill's KV.
+            grace_s = 0.0 if asked.is_whole else _GRACE_S
+            asyncio.get_running_loop().call_later(grace_s, sending.cancel)
+        answer = await loading
         if answer.status >= 500:
             # A 5xx of a request with a room may come from a transfer that failed: the next attempt
             # takes another prefill server. Without a room decode itself is at fault.
-            why = f"{decode.url} said {answer.status}: {answer.first[:500]!r}"
-            raise LostError(why, decode.url if prefill is None else prefill.url)
+            raise LostError(answer.said(decode.url), (prefill or decode).url)
         if answer.status >= 400:
             given = msgspec.json.encode(asked.body)
             raise refusal_of(decode.url, answer.status, answer.first, given)
@@ -470,58 +468,43 @@ class _ProxiedRequest:
         self, role: Role, server: str, body: dict[str, Any], rid: str,
         is_sent: asyncio.Event | None,
     ) -> ServerAnswer:  # fmt: skip
-        """POST `body`; `is_sent` is set once it leaves. Raises aiohttp.ClientError, or TooMuchError
-        for more than `_ANSWER_BYTES`."""
+        """POST `body`; `is_sent` is set once it leaves. Raises LostError for a server that is lost,
+        says more than `_ANSWER_BYTES`, or is to prefill and refuses."""
         client, url = self._proxy.client, server + self._asked.path
-        async with AsyncExitStack() as stack:
-            # Its span ends with the connection. Prefill is cut once decode has its KV.
-            step = stack.enter_context(
-                current().call(role, {"url.full": url}, may_be_cut=role == "prefill")
-            )
-            head = {"content-type": "application/json", HEADER: rid, **step.headers}
-            content = io.BytesIO(msgspec.json.encode(body))
-            asked = client.post(url, data=content, headers=head, trace_request_ctx=is_sent)
-            answer = await stack.enter_async_context(asked)
-            step.add({"http.response.status_code": answer.status})
-            media_type = answer.headers.get("content-type", "application/json")
-            rest = pieces_of(client, answer)
-            if answer.status >= 400:
-                step.fail(f"status {answer.status}", str(answer.status))
-            if self._asked.is_whole or role == "prefill" or answer.status >= 400:
-                first = await read_all(rest, _ANSWER_BYTES)
-                return ServerAnswer(answer.status, media_type, first, rest, AsyncExitStack())
-            first = await anext(rest, b"")
-            # From here on the answer owns the connection; every failure before closes it.
-            return ServerAnswer(answer.status, media_type, first, rest, stack.pop_all())
-
-    async def _check_sent(
-        self, sending: asyncio.Task[ServerAnswer], loading: asyncio.Task[ServerAnswer],
-        prefill: ServerAt,
-    ) -> None:  # fmt: skip
-        """Raise LostError if prefill, which has answered before decode, did not compute the prompt:
-        without this server, or without any where decode is to be asked alone."""
+        content = io.BytesIO(msgspec.json.encode(body))
         try:
-            sent = sending.result()
+            async with AsyncExitStack() as stack:
+                # Its span ends with the connection. Prefill is cut once decode has its KV.
+                step = stack.enter_context(
+                    current().call(role, {"url.full": url}, may_be_cut=role == "prefill")
+                )
+                head = {"content-type": "application/json", HEADER: rid, **step.headers}
+                asked = client.post(url, data=content, headers=head, trace_request_ctx=is_sent)
+                answer = await stack.enter_async_context(asked)
+                step.add({"http.response.status_code": answer.status})
+                media_type = answer.headers.get("content-type", "application/json")
+                rest, kept = pieces_of(client, answer), AsyncExitStack()
+                if answer.status >= 400:
+                    step.fail(f"status {answer.status}", str(answer.status))
+                if self._asked.is_whole or role == "prefill" or answer.status >= 400:
+                    first = await read_all(rest, _ANSWER_BYTES)
+                else:
+                    first = await anext(rest, b"")
+                    # From here on the answer owns the connection; every failure before closes it.
+                    kept = stack.pop_all()
         except _LOST as error:
-            raise self._lost("prefill", prefill.url, error) from None
-        why = f"{prefill.url} said {sent.status}: {sent.first[:500]!r}"
-        # Faults of this server or of its configuration (key, path, load), not of the request.
-        if sent.status >= 500 or sent.status in (401, 403, 404, 429):
-            raise LostError(why, prefill.url)
-        if sent.status >= 400:  # decode finds the same, in its own words, or can do without prefill
-            await asyncio.wait((loading,), timeout=_GRACE_S)
-            if not loading.done():
-                raise LostError(why, *self._proxy.sides["prefill"].servers)
-
-    def _lost(self, role: Role, server: str, error: Exception) -> LostError:
-        why = f"{server} was lost: {error!r}"
-        if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
-            self._proxy.sides[role].avoid(server)  # which never saw the request
-        # A kept connection may break since it was idle for too long: once that is no loss.
-        elif role == "decode" and server not in self._broke and not isinstance(error, TooMuchError):
-            self._broke.add(server)
-            return LostError(why)
-        return LostError(why, server)
+            why = f"{server} was lost: {error!r}"
+            if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
+                self._proxy.sides[role].avoid(server)  # which never saw the request
+            # A kept connection may break since it was idle for too long: once that is no loss.
+            elif role == "decode" and server not in self._broke and type(error) is not TooMuchError:
+                self._broke.add(server)
+                raise LostError(why) from None
+            raise LostError(why, server) from None
+        found = ServerAnswer(answer.status, media_type, first, rest, kept)
+        if role == "prefill" and found.status >= 400:
+            raise LostError(found.said(server), server)
+        return found
 
 
 async def _end(asking: asyncio.Task[ServerAnswer]) -> None:
