@@ -195,27 +195,19 @@ def _others(hits: dict[str, float], chosen: str) -> list[str]:
 
 
 def draw(results: Sequence[ReplayResult], path: Path) -> None:
-    """Draw one curve per policy, one panel per trace; curves that are the same are one. Raises
-    ConfigError without matplotlib."""
-    traces = list(dict.fromkeys(result.trace for result in results))
-    # A policy looks the same in each panel.
-    policies = [*dict.fromkeys(one.policy for one in results if one.policy != OPTIMUM)]
-    size = (7.5 * len(traces), 5)
-    with drawing(path, ncols=len(traces), figsize=size, squeeze=False) as panels:
-        for panel, trace in zip(panels[0], traces, strict=True):
-            curves: dict[tuple[tuple[int, float], ...], list[str]] = {}
-            for policy in [*policies, OPTIMUM]:
-                mine = [one for one in results if (one.trace, one.policy) == (trace, policy)]
-                points = sorted((one.capacity_blocks, 1 - one.block_hit_ratio) for one in mine)
-                if points:
-                    curves.setdefault(tuple(points), []).append(policy)
-            for curve, names in curves.items():
-                label = ", ".join(name + " (default)" * (name == DEFAULT_POLICY) for name in names)
-                style: dict[str, Any] = {"color": "black", "linestyle": "--"}
-                if names[0] != OPTIMUM:
-                    at = policies.index(names[0])
-                    style = {"color": f"C{at % 10}", "marker": "osD^vP*Xh"[at % 9]}
-                panel.plot(*zip(*curve, strict=True), label=label, **style)
+    """Draw one curve per policy, one panel per trace. Raises ConfigError without matplotlib."""
+    by_trace: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    for one in sorted(results, key=lambda one: one.capacity_blocks):
+        points = by_trace.setdefault(one.trace, {}).setdefault(one.policy, [])
+        points.append((one.capacity_blocks, 1 - one.block_hit_ratio))
+    size = (7.5 * len(by_trace), 5)
+    with drawing(path, ncols=len(by_trace), figsize=size, squeeze=False) as panels:
+        for panel, (trace, curves) in zip(panels[0], by_trace.items(), strict=True):
+            # Dashes show a curve that lies below another.
+            for at, (policy, points) in enumerate(sorted(curves.items())):
+                look = "k:" if policy == OPTIMUM else f"C{at % 10}{'-' * (at % 2 + 1)}o"
+                label = policy + " (default)" * (policy == DEFAULT_POLICY)
+                panel.plot(*zip(*points, strict=True), look, label=label)
             panel.set(
                 title=trace, xlabel="capacity (blocks)", ylabel="block miss ratio", xscale="log"
             )
