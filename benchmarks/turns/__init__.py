@@ -21,7 +21,6 @@ from dataclasses import asdict
 from itertools import count, product
 from typing import Annotated, Any, Final, TypeVar
 
-import psutil
 import typer
 
 from benchmarks.pair import WorkerError, run_pair
@@ -146,8 +145,6 @@ def turns(
     else:
         sizes: dict[str, Any] = {"seed": seed, "layers": layers, "policy": policy}
         options = StandInOptions(**sizes | (SMALL if quick else {}))
-        workload = options.workload()
-        options.check_pools(workload, psutil.virtual_memory().available)
         rows = played(options, told)
     wrong = [complaint for row in rows for complaint in row["wrong"]]
     pages = sum(row["pages_verified"] for row in rows)
