@@ -53,8 +53,8 @@ def run_pair(
 ) -> Any:  # fmt: skip
     """Run both sides, each in a process of its own, and return what `measuring` returns.
 
-    Each is pinned to `cores` of its own, where there are so many. `env` is set in both before
-    anything is imported there (UCX_TLS). Raises WorkerError when a side fails.
+    Each is pinned to `cores` of its own, where there are so many; 0: to none. `env` is set in both
+    before anything is imported there (UCX_TLS). Raises WorkerError when a side fails.
     """
     context = get_context("spawn")
     ends = dict(zip((measuring, serving), context.Pipe(), strict=True))
@@ -120,7 +120,8 @@ def _child(
     die_with(parent)
     cores = sorted(os.sched_getaffinity(0))
     first = number * num_cores
-    os.sched_setaffinity(0, {cores[(first + i) % len(cores)] for i in range(num_cores)})
+    if num_cores:
+        os.sched_setaffinity(0, {cores[(first + i) % len(cores)] for i in range(num_cores)})
     try:
         import torch
 
