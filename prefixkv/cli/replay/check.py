@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import Any, Final
 
 from prefixkv.cli.replay.report import amount
-from prefixkv.cli.replay.trace import MOONCAKE, RECORD, TOKENS, Trace, TraceRequest, block_names
+from prefixkv.cli.replay.trace import MOONCAKE, RECORD, TOKENS, Trace, TraceRequest
 from prefixkv.spi import TOKEN_BYTES
 
 _FAST_S: Final = 0.005
@@ -19,10 +19,9 @@ class TraceCheck:
     cache. O(blocks), but where nothing repeats O(blocks log blocks)."""
 
     def __init__(self, trace: Trace, warm: float = 0.0) -> None:
-        requests, size = trace.requests, trace.page_size
+        requests = trace.requests
         begin = int(warm * len(requests))
-        paths = [block_names(request.whole_key, size) for request in requests]
-        asked = [len(request.key) // size for request in requests]
+        paths = [*trace.paths()]
         seen: set[Any] = set()
         known = []
         for path in paths:
@@ -31,19 +30,22 @@ class TraceCheck:
             seen.update(path)
         times = [request.time_s for request in requests] or [0.0]
         counted_tokens = sum(request.num_tokens for request in requests[begin:])
+        counted_blocks = sum(request.blocks for request in requests[begin:])
         repeats = sum(known[begin:])
         self.trace, self.kind, self.requests = trace.name, trace.kind, len(requests)
         self.seconds = max(times) - min(times)  # from the first request to the last
         self.namespaces = len({request.key.namespace for request in requests})
         self.block_tokens = trace.block_tokens
         self.bytes_per_token = trace.bytes_per_token  # of KV; 0: the trace does not say
-        self.asked_blocks = sum(asked)  # a prompt's partial last block included
+        self.asked_blocks = sum(
+            request.blocks for request in requests
+        )  # a prompt's partial last block included
         self.whole_blocks = sum(map(len, paths))
         self.different_blocks = len(seen)  # whole ones; a cache of this many never evicts
         self.largest_blocks = max(map(len, paths), default=0)  # whole blocks of one prompt
         self.longest_tokens = max((request.num_tokens for request in requests), default=0)
         # The greatest `block_hit_ratio` and `token_hit_ratio` of any cache.
-        self.block_bound = repeats / max(1, sum(asked[begin:]))
+        self.block_bound = repeats / max(1, counted_blocks)
         self.token_bound = repeats * trace.block_tokens / max(1, counted_tokens)
         self.lru_blocks = _lru_blocks(paths, begin)  # with so many lru finds a block; 0: none does
         # Why no cache can find a block, and what looks wrong: a sentence each. Of the reasons, from
@@ -122,7 +124,7 @@ def _doubts(trace: Trace, seconds: float) -> list[str]:
             f"{trace.out_of_order:,} requests are earlier than the one before them in the file; "
             "all are replayed by time."
         )
-    short = sum(len(request.whole_key) < trace.page_size for request in requests)
+    short = sum(len(request.key) < trace.page_size for request in requests)
     if 0 < short < count:
         found.append(
             f"{short:,} of {count:,} prompts are shorter than a block of {trace.block_tokens} "
@@ -183,5 +185,5 @@ def _lru_blocks(paths: list[list[Any]], begin: int) -> int:
 
 def _pages(trace: Trace, request: TraceRequest) -> list[bytes]:
     """Return the whole blocks, without what stands before them."""
-    size, data = TOKEN_BYTES * trace.page_size, request.whole_key.data
+    size, data = TOKEN_BYTES * trace.page_size, request.key.data
     return [bytes(data[at : at + size]) for at in range(0, len(data) - size + 1, size)]
