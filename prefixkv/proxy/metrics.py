@@ -10,7 +10,7 @@ from prometheus_client import Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from prefixkv.serving.failures import ApiError
-from prefixkv.serving.outcomes import RequestLine
+from prefixkv.serving.record import RequestRecord
 
 
 class ProxyMetrics:
@@ -45,7 +45,7 @@ class ProxyMetrics:
             self.requests.labels(outcome)
 
     @contextmanager
-    def counted(self, line: RequestLine) -> Iterator[None]:
+    def counted(self, line: RequestRecord) -> Iterator[None]:
         """Count how a request ends, and write it to its line."""
         outcome = "aborted"
         try:

@@ -41,12 +41,10 @@ from prefixkv.serving import interrupts
 from prefixkv.serving.client import make_client, pieces_of
 from prefixkv.serving.failures import ApiError, Rate, failed, refused
 from prefixkv.serving.http import Stream, count_samples, read_body, run_until_disconnect
-from prefixkv.serving.ids import HEADER, id_of
-from prefixkv.serving.outcomes import RequestLine, line_of
+from prefixkv.serving.record import HEADER, RequestRecord, current_record
 from prefixkv.serving.router import BoundedAffinityRouter
 from prefixkv.serving.status import Entrance
-from prefixkv.serving.streams import TooMuchError, read_all
-from prefixkv.serving.tracing import TracedEndpoint, current
+from prefixkv.serving.tracing import current
 from prefixkv.spi import TOKEN_BYTES, page_keys
 
 logger = logging.getLogger("prefixkv.proxy")
@@ -54,7 +52,6 @@ logger = logging.getLogger("prefixkv.proxy")
 Role = Literal["prefill", "decode"]
 
 _PAGE_BYTES: Final = 1024
-_ANSWER_BYTES: Final = 64 << 20  # of an answer that is not streamed
 _HELD_S: Final = 1800.0  # how long a prompt counts as cached where it was sent
 _ATTEMPTS: Final = 3  # with prefill; one more follows without
 _AVOIDED_S: Final = 5.0  # how long an unreachable server gets no requests
@@ -74,10 +71,6 @@ _NOT_FOR_PREFILL: Final = (
 one token, which is never read, and decode is the server that reports an error in them. It has
 transfer parameters of its own."""
 
-_LOST: Final = (aiohttp.ClientError, TooMuchError)
-"""What asking a server raises: it is not reached, is silent, or says more than there is room
-for."""
-
 
 class LostError(Exception):
     """A failed attempt that another attempt may repair, without `server`; "": with the same."""
@@ -92,7 +85,7 @@ class _Asked(NamedTuple):
 
     path: str
     body: dict[str, Any]
-    line: RequestLine
+    line: RequestRecord
     is_whole: bool  # not streamed
 
     @property
@@ -179,7 +172,7 @@ class Proxy(Entrance):
         self.metrics = ProxyMetrics(self.sides)
         self._lines: dict[str, Rate] = {}  # of the log, by server
         super().__init__("proxy", config.listen)
-        serve = TracedEndpoint(self._tracing, self._serve)
+        serve = self._tracing.traced(self._serve)
         routes = [
             Route("/v1/chat/completions", serve, methods=["POST"]),
             Route("/v1/completions", serve, methods=["POST"]),
@@ -232,8 +225,8 @@ class Proxy(Entrance):
             asked = self.client.request(request.method, url, data=content, headers=head)
             try:
                 async with asked as answer:
-                    found = await read_all(pieces_of(self.client, answer), _ANSWER_BYTES)
-            except _LOST:
+                    found = await answer.read()
+            except aiohttp.ClientError:
                 side.avoid(name)
                 continue
             if answer.status >= 400:
@@ -244,10 +237,10 @@ class Proxy(Entrance):
     async def _serve(self, request: Request) -> Response:
         """Check the few parameters that steer the proxy itself. Raises ApiError 400, or 503 while
         the proxy ends."""
-        line = line_of(request.scope)
+        line = current_record()
         body, given = parameters_of(await read_body(request, self._limits))
         asked = _Asked(request.url.path, body, line, not given.stream)
-        current().describe_body(asked.path, msgspec.structs.asdict(given))
+        current().describe_request(asked.path, msgspec.structs.asdict(given))
         if asked.field not in body:
             raise refused(asked.field, "is missing")
         # A client that set them would choose the room and the peers that the engines use.
@@ -262,7 +255,7 @@ class Proxy(Entrance):
         # Checked after the body has been read: draining may have begun meanwhile.
         if self.draining:
             raise ApiError(503, "the proxy is ending", "server_error", "not_ready")
-        rid = self._new_rid(id_of(request.scope)[:100])
+        rid = self._new_rid(line.id[:100])
         line.fields |= {"id": rid, "stream": not asked.is_whole}
         is_alone, num = given.computes_alone(asked.is_chat), given.n or 1
         return await run_until_disconnect(request, self._answer(request, asked, num, is_alone))
@@ -323,7 +316,7 @@ class Proxy(Entrance):
         return sum(counts) if len(counts) == len(runs) else None
 
     async def _pieces(
-        self, answer: ServerAnswer, cached: int | None, line: RequestLine
+        self, answer: ServerAnswer, cached: int | None, line: RequestRecord
     ) -> AsyncGenerator[bytes, None]:
         """Yield a streamed answer, with `cached` in its usage if that is known. If the server is
         lost midway, the stream ends with an error event: its status has been sent already."""
@@ -340,7 +333,7 @@ class Proxy(Entrance):
                 # Before it goes out: a client that leaves after it has its line with these counts.
                 line.fields |= counted
                 yield piece
-        except _LOST as error:
+        except aiohttp.ClientError as error:
             self.metrics.cut.inc()
             line.fields["outcome"] = "failed"
             current().fail(f"decode was lost: {error!r}", type(error).__name__)
@@ -469,14 +462,16 @@ class _ProxiedRequest:
         is_sent: asyncio.Event | None,
     ) -> ServerAnswer:  # fmt: skip
         """POST `body`; `is_sent` is set once it leaves. Raises LostError for a server that is lost,
-        says more than `_ANSWER_BYTES`, or is to prefill and refuses."""
+        or is to prefill and refuses."""
         client, url = self._proxy.client, server + self._asked.path
         content = io.BytesIO(msgspec.json.encode(body))
         try:
             async with AsyncExitStack() as stack:
                 # Its span ends with the connection. Prefill is cut once decode has its KV.
                 step = stack.enter_context(
-                    current().call(role, {"url.full": url}, may_be_cut=role == "prefill")
+                    current().part(
+                        role, {"url.full": url}, is_call=True, may_be_cut=role == "prefill"
+                    )
                 )
                 head = {"content-type": "application/json", HEADER: rid, **step.headers}
                 asked = client.post(url, data=content, headers=head, trace_request_ctx=is_sent)
@@ -487,17 +482,17 @@ class _ProxiedRequest:
                 if answer.status >= 400:
                     step.fail(f"status {answer.status}", str(answer.status))
                 if self._asked.is_whole or role == "prefill" or answer.status >= 400:
-                    first = await read_all(rest, _ANSWER_BYTES)
+                    first = b"".join([piece async for piece in rest])
                 else:
                     first = await anext(rest, b"")
                     # From here on the answer owns the connection; every failure before closes it.
                     kept = stack.pop_all()
-        except _LOST as error:
+        except aiohttp.ClientError as error:
             why = f"{server} was lost: {error!r}"
             if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
                 self._proxy.sides[role].avoid(server)  # which never saw the request
             # A kept connection may break since it was idle for too long: once that is no loss.
-            elif role == "decode" and server not in self._broke and type(error) is not TooMuchError:
+            elif role == "decode" and server not in self._broke:
                 self._broke.add(server)
                 raise LostError(why) from None
             raise LostError(why, server) from None
@@ -542,4 +537,4 @@ def run_proxy(config: ProxyConfig, prefill: Sequence[ServerAt], decode: Sequence
             await proxy.stop()
         return 0
 
-    return interrupts.run(main)
+    return asyncio.run(main())
