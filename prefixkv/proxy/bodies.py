@@ -34,6 +34,10 @@ class Steering(SessionFields, kw_only=True):
     # For traces.
     model: Any = None
     max_tokens: Any = None
+    temperature: Any = None
+    top_p: Any = None
+    top_k: Any = None
+    seed: Any = None
     # By which vLLM computes a prompt on decode: see `computes_alone`.
     use_beam_search: Any = None
     prompt_logprobs: Any = None
