@@ -22,7 +22,6 @@ BATCH: Final = 128
 
 PARAMS: Final = "kv_transfer_params"
 _PARAMETERS: Final = 1024
-_REFUSAL_BYTES: Final = 64 << 10  # largest refusal that is passed on
 _DATA: Final = b"data: "
 
 
@@ -102,8 +101,7 @@ def refusal_of(url: str, status: int, answer: bytes, asked: bytes) -> ApiError:
     if status in (401, 403) or status >= 500:
         why = "the servers that were asked have failed"
         return failed(502 if status < 500 else status, why, detail, "worker_lost")
-    words = _decoded(answer) if len(answer) <= _REFUSAL_BYTES else {}
-    if words:
+    if words := _decoded(answer):
         plain = msgspec.json.encode(words).decode()  # without escapes that hide anything
         if not is_inner(plain, asked.decode("utf-8", "replace")):
             return _RefusedError(status, answer)
