@@ -187,8 +187,7 @@ class Actor(Kept):
             return False
         self._serves(life.info)
         try:
-            while not await self._handle.watch.remote():
-                pass
+            await self._handle.watch.remote()
             return True
         except RayActorError as error:
             if not self._ending:
