@@ -25,16 +25,12 @@ from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
     PlacementGroupSchedulingStrategy,
 )
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
 
 from prefixkv import CurveConfig
 from prefixkv.errors import ConfigError
 from prefixkv.serving.actors import Life, WorkerActor
 from prefixkv.serving.config import KINDS, DecodeWorkerConfig
 from prefixkv.serving.fleet import Fleet
-from prefixkv.serving.http import ApiError, decode_body, json_response, read_body
 from prefixkv.serving.launch import Kept, ServeLaunch, WorkerFailedError
 from prefixkv.serving.tracing import variables
 from prefixkv.serving.wire import FenceRequest
@@ -50,40 +46,36 @@ _REACH_S: Final = 10.0
 class FormerLives:
     """Lives of workers that seem to be over, until each is fenced. Used on one event loop."""
 
-    def __init__(self, fleet: Fleet, limits: Any) -> None:
-        self._fleet, self._limits = fleet, limits
-        # A life moves from here to `fleet.fenced` once, and never back; one whose proof has ended
-        # is lost with its node.
-        self._proofs: dict[FenceRequest, tuple[Life, asyncio.Task[None]]] = {}
-        self.routes: list[BaseRoute] = [
-            Route("/lost", self._show),
-            Route("/fence", self._fence, methods=["POST"]),
-        ]
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._proofs: dict[FenceRequest, asyncio.Task[None]] = {}
 
     def suspect(self, life: Life) -> None:
         """Begin to prove that a life has ended; the fleet fences it once that is proved."""
-        self._proofs[life.key] = life, asyncio.create_task(self._prove(life))
+        self._proofs[life.key] = asyncio.create_task(self._prove(life))
 
     def answered(self, life: Life) -> bool:
         """Cancel the proof. Returns False if the life was fenced, so that it must not serve."""
         if life.key in self._proofs:
-            self._proofs.pop(life.key)[1].cancel()
+            self._proofs.pop(life.key).cancel()
         return life.key not in self._fleet.fenced
 
     async def close(self) -> None:
-        tasks = [task for _, task in self._proofs.values()]
-        for task in tasks:
+        for task in self._proofs.values():
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._proofs.values(), return_exceptions=True)
 
     async def _prove(self, life: Life) -> None:
-        """Ask the life's node until its end is proved, or the node is lost."""
+        """Ask the life's node until its end is proved or said by an operator, or the node is
+        lost."""
         while await _is_node_alive(life.node):
+            if life.key in self._fleet.fenced:
+                return
             # No answer proves nothing: ask again, unless Ray has given the node up.
             try:
                 if await ended_on_node(life):
                     logger.warning("%s life %s has ended", life.info.name, life.info.life)
-                    self._end(life.key)
+                    self._fleet.fence(life.key)
                     return
             except RayError as error:  # the node is lost, or busy with its own end
                 logger.info("whether %s has ended is not known: %s", life.info.name, error)
@@ -92,50 +84,6 @@ class FormerLives:
             "%s life %s was on node %s, which is lost: what is held for it stays held until "
             "/fence says that it is dead", life.info.name, life.info.life, life.node,
         )  # fmt: skip
-
-    def _end(self, key: FenceRequest) -> None:
-        _, proof = self._proofs.pop(key)
-        if proof is not asyncio.current_task():
-            proof.cancel()
-        self._fleet.fence(key)
-
-    # --- for an operator --------------------------------------------------------------------------
-
-    async def _show(self, _: Request) -> Response:
-        """Answer GET /lost: the lives that are not proved dead, and what workers hold for each."""
-        lost = await self._fleet.lost()
-        shown = []
-        for key, (life, proof) in self._proofs.items():
-            held = {
-                worker: peer.held
-                for worker, peers in lost.items()
-                for peer in peers
-                if FenceRequest(peer.name, peer.life) == key
-            }
-            shown.append(
-                {
-                    "name": life.info.name, "life": life.info.life, "pid": life.info.pid,
-                    "url": life.info.url, "node": life.node,
-                    "state": "node lost" if proof.done() else "ending", "held": held,
-                }
-            )  # fmt: skip
-        return json_response(shown)
-
-    async def _fence(self, request: Request) -> Response:
-        asked = decode_body(await read_body(request, self._limits), FenceRequest)
-        # 1. It serves at this moment: fencing it would let others reuse pages that it writes.
-        # 2. It is fenced already: nothing to do.
-        # 3. It is unknown: refused, since a mistyped life must not pass for a fenced one.
-        # 4. It is lost: believe the operator.
-        name, life = asked.name, asked.life
-        if asked in (FenceRequest(info.name, info.life) for info in self._fleet.workers):
-            raise ApiError(409, f"{name} life {life} serves", code="worker_lives")
-        if asked not in self._fleet.fenced:
-            if asked not in self._proofs:
-                raise ApiError(404, f"no life {life} of {name} is lost", code="no_such_life")
-            logger.warning("%s life %s is fenced: an operator said so", name, life)
-            self._end(asked)
-        return Response(status_code=202)
 
 
 async def ended_on_node(life: Life) -> bool:
@@ -217,17 +165,14 @@ class RayLaunch(ServeLaunch):
     """The workers run in a Ray cluster. Those without keys in their settings get keys of this
     start: one pair that all prefill workers share, and one for each decode worker."""
 
-    _former: FormerLives
+    _former: FormerLives | None = None
     _group: Any = None
-
-    def _routes(self, fleet: Fleet) -> list[BaseRoute]:
-        self._former = FormerLives(fleet, self.config.listen.limits)
-        return self._former.routes
 
     async def _begin(self, fleet: Fleet, name: str) -> None:
         """Connect, reserve a placement group for all workers, and start them. Raises
         ConfigError."""
         config, namespace = self.config, f"prefixkv/{name}"
+        former = self._former = FormerLives(fleet)
         # Checked first, since `ray.init` tries for minutes.
         await _check_reachable(config.ray)
         try:
@@ -259,11 +204,12 @@ class RayLaunch(ServeLaunch):
                 why = f"{config.node.name} is in {namespace} already: {error}"
                 raise ConfigError(why) from None
             role = "decode" if isinstance(config, DecodeWorkerConfig) else "prefill"
-            self._workers.append(Actor(role, config.node.name, handle, fleet, self._former))
+            self._workers.append(Actor(role, config.node.name, handle, fleet, former))
 
     async def _close(self) -> None:
         # The proofs run tasks in the cluster, so they end before it is left.
-        await self._former.close()
+        if self._former is not None:
+            await self._former.close()
         if self._group is not None:
             with contextlib.suppress(RayError):
                 remove_placement_group(self._group)

@@ -247,6 +247,11 @@ class Fleet:
 
     # --- lives that are over ----------------------------------------------------------------------
 
+    @property
+    def lives(self) -> set[FenceRequest]:
+        """Return those that serve."""
+        return {FenceRequest(info.name, info.life) for info in self.workers}
+
     def fence(self, life: FenceRequest) -> None:
         """State that a life of a worker is certainly dead, to every worker, present and future,
         until it confirms. What was held for that life is then reused: were it alive after all, its

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from functools import partial
+from itertools import chain
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -19,7 +21,7 @@ from prometheus_client import Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 
 from prefixkv import PrefixKVError
 from prefixkv.engines.hf.generation import OPENAI, SamplingDefaults
@@ -55,8 +57,17 @@ from prefixkv.serving.status import Entrance
 from prefixkv.serving.streams import numbered
 from prefixkv.serving.text import TextError, Texts
 from prefixkv.serving.tracing import current
-from prefixkv.serving.wire import Announcement, Ask, TokenEvent, part_rid, salt_digest
+from prefixkv.serving.wire import (
+    Announcement,
+    Ask,
+    FenceRequest,
+    TokenEvent,
+    part_rid,
+    salt_digest,
+)
 from prefixkv.spi import MAX_SESSION_CHARS
+
+logger = logging.getLogger("prefixkv.front")
 
 _SHORT: Final = 4096  # characters of a text that is tokenized in the event loop
 _MESSAGE: Final = 64  # template time of one message, in characters of tokenizer time
@@ -66,14 +77,12 @@ class Front(Entrance):
     """Raises ConfigError if an address cannot be bound.
 
     `answer_tokens` is the most tokens of a chat's answer without a bound of its own; 0: all the
-    room. `defaults` say how tokens are drawn for requests that do not. `status_routes` are
-    Starlette's, for the status port.
+    room. `defaults` say how tokens are drawn for requests that do not.
     """
 
     def __init__(
         self, fleet: Fleet, texts: Texts, name: str, listen: ListenSettings,
-        answer_tokens: int = 0, status_routes: Sequence[BaseRoute] = (),
-        defaults: SamplingDefaults = OPENAI,
+        answer_tokens: int = 0, defaults: SamplingDefaults = OPENAI,
     ) -> None:  # fmt: skip
         super().__init__("front", listen)
         self.fleet, self.texts, self.name = fleet, texts, name
@@ -95,7 +104,11 @@ class Front(Entrance):
             Route("/health", self._show_health, methods=["GET"]),
             *page_routes(),
         ]
-        status_routes = [Route("/sd", self._discover), *status_routes]
+        status_routes = [
+            Route("/sd", self._discover),
+            Route("/lost", self._list_lost),
+            Route("/fence", self._fence, methods=["POST"]),
+        ]
         self._bind(routes, (*PAGE_PATHS, "/health"), self.metrics.collectors, status_routes)
 
     def health(self) -> tuple[bool, dict[str, Any]]:
@@ -133,6 +146,36 @@ class Front(Entrance):
                 for address, worker, role in places
             ]
         )
+
+    async def _list_lost(self, _: Request) -> Response:
+        """Answer GET /lost: the lives that do not serve, and what each worker holds for them."""
+        held: dict[FenceRequest, dict[str, int]] = {}
+        for worker, peers in (await self.fleet.lost()).items():
+            for peer in peers:
+                held.setdefault(FenceRequest(peer.name, peer.life), {})[worker] = peer.held
+        return json_response(
+            [
+                {"name": life.name, "life": life.life, "held": held[life]}
+                for life in held.keys() - self.fleet.lives
+            ]
+        )
+
+    async def _fence(self, request: Request) -> Response:
+        asked = decode_body(await read_body(request, self._limits), FenceRequest)
+        # 1. It serves at this moment: fencing it would let others reuse pages that it writes.
+        # 2. It is fenced already: nothing to do.
+        # 3. It is unknown: refused, since a mistyped life must not pass for a fenced one.
+        # 4. It is lost: believe the operator.
+        name, life = asked.name, asked.life
+        if asked in self.fleet.lives:
+            raise ApiError(409, f"{name} life {life} serves", code="worker_lives")
+        if asked not in self.fleet.fenced:
+            peers = chain.from_iterable((await self.fleet.lost()).values())
+            if asked not in {FenceRequest(peer.name, peer.life) for peer in peers}:
+                raise ApiError(404, f"no life {life} of {name} is lost", code="no_such_life")
+            logger.warning("%s life %s is fenced: an operator said so", name, life)
+            self.fleet.fence(asked)
+        return Response(status_code=202)
 
     # --- what is asked ----------------------------------------------------------------------------
 
@@ -338,7 +381,7 @@ class _FrontRequest:
             metrics.requests.labels(outcome).inc()
             metrics.count(usage)
             self._line.fields |= {"outcome": outcome, **msgspec.structs.asdict(usage)}
-            trace.describe_answer(usage, finishes, ttft_s)
+            trace.describe_answer(usage.body(), finishes, ttft_s)
 
 
 async def _tokens(encode: Callable[[], list[int]], size: int) -> list[int]:

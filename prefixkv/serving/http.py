@@ -71,8 +71,8 @@ T = TypeVar("T")
 # --- errors ---------------------------------------------------------------------------------------
 
 
-def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(value), status, headers, "application/json")
+def json_response(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
 async def _on_api_error(_: Request, error: Exception) -> Response:

@@ -17,7 +17,6 @@ from typing import Any, Final, Generic, TypeVar
 
 import aiohttp
 import msgspec
-from starlette.routing import BaseRoute
 
 from prefixkv import PrefixKVError
 from prefixkv.engines.hf.folder import check_folder
@@ -259,7 +258,7 @@ class Launch(Generic[C]):
         try:
             front = Front(
                 fleet, texts, name, config.listen, config.answer_tokens,
-                status_routes=self._routes(fleet), defaults=defaults,
+                defaults=defaults,
             )  # fmt: skip
         except BaseException:
             await fleet.close()
@@ -302,10 +301,6 @@ class Launch(Generic[C]):
         await asyncio.gather(*(worker.end(_END_S) for worker in self._workers))
 
     # --- what the kinds of launch do otherwise ----------------------------------------------------
-
-    def _routes(self, fleet: Fleet) -> list[BaseRoute]:
-        """Return more routes of the status port."""
-        return []
 
     async def _begin(self, fleet: Fleet, name: str) -> None:
         """Start `_workers`. `name` is what clients call the model."""

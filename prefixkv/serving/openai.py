@@ -11,6 +11,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import cache
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
@@ -62,7 +63,6 @@ _IGNORED: Final = frozenset({
     "mm_processor_kwargs", "priority", "rid", "separate_reasoning", "stream_interval",
     "stream_reasoning",
 })  # fmt: skip
-_warned: Final[set[str]] = set()  # of these, the ones that the log has named
 
 T = TypeVar("T", bound="_RequestBase")
 _Many = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -226,9 +226,7 @@ def parse(body: bytes, kind: type[T]) -> T:
     given = {name: value for name, value in found.items() if value is not None}
     for name in given.keys() & _IGNORED:
         del given[name]
-        if name not in _warned:
-            _warned.add(name)
-            logger.warning("%s changes no answer here: it is ignored wherever it is sent", name)
+        _warn(name)
     for name in given.keys() & (_NEUTRAL.keys() - {*kind.__struct_fields__}):
         taken = _NEUTRAL[name]
         # To draw as many as are shown asks for nothing; a template has its special tokens itself.
@@ -243,6 +241,11 @@ def parse(body: bytes, kind: type[T]) -> T:
     asked: T = _converted(given, kind)
     asked.check()
     return asked
+
+
+@cache
+def _warn(name: str) -> None:
+    logger.warning("%s changes no answer here: it is ignored wherever it is sent", name)
 
 
 def _converted(value: Any, kind: Any, name: str = "") -> Any:

@@ -11,13 +11,10 @@ import re
 import secrets
 import time
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from starlette.datastructures import Headers
 from starlette.types import Scope
-
-if TYPE_CHECKING:
-    from prefixkv.serving.tracing import OpenSpan
 
 HEADER: Final = "x-request-id"
 _TAKEN: Final = re.compile(r"[!-~]{1,128}")  # printable ASCII without blanks
@@ -26,7 +23,7 @@ _CLIENT_LEFT: Final = 499  # `run_until_disconnect`: this answer is never seen
 
 class RequestRecord:
     """Owned by the event loop. `fields` are those of its line in the request log, `reason` that of
-    the error that answered it, `span` its trace."""
+    the error that answered it, `span` its `OpenSpan`."""
 
     def __init__(self, scope: Scope | None = None) -> None:
         scope = scope or {"headers": []}
@@ -36,7 +33,7 @@ class RequestRecord:
         self.id = given if self._is_named else secrets.token_hex(16)
         self.fields: dict[str, Any] = {}
         self.reason: str | None = None
-        self.span: OpenSpan | None = None
+        self.span: Any = None
         self.status = self.answer_bytes = 0  # 0: no answer has been sent
         self._is_sent = False
         self.arrived_s, self.arrived_at = time.monotonic(), time.time()

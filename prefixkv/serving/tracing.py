@@ -48,8 +48,6 @@ from prefixkv.serving.record import RequestRecord, current_record
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
-    from prefixkv.serving.openai import Usage
-
 EXTRA: Final = ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
 
 _CLOSE_S: Final = 3.0  # for the last spans to reach the collector, at the end of a process
@@ -291,15 +289,17 @@ class OpenSpan:
             | {"gen_ai.request.stream": bool(body.get("stream"))}
         )
 
-    def describe_answer(self, usage: Usage, finishes: Sequence[str], ttft_s: float | None) -> None:
-        told = usage.body()
+    def describe_answer(
+        self, usage: Attributes, finishes: Sequence[str], ttft_s: float | None
+    ) -> None:
+        """`usage` is OpenAI's."""
         self.add(
             {
-                "gen_ai.usage.input_tokens": told["prompt_tokens"],
-                "gen_ai.usage.output_tokens": told["completion_tokens"],
+                "gen_ai.usage.input_tokens": usage["prompt_tokens"],
+                "gen_ai.usage.output_tokens": usage["completion_tokens"],
                 "gen_ai.usage.cache_read.input_tokens":
-                    told["prompt_tokens_details"]["cached_tokens"],
-                **{f"prefixkv.{name}": number for name, number in told["prefixkv"].items()},
+                    usage["prompt_tokens_details"]["cached_tokens"],
+                **{f"prefixkv.{name}": number for name, number in usage["prefixkv"].items()},
                 "gen_ai.response.finish_reasons": finishes,
                 "gen_ai.response.time_to_first_chunk": ttft_s,
             }
@@ -333,7 +333,8 @@ _NO_SPAN: Final = Tracing().start("", Context())
 
 def current() -> OpenSpan:
     """Return the span of the request that this task serves; tasks that it starts have the same."""
-    return current_record().span or _NO_SPAN
+    span: OpenSpan = current_record().span or _NO_SPAN
+    return span
 
 
 # --- a worker's requests --------------------------------------------------------------------------

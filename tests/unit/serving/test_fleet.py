@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, Literal
 from unittest.mock import patch
 
+import httpx
 import msgspec
 import numpy as np
 import pytest
@@ -17,12 +18,15 @@ from starlette.routing import Route
 
 from prefixkv.cache.events import EventFeed
 from prefixkv.cache.radix_cache import RadixCache
+from prefixkv.engines.hf.small import CHAT_TEMPLATE, small_tokenizer
 from prefixkv.errors import ConfigError
 from prefixkv.serving import fleet as fleets
-from prefixkv.serving.config import Limits
+from prefixkv.serving.config import Limits, ListenSettings
 from prefixkv.serving.feed import EventTap
 from prefixkv.serving.fleet import Fleet, Start
+from prefixkv.serving.front import Front
 from prefixkv.serving.http import ApiError, HttpServer, Stream, json_response, make_app
+from prefixkv.serving.text import Texts
 from prefixkv.serving.wire import Ask, FenceRequest, LostPeer, TokenEvent, WorkerInfo
 from tests.support.patience import NEVER_S, PATIENCE_S
 from tests.support.scenes import played_by, until
@@ -282,6 +286,28 @@ async def test_what_workers_hold_for_lost_peers_is_asked_of_those_that_answer(st
     stage.decode[1].lost_status = 500
     await stage.decode[2].server.stop()
     assert await stage.fleet.lost() == {"p0": LOST, "d0": LOST}
+
+
+@played([well], 1)
+async def test_an_operator_sees_lost_lives_and_says_which_are_dead(stage: Stage) -> None:
+    listen = ListenSettings(port=0, status_port=0)
+    front = Front(stage.fleet, Texts(small_tokenizer(), CHAT_TEMPLATE), "m", listen)
+    await front.status.start()
+    async with httpx.AsyncClient(base_url=front.status.url) as operator:
+
+        async def fence(name: str, life: str) -> int:
+            return (await operator.post("/fence", json={"name": name, "life": life})).status_code
+
+        shown = (await operator.get("/lost")).json()
+        assert shown == [{"name": "peer", "life": "1f", "held": {"p0": 3, "d0": 3}}]
+        assert await fence("d0", "1") == 409, "it serves"
+        assert await fence("peer", "2f") == 404, "no worker holds anything for it"
+        assert stage.fleet.fenced == []
+        assert [await fence("peer", "1f") for _ in range(2)] == [202, 202]
+    peer = FenceRequest("peer", "1f")
+    await until(lambda: stage.prefill[0].fenced == stage.decode[0].fenced == [peer])
+    await front.server.stop()
+    await front.status.stop()
 
 
 @played([well], 1)

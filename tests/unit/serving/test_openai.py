@@ -94,9 +94,9 @@ def test_what_is_not_known_is_refused_by_name(name: str) -> None:
 
 
 def test_what_changes_no_answer_is_taken_whatever_it_is_and_named_once_in_the_log(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(openai, "_warned", set())
+    openai._warn.cache_clear()
     metadata = {"user": "u", "trace": {"a": [1, "x" * 1000]}}
     more = {
         "metadata": metadata, "store": True, "service_tier": "flex",

@@ -316,7 +316,7 @@ def test_attributes_have_the_names_of_the_conventions() -> None:
     # A seed of 64 bits is OpenAI's right, and more than a span may carry; no client's objects are.
     asked = {"model": "m", "max_tokens": 5, "n": 3, "seed": 2**63, "top_p": {}, "top_k": None}
     trace.describe_request("/v1/chat/completions", asked | {"temperature": 0.5}, "m")
-    trace.describe_answer(Usage(7, 4, 2), ["stop", "length"], 0.25)
+    trace.describe_answer(Usage(7, 4, 2).body(), ["stop", "length"], 0.25)
     trace.fail("http://me:secret@host/v1 said \udcff")
     trace.end()
     (written,) = memory.spans
