@@ -200,7 +200,7 @@ class Copies:
             self._spoil(order, host, device)
         if error is not None or not copy.left:
             self.under_way.remove(copy)
-            Thread.world.counts["host copies failed"] += error is not None
+            Thread.world.counters["host copies failed"] += error is not None
             self._sink(HostCopyDone(order.number, error, 1, 0.001))
         return True
 
