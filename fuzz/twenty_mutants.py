@@ -101,7 +101,7 @@ MUTANTS = (
     Mutant(
         "5", "a chunk that was posted is posted again", "SenderMachine._on_chunk",
         " or start != self._units_written", "",
-        ("unit/protocol/test_kept_chunks.py::test_a_chunk_that_is_left_out_or_comes_twice_fails_"
+        ("unit/protocol/test_sender_machine.py::test_a_chunk_that_is_left_out_or_comes_twice_fails_"
          "the_room_however_it_is_kept"),
     ),
     Mutant(

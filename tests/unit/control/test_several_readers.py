@@ -1,15 +1,12 @@
-"""A prefill rank that several decode ranks read from: its machine, and the control object that
-checks which of them speaks."""
+"""A prefill rank that several decode ranks read from: which of them speaks. Their room's machine:
+tests/unit/protocol/test_sender_machine.py."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from itertools import count, permutations
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from prefixkv.config import CurveConfig
@@ -19,12 +16,9 @@ from prefixkv.errors import (
     PromptMismatchError,
     RequestError,
     TransferError,
-    TransferTimeoutError,
 )
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
-from prefixkv.paging import pages_for
-from prefixkv.protocol import sender_machine as sm
-from prefixkv.protocol.commands import Fence, SendChunk
+from prefixkv.protocol.commands import Fence
 from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
 from prefixkv.protocol.ids import ChunkTag, KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import (
@@ -35,10 +29,8 @@ from prefixkv.protocol.messages import (
     LeaseAsk,
     LeaseGrant,
     Outcome,
-    Promise,
     PromiseAck,
 )
-from prefixkv.protocol.sender_machine import CancelWrite, PostWrite, SenderMachine, SendToReader
 from prefixkv.staging.sender import Gather
 from prefixkv.transport.base import WriteDrained, WriteJob
 from tests.unit.control.mesh_wire import (
@@ -54,227 +46,9 @@ from tests.unit.control.mesh_wire import (
     promise,
 )
 from tests.unit.control.wire import Alike, of
-from tests.unit.protocol.rooms import PROMPT
 
 A, B = PeerId("d", 5), PeerId("d/1", 5)
 WHY = AbortedError("enough")
-
-
-# --- the machine ----------------------------------------------------------------------------------
-
-
-class Machine:
-    """Two readers of four unit pages each, in a room of 16 tokens and pages of 4."""
-
-    def __init__(
-        self,
-        page_size: int = 4,
-        unit_tokens: int = 0,
-        fold: int = 1,
-        fill_len: int = 16,
-        prefix: int = 0,
-    ):
-        self.machine = SenderMachine(SENT, 0, page_size, count(1).__next__, TIMING, 0.0)
-        self.now_s = 0.0
-        self.changes = {"unit_tokens": unit_tokens, "fold": fold}
-        self.fill_len, self.prefix = fill_len, prefix
-        unit = unit_tokens or page_size
-        self.num_units = pages_for(fill_len - prefix, unit)
-        first_page = 40 // fold
-        num_pages = pages_for(self.num_units, fold)
-        self.pages = np.arange(first_page, first_page + num_pages, dtype=np.int32)
-
-    def on(self, event: Any) -> list[Any]:
-        return self.machine.on(event, self.now_s)
-
-    def promised(
-        self, reader: int, ticket: int = 1, writes: bool = True, **changes: Any
-    ) -> sm.Promised:
-        fields = {
-            "fill_len": self.fill_len,
-            "prefix_len": self.prefix,
-            "pages": self.pages,
-            "num_units": self.num_units,
-            **self.changes,
-            **changes,
-        }
-        of_word = {name: fields.pop(name) for name in ("fill_len", "prefix_len")}
-        return sm.Promised(
-            peer=(A, B)[reader], reader=reader, readers=(0, 1), writes=writes,
-            word=Promise(*SENT.numbers, **of_word, pages=b"", ticket=ticket, digest=PROMPT),
-            **fields
-        )  # fmt: skip
-
-    def begun(self, **changes: Any) -> Machine:
-        self.on(sm.Added(self.fill_len, PROMPT))
-        for reader in (0, 1):
-            self.on(self.promised(reader, **changes))
-        return self
-
-    def chunk(self, first_page: int, src_pages: Sequence[int], last: bool = True) -> list[Any]:
-        src = np.array(src_pages, np.int32)
-        aux = b"aux" if last else b""
-        return self.on(
-            SendChunk(
-                key=SENT, first_page=first_page, src_pages=src, last=last, aux=aux, ready=None
-            )
-        )
-
-    def abort(self, reader: int) -> list[Any]:
-        peer = (A, B)[reader]
-        said = sm.AbortSaid(peer, Abort(*SENT.numbers, "no", 1), reader, (0, 1))
-        return self.on(said)
-
-
-def said(actions: list[Any], kind: type) -> list[tuple[PeerId, Any]]:
-    return [
-        (action.peer, action.body)
-        for action in actions
-        if isinstance(action, SendToReader) and isinstance(action.body, kind)
-    ]
-
-
-@pytest.mark.parametrize("order", list(permutations(["added", 0, 1])))
-def test_a_room_begins_when_the_engine_and_all_readers_have_named_it(
-    order: tuple[Any, ...],
-) -> None:
-    room = Machine()
-    for i, named in enumerate(order):
-        actions = room.on(sm.Added(16, PROMPT) if named == "added" else room.promised(named))
-        assert of(actions, Bootstrapped) == ([Bootstrapped(SENT, A, 0)] if i == 2 else [])
-        if named != "added":
-            assert said(actions, PromiseAck) == [((A, B)[named], PromiseAck(*SENT.numbers, 0, 1))]
-
-
-def test_each_reader_gets_every_chunk_and_the_outcome() -> None:
-    room = Machine().begun()
-    first, second = of(room.chunk(0, [5, 6], last=False), PostWrite)
-    assert [(post.peer, post.chunk, post.dst_pages.tolist()) for post in (first, second)] == [
-        (A, 0, [40, 41]), (B, 0, [40, 41])]  # fmt: skip
-    third, fourth = of(room.chunk(2, [7, 8]), PostWrite)
-    for post in (first, third, fourth):
-        assert room.on(sm.JobEnded(post.job_id)) == []
-    actions = room.on(sm.JobEnded(second.job_id))
-    assert of(actions, RoomEnded) == [RoomEnded(SENT, KVPoll.SUCCESS)]
-    assert [(to, body.ok, body.num_pages) for to, body in said(actions, Outcome)] == [
-        (A, True, 4),
-        (B, True, 4),
-    ]
-    room.on(sm.OutcomeAcked(1))
-    assert not room.machine.over
-    room.now_s += TIMING.resend_s
-    assert [to for to, _ in said(room.on(sm.RoomTick()), Outcome)] == [A], "the other has answered"
-    room.on(sm.OutcomeAcked(0))
-    assert room.machine.over
-
-
-def test_an_abort_of_one_reader_fails_the_other_and_drains_for_both_with_the_last_write() -> None:
-    room = Machine().begun()
-    posts = of(room.chunk(0, [5, 6, 7, 8]), PostWrite)
-    actions = room.abort(0)
-    assert of(actions, CancelWrite) == [CancelWrite(post.job_id) for post in posts]
-    assert [(to, body.ok, body.drained) for to, body in said(actions, Outcome)] == [
-        (B, False, False)
-    ]
-    assert said(actions, Drained) == []
-    assert room.abort(1) == []
-    assert room.on(sm.JobEnded(posts[1].job_id, WHY)) == []
-    actions = room.on(sm.JobEnded(posts[0].job_id))
-    assert [to for to, _ in said(actions, Drained)] == [A, B]
-    assert of(actions, SourceFree) == [SourceFree(SENT)]
-    assert room.machine.over
-
-
-def test_a_write_to_one_reader_that_proves_nothing_keeps_the_pages_of_both() -> None:
-    room = Machine().begun()
-    first, second = of(room.chunk(0, [5, 6, 7, 8]), PostWrite)
-    room.on(sm.JobEnded(first.job_id, WHY, False))
-    for reader in (0, 1):
-        room.abort(reader)
-    assert said(room.on(sm.JobEnded(second.job_id)), Drained) == []
-    drained = said(room.on(sm.JobDrained(first.job_id)), Drained)
-    assert [(to, body.settle) for to, body in drained] == [(A, True), (B, True)]
-
-
-def test_a_promise_after_the_failure_is_told_at_once() -> None:
-    room = Machine()
-    room.on(sm.Added(16, PROMPT))
-    room.on(room.promised(0))
-    room.on(sm.Fail(WHY))
-    assert not room.machine.over
-    room.on(sm.OutcomeAcked(0))
-    assert not room.machine.over, "the other's promise is on its way"
-    actions = room.on(room.promised(1))
-    assert [(to, body.ok, body.drained) for to, body in said(actions, Outcome)] == [
-        (B, False, True)
-    ]
-    room.on(sm.OutcomeAcked(1))
-    assert room.machine.over
-
-
-def test_a_reader_that_never_promises_is_not_waited_for_for_ever() -> None:
-    room = Machine()
-    room.on(sm.Added(16, PROMPT))
-    room.on(room.promised(0))
-    room.now_s = TIMING.bootstrap_timeout_s
-    (ended,) = of(room.on(sm.RoomTick()), RoomEnded)
-    assert isinstance(ended.error, TransferTimeoutError)
-    room.now_s += TIMING.parked_timeout_s
-    room.on(sm.RoomTick())
-    assert room.machine.over
-
-
-@pytest.mark.parametrize(
-    "changes", [{"prefix_len": 4}, {"fill_len": 17}, {"ticket": 2}, {"num_units": 3}]
-)
-def test_promises_that_are_not_alike_are_known_for_that(changes: dict[str, Any]) -> None:
-    room = Machine()
-    room.on(room.promised(0))
-    assert room.machine.same_promise(room.promised(0))
-    assert room.machine.same_promise(room.promised(1))
-    assert not room.machine.same_promise(room.promised(1, **changes))
-
-
-def test_smaller_pages_of_decode_of_which_it_has_some_of_our_first_page() -> None:
-    """Ours hold 16 tokens, decode's 4; it has 20 tokens of 58: the rest of our page 1 and pages 2
-    and 3."""
-    room = Machine(page_size=16, unit_tokens=4, fill_len=58, prefix=20).begun()
-    posts = of(room.chunk(1, [5, 6], last=False), PostWrite)
-    assert posts[0].src_pages.tolist() == [21, 22, 23, 24, 25, 26, 27], (
-        "page 5 without its first unit, and page 6"
-    )
-    assert (posts[0].first_unit, posts[0].dst_pages.tolist()) == (0, [40, 41, 42, 43, 44, 45, 46])
-    posts = of(room.chunk(3, [9]), PostWrite)
-    assert posts[0].src_pages.tolist() == [36, 37, 38], "10 tokens of 16: three units"
-    assert (posts[0].first_unit, posts[0].dst_pages.tolist()) == (7, [47, 48, 49])
-
-
-def test_larger_pages_of_decode_are_counted_in_its_own() -> None:
-    """Ours hold 4 tokens, decode's 16; it has 16 of 58: 42 tokens are 11 units, three pages."""
-    room = Machine(page_size=4, unit_tokens=4, fold=4, fill_len=58, prefix=16).begun()
-    posts = of(room.chunk(4, range(11)), PostWrite)
-    for post in posts:
-        assert post.src_pages.tolist() == list(range(11))
-        assert post.dst_pages.tolist() == list(range(40, 51))
-        actions = room.on(sm.JobEnded(post.job_id))
-    assert [body.num_pages for _, body in said(actions, Outcome)] == [3, 3]
-
-
-@pytest.mark.parametrize(
-    ("first_page", "src_pages"),
-    [(1, [5, 6, 7, 8]), (0, [5, 6]), (2, [5, 6]), (1, [5, 6]), (1, [5])],
-    ids=["a page too many", "a page that decode has", "a gap", "short", "shorter"],
-)
-def test_pages_that_are_not_the_promised_fail_the_room(
-    first_page: int, src_pages: list[int]
-) -> None:
-    room = Machine(page_size=16, unit_tokens=4, fill_len=58, prefix=20).begun()
-    (ended,) = of(room.chunk(first_page, src_pages), RoomEnded)
-    assert isinstance(ended.error, TransferError)
-    assert "units" in str(ended.error)
-
-
-# --- the control object ---------------------------------------------------------------------------
 
 
 def test_claims_of_one_worker_are_joined_and_those_of_another_are_of_its_own_room() -> None:
