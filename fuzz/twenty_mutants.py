@@ -359,7 +359,7 @@ MUTANTS = (
     Mutant(
         "trust", "a repeat of a promise that is over opens a room", "PrefillControl._take_promise",
         "self._check_over(self._tombs.over((key, peer.id, ticket)))", "pass",
-        ("unit/control/prefill/test_tombs.py::test_a_repeat_of_the_promise_before_is_not_the_next_"
+        ("unit/control/test_numbers_used_again.py::test_a_repeat_of_the_promise_before_is_not_the_next_"
          "ones"),
     ),
     Mutant(

@@ -506,17 +506,6 @@ def test_a_bad_promise_is_refused_and_writes_nothing(
     assert peer.chunk(1, [30, 31], last=True, clip=True) == []
 
 
-def test_a_promise_said_twice_is_answered_twice_and_written_once() -> None:
-    peer = DecodePeer().known()
-    for _ in range(2):
-        assert peer.say(promise()) == [ACK]
-    peer.on(add_room())
-    [post] = peer.chunk(1, [30, 31], last=True)
-    assert peer.say(promise()) == [ACK]
-    outcome = peer.ended(post.job_id)[1]
-    assert peer.say(promise()) == [outcome]
-
-
 @pytest.mark.parametrize(
     "other", [promise(pages=(4, 9)), promise(fill_len=11), promise(prefix_len=0, pages=(1, 2, 3))]
 )
@@ -849,50 +838,6 @@ def test_farewell_is_said_to_all() -> None:
         (ROUTE, messages.Fenced()), (b"other", messages.Fenced()),
     ]  # fmt: skip
     assert {messages.decode(frame.raw).sender for frame in frames} == {PREFILL}
-
-
-@pytest.mark.parametrize(("old", "new"), [(1, 2), (2, 1)])
-def test_a_room_number_is_used_again_while_the_last_acknowledgement_is_still_out(
-    old: int, new: int
-) -> None:
-    """Tickets are random: that of the next use may be the smaller number."""
-    peer = DecodePeer().bootstrapped(msgspec.structs.replace(promise(), ticket=old))
-    [post] = of(peer.chunk(1, [5, 6], last=True), WriteJob)
-    assert peer.ended(post.job_id)
-    assert "PromiseAck" in kinds(peer.say(msgspec.structs.replace(promise(), ticket=new))), (
-        "the old use has ended"
-    )
-    assert not of(peer.say(messages.OutcomeAck(*SENT.numbers, 0, ticket=old)), RoomEnded)
-    peer.on(add_room())
-    [post] = of(peer.chunk(1, [7, 8], last=True), WriteJob)
-    assert of(peer.ended(post.job_id), RoomEnded) == [RoomEnded(SENT, KVPoll.SUCCESS)]
-    assert peer.say(messages.OutcomeAck(*SENT.numbers, 0, ticket=old)) == []
-    assert peer.control.num_rooms == 1, "the acknowledgement of the use before is none of this one"
-    peer.say(messages.OutcomeAck(*SENT.numbers, 0, ticket=new))
-    assert peer.control.num_rooms == 0
-
-
-def test_a_promise_that_comes_again_after_its_room_is_drained_is_no_new_use() -> None:
-    peer = DecodePeer().bootstrapped(msgspec.structs.replace(promise(), ticket=2))
-    [post] = of(peer.chunk(1, [5, 6], last=True), WriteJob)
-    peer.ended(post.job_id)
-    assert kinds(peer.say(msgspec.structs.replace(promise(), ticket=2))) == ["Outcome"]
-
-
-def test_a_room_that_our_engine_ended_first_keeps_its_end_for_the_promise() -> None:
-    peer = DecodePeer().known()
-    peer.on(add_room())
-    peer.on(ENOUGH)
-    [outcome] = of(peer.say(msgspec.structs.replace(promise(), ticket=2)), Outcome)
-    assert (outcome.ok, outcome.ticket) == (False, 2)
-
-
-def test_an_abort_of_an_earlier_use_leaves_the_room_alone() -> None:
-    peer = DecodePeer().bootstrapped(msgspec.structs.replace(promise(), ticket=2))
-    assert peer.say(messages.Abort(*SENT.numbers, "late", ticket=1)) == [
-        messages.Drained(*SENT.numbers, 0, ticket=1)
-    ]
-    assert peer.chunk(1, [5, 6], last=True), "the present use goes on"
 
 
 # --- all that is taken ----------------------------------------------------------------------------
