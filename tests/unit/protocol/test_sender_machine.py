@@ -533,7 +533,7 @@ def test_a_failing_room_cancels_all_that_is_in_flight_and_frees_its_source_with_
         ("all but one done", TIMING.transfer_timeout_s, ""),
     ],
 )  # fmt: skip
-def test_every_waiting_state_has_its_deadline(script: str, deadline_s: float, why: str) -> None:
+def test_each_waiting_state_has_its_deadline(script: str, deadline_s: float, why: str) -> None:
     laws = Laws(ONE, SCRIPTS[script])
     check_deadline(laws, RoomTick(), deadline_s)
     assert why in ("", str(laws.machine.error))

@@ -271,16 +271,6 @@ def test_a_notification_of_something_else_is_dropped(tag: bytes) -> None:
 # --- aborts and drains ----------------------------------------------------------------------------
 
 
-def test_an_abort_before_the_promise_needs_no_proof() -> None:
-    peer = PrefillPeer()
-    peer.open()
-    assert peer.on(ENOUGH) == [RoomEnded(KEY, KVPoll.FAILED, WHY), RoomDrained(KEY)]
-    assert peer.on(ENOUGH) == []
-    assert kinds(peer.greet()) == ["Abort"], (
-        "the promise is not made any more, and prefill need not wait for it"
-    )
-
-
 def test_an_abort_after_the_promise_is_repeated_until_drained() -> None:
     peer = PrefillPeer().opened()
     assert peer.on(ENOUGH) == [

@@ -236,36 +236,31 @@ NIXL, SHM = HELLO.agent_metadata, b"pkvshm1|"
     [
         ("nixl", NIXL, SHM, "here", "nixl"),
         ("shm", NIXL, SHM, "here", "shm"),
-        ("auto", NIXL, b"", "", "nixl"),
+        ("auto", NIXL, b"", "elsewhere", "nixl"),
         ("auto", b"", SHM, "here", "shm"),
         ("auto", NIXL, SHM, "here", "shm"),
         ("auto", NIXL, SHM, "elsewhere", "nixl"),
+        # Where a kernel tells no place, none is taken for the same.
+        ("auto", NIXL, SHM, "", "nixl"),
+        ("shm", NIXL, SHM, "", "shm"),
+        ("nixl", b"", SHM, "here", "transport backend differs: ours 'nixl', theirs 'shm'"),
+        ("shm", NIXL, b"", "here", "transport backend differs: ours 'shm', theirs 'nixl'"),
+        ("auto", b"", b"", "here", "transport backend differs: ours 'auto', theirs 'none'"),
+        ("shm", NIXL, SHM, "elsewhere", "place differs"),
+        ("auto", b"", SHM, "elsewhere", "place differs"),
     ],
 )
-def test_a_peer_is_written_by_what_both_sides_have(
+def test_a_peer_is_written_by_what_both_sides_have_or_told_what_they_lack(
     backend: Any, nixl: bytes, shm: bytes, place: str, way: str
 ) -> None:
     hello = msgspec.structs.replace(HELLO, agent_metadata=nixl, shm=shm, place=place)
-    [added] = of(DecodePeer(backend=backend, place="here").say(hello), AddPeer)
-    assert (added.way, added.metadata) == (way, nixl if way == "nixl" else shm)
-
-
-@pytest.mark.parametrize(
-    ("backend", "nixl", "shm", "why"),
-    [
-        ("nixl", b"", SHM, "transport backend differs: ours 'nixl', theirs 'shm'"),
-        ("shm", NIXL, b"", "transport backend differs: ours 'shm', theirs 'nixl'"),
-        ("auto", b"", b"", "transport backend differs: ours 'auto', theirs 'none'"),
-        ("shm", NIXL, SHM, "place differs"),
-        ("auto", b"", SHM, "place differs"),
-    ],
-)
-def test_two_that_share_no_transport_are_told_so(
-    backend: Any, nixl: bytes, shm: bytes, why: str
-) -> None:
-    hello = msgspec.structs.replace(HELLO, agent_metadata=nixl, shm=shm, place="elsewhere")
-    [reply] = of(DecodePeer(backend=backend, place="here").say(hello), HelloReply)
-    assert why in reply.refused
+    said = DecodePeer(backend=backend, place="here" if place else "").say(hello)
+    if " " in way:
+        [reply] = of(said, HelloReply)
+        assert way in reply.refused
+    else:
+        [added] = of(said, AddPeer)
+        assert (added.way, added.metadata) == (way, nixl if way == "nixl" else shm)
 
 
 def test_a_peer_whose_memory_cannot_be_mapped_is_written_by_nixl_from_then_on() -> None:
@@ -278,13 +273,6 @@ def test_a_peer_whose_memory_cannot_be_mapped_is_written_by_nixl_from_then_on() 
     [moved] = peer.on(lost)
     assert moved == msgspec.structs.replace(added, way="nixl", metadata=NIXL)
     assert peer.on(lost) == [], "by NIXL it is tried again there"
-
-
-@pytest.mark.parametrize(("backend", "way"), [("auto", "nixl"), ("shm", "shm")])
-def test_where_the_kernel_tells_no_place_none_is_taken_for_the_same(backend: Any, way: str) -> None:
-    hello = msgspec.structs.replace(HELLO, agent_metadata=NIXL, shm=SHM, place="")
-    [added] = of(DecodePeer(backend=backend, place="").say(hello), AddPeer)
-    assert added.way == way
 
 
 def test_a_hello_that_is_repeated_by_the_network_is_dropped() -> None:
@@ -705,21 +693,16 @@ def test_aborts_of_unknown_rooms_are_remembered_up_to_a_limit() -> None:
 
 
 def test_decodes_abort_is_acknowledged_with_the_end_of_the_last_write() -> None:
+    """A write that is delayed delays it, for ever if need be."""
     peer = DecodePeer().bootstrapped()
     [first], [second] = peer.chunk(1, [30]), peer.chunk(2, [31])
-    actions = peer.say(Abort(*SENT.numbers, "enough"))
-    assert kinds(actions) == ["RoomEnded", "Cancel", "Cancel"]
-    assert peer.say(Abort(*SENT.numbers, "enough")) == []
-    assert peer.ended(second.job_id) == []
-    said = [action for _ in range(20) for action in peer.after(1.0)]
-    assert set(kinds(said)) == {"Heartbeat"}, (
-        "a write that is delayed delays the acknowledgement, for ever if need be"
-    )
-    assert peer.ended(first.job_id) == [Drained(*SENT.numbers, 0), SourceFree(SENT)]
+    word, answer = Abort(*SENT.numbers, "enough"), Drained(*SENT.numbers, 0)
+    assert kinds(peer.say(word)) == ["RoomEnded", "Cancel", "Cancel"]
+    assert peer.ended(second.job_id) == peer.say(word) == []
+    assert set(kinds(peer.after(100.0))) <= {"Heartbeat"}
+    assert peer.ended(first.job_id) == [answer, SourceFree(SENT)]
     assert peer.control.num_rooms == 0
-    assert peer.say(Abort(*SENT.numbers, "enough")) == [Drained(*SENT.numbers, 0)], (
-        "the acknowledgement was lost: said again"
-    )
+    assert peer.say(word) == [answer], "the acknowledgement was lost: said again"
 
 
 def test_a_write_that_proves_nothing_is_not_acknowledged_before_its_agent_is_destroyed() -> None:
