@@ -647,22 +647,24 @@ def test_a_reader_that_never_promises_is_not_waited_for_for_ever() -> None:
     assert laws.machine.over
 
 
+def slot(number: int, **changes: Any) -> dict[str, Any]:
+    return {"takes_state": True, "groups": (np.array([number], np.int32),), **changes}
+
+
 @pytest.mark.parametrize(
-    "other", [Room(16, 4), Room(17, 0), {"ticket": 2}, {"num_units": 3}], ids=str
+    "other", [Room(16, 4), Room(17, 0), {"ticket": 2}, {"num_units": 3}, slot(8)], ids=str
 )
 def test_promises_that_are_not_alike_are_known_for_that(other: Any) -> None:
-    machine = Laws(TWO, [TWO.promised(0)]).machine
+    machine = Laws(TWO, [TWO.promised(0, **slot(7))]).machine
     for reader in (0, 1):
-        assert machine.same_promise(TWO.promised(reader))
+        assert machine.same_promise(TWO.promised(reader, **slot(7)))
+    if isinstance(other, dict):
+        other = {**slot(7), **other}
     changed = TWO.promised(1, **other) if isinstance(other, dict) else other.promised(1)
     assert not machine.same_promise(changed)
 
 
 # --- extra state ----------------------------------------------------------------------------------
-
-
-def slot(number: int, **changes: Any) -> dict[str, Any]:
-    return {"takes_state": True, "groups": (np.array([number], np.int32),), **changes}
 
 
 def test_state_goes_with_the_last_chunk_to_the_readers_that_take_it_and_is_waited_for() -> None:

@@ -23,8 +23,8 @@ from prefixkv.protocol.messages import (
     Topology,
 )
 from prefixkv.transport.base import WriteDrained
-from tests.unit.control.test_several_readers import Readers, bodies
-from tests.unit.control.test_several_readers import hello as rank_hello
+from tests.unit.control.mesh_wire import Readers, bodies
+from tests.unit.control.mesh_wire import hello as rank_hello
 from tests.unit.control.wire import (
     HELLO,
     LAYOUT,
