@@ -12,13 +12,7 @@ from prefixkv.errors import InternalError, TransferError
 from prefixkv.protocol.commands import AbortRoom, Fence, RefuseRoom
 from prefixkv.protocol.events import RoomDrained
 from prefixkv.protocol.ids import RoomKey
-from prefixkv.protocol.messages import Abort, Drained, Hello, PromiseAck
-from prefixkv.protocol.receiver_machine import (
-    ChunkLanded,
-    PeerReady,
-    RoomTick,
-    SendToRank,
-)
+from prefixkv.protocol.messages import Abort, Drained, Hello
 from tests.unit.control.wire import (
     ADDRESS,
     HELLO,
@@ -30,7 +24,6 @@ from tests.unit.control.wire import (
     newer,
     promise,
 )
-from tests.unit.protocol.rooms import refusal
 
 WHY = "no room for it"
 ENOUGH = AbortRoom(KEY, WHY)
@@ -101,14 +94,3 @@ def test_a_number_that_is_used_again_before_that_is_not_refused_any_more() -> No
     assert [body for body in peer.open() if not isinstance(body, Hello)] == []
     assert peer.greet() == [promise()]
     assert peer.control.num_rooms == 1
-
-
-@pytest.mark.parametrize(
-    "event",
-    [ChunkLanded(0, 0, 0), PromiseAck(*KEY.numbers, 0), Drained(*KEY.numbers, 1), RoomTick()],
-)
-def test_what_means_nothing_to_a_refusal_changes_nothing(event: Any) -> None:
-    machine = refusal()
-    assert machine.on(PeerReady((0,)), 0.0) == [SendToRank(0, Abort(*KEY.numbers, "why", 9))]
-    assert machine.on(event, 0.1) == []
-    assert not machine.over

@@ -68,7 +68,7 @@ class Alike:
         return f"Alike({self.error!r})"
 
 
-class _Opposite:
+class Opposite:
     """The peer, and the clock. `said` keeps all bodies that the control object under test has sent,
     oldest first."""
 
@@ -108,7 +108,7 @@ class _Opposite:
         return self.on(self.pause(seconds))
 
 
-class PrefillPeer(_Opposite):
+class PrefillPeer(Opposite):
     """A hand-played prefill worker of one rank opposite a real `DecodeControl`."""
 
     control: DecodeControl
@@ -193,7 +193,7 @@ def to_life(body: Any, life: PeerId) -> Any:
     return body
 
 
-class DecodePeer(_Opposite):
+class DecodePeer(Opposite):
     """A hand-played decode worker of one rank opposite a real `PrefillControl`, rank 0 of its
     worker."""
 
