@@ -652,7 +652,9 @@ def slot(number: int, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "other", [Room(16, 4), Room(17, 0), {"ticket": 2}, {"num_units": 3}, slot(8)], ids=str
+    "other",
+    [Room(16, 4), Room(17, 0), {"ticket": 2}, {"num_units": 3}, slot(8), {"groups": ()}],
+    ids=str,
 )
 def test_promises_that_are_not_alike_are_known_for_that(other: Any) -> None:
     machine = Laws(TWO, [TWO.promised(0, **slot(7))]).machine
