@@ -85,24 +85,6 @@ def test_every_reader_proves_its_own_promise() -> None:
         assert not bodies(peer.chunk(0, [1, 2, 3], last=True), Outcome)
 
 
-def test_a_promise_for_a_later_use_is_refused_while_this_one_may_write() -> None:
-    peer = Readers(tp=1)
-    a, b = peer.greet(2)
-    peer.on(add_room())
-    for reader in (a, b):
-        peer.say(reader, promise())
-    posts = of(peer.chunk(0, [1, 2, 3], last=True), WriteJob)
-    ((_, refusal),) = bodies(peer.say(a, promise(ticket=2)), Outcome)
-    assert (refusal.ok, refusal.ticket) == (False, 2)
-    for post in posts:
-        actions = peer.ended(post.job_id)
-    assert [body.ticket for _, body in bodies(actions, Outcome)] == [1, 1]
-    assert not bodies(peer.say(a, promise(ticket=2)), PromiseAck), "refused once is refused"
-    assert bodies(peer.say(a, promise(ticket=3)), PromiseAck), (
-        "the next use, though this one is not acknowledged"
-    )
-
-
 def test_an_abort_of_another_use_than_the_one_aborted_before_is_answered_as_its_own() -> None:
     peer = Readers(tp=1)
     [a, _] = peer.greet(2)

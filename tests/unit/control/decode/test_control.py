@@ -287,16 +287,6 @@ def test_an_abort_after_the_promise_is_repeated_until_drained() -> None:
     assert Abort(*KEY.numbers, "enough") not in peer.pass_time(20.0)
 
 
-def test_drained_of_an_older_incarnation_proves_nothing() -> None:
-    peer = PrefillPeer().opened()
-    peer.on(ENOUGH)
-    peer.greet(newer(PREFILL))
-    for by in (PREFILL, newer(PREFILL)):
-        assert peer.say(Drained(*KEY.numbers, 0), by) == []
-    assert peer.expected == 1
-    assert peer.on(Fence(PREFILL)) == [RoomDrained(KEY)]
-
-
 def test_a_restarted_worker_ends_the_rooms_of_the_one_before_and_waits_for_a_fence() -> None:
     peer = PrefillPeer()
     peer.open(msgspec.structs.replace(promise(), ticket=3))
@@ -311,6 +301,8 @@ def test_a_restarted_worker_ends_the_rooms_of_the_one_before_and_waits_for_a_fen
     # The new life is told that no promise will come: its engine may still get the request. The
     # ticket was for the former one.
     assert {body.ticket for body in said if isinstance(body, Abort)} == {0}
+    for by in (PREFILL, newer(PREFILL)):
+        assert peer.say(Drained(*KEY.numbers, 0, 3), by) == [], "it proves nothing by now"
     peer.say(Heartbeat(), newer(PREFILL))
     assert kinds(peer.open(promise(8))) == ["Promise"], "the new one is worked with"
     assert peer.on(Fence(PREFILL)) == [RoomDrained(KEY)]

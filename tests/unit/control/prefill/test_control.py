@@ -495,7 +495,13 @@ def test_a_bad_promise_is_refused_and_writes_nothing(
 
 
 @pytest.mark.parametrize(
-    "other", [promise(pages=(4, 9)), promise(fill_len=11), promise(prefix_len=0, pages=(1, 2, 3))]
+    "other",
+    [
+        promise(pages=(4, 9)),
+        promise(fill_len=11),
+        promise(prefix_len=0, pages=(1, 2, 3)),
+        msgspec.structs.replace(promise(), digest=prompt_digest([*range(9), 10])),
+    ],
 )
 def test_within_a_generation_the_promise_stands(other: messages.Promise) -> None:
     for parked in (True, False):
@@ -504,6 +510,7 @@ def test_within_a_generation_the_promise_stands(other: messages.Promise) -> None
         if not parked:
             peer.on(add_room())
         assert peer.say(other) == []
+        assert peer.say(promise()) == [ACK], "the first one stands"
         if parked:
             peer.on(add_room())
         [post] = peer.chunk(1, [30, 31])
@@ -558,17 +565,6 @@ def test_a_word_before_the_worker_that_a_room_is_for_takes_nothing_from_it(how: 
         [post] = peer.chunk(1, [30, 31], last=True, key=key)
         assert post.peer == DECODE
         assert peer.ended(post.job_id)[0] == RoomEnded(key, KVPoll.SUCCESS)
-
-
-def test_one_workers_early_aborts_take_no_place_from_anothers() -> None:
-    peer = DecodePeer().known()
-    peer.say(HELLO, OTHER)
-    for room in range(10):
-        peer.say(Abort(room, 0, "mine"), OTHER)
-    peer.say(Abort(*SENT.numbers, "enough"))
-    assert kinds(peer.on(add_room())) == ["RoomEnded", "SourceFree"]
-    peer.after(TIMING.parked_timeout_s)
-    assert peer.on(add_room(RoomKey(0, 0, OTHER.name))) == [], "they were kept for their time"
 
 
 # --- the same tokens ------------------------------------------------------------------------------
@@ -629,14 +625,6 @@ def test_what_is_said_to_another_life_of_prefill_is_dropped(life: int) -> None:
         assert peer.say(msgspec.structs.replace(word, life=life)) == []
     assert peer.control.counters["dropped: ProtocolError"] == 2
     assert [type(body) for body in peer.say(promise())] == [PromiseAck, Bootstrapped]
-
-
-def test_another_digest_is_another_promise() -> None:
-    peer = DecodePeer().bootstrapped()
-    other = ANOTHER["other tokens"]
-    assert peer.say(msgspec.structs.replace(promise(), digest=other)) == []
-    assert peer.control.counters["dropped: ProtocolError"] == 1
-    assert peer.say(promise()) == [ACK], "the first one stands"
 
 
 def test_a_room_is_added_once() -> None:
