@@ -1,5 +1,11 @@
 """Both control objects under test, each opposite a peer that is played by hand: what it says, and
-what it hears."""
+what it hears; meshes: `mesh_wire.py`.
+
+The folder protects what one side does about a word of the other, an input of its engine, or time.
+Beside it: the rooms' machines alone (../protocol), every state of two small sides
+(../../laws/explore), orders of arrival at small pools (../../laws/liveness, by test_liveness.py),
+whole workers over a bad network (test_engine_sim.py), sockets and threads (../runtime).
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """The rows of rank 0 on the ranks that follow its log: equal at every look, of one process or of
-several; what is damaged, left out or of other sizes changes nothing."""
+several; what is damaged, left out or of other sizes changes nothing. What the ranks above 0 say:
+test_leader.py. Whole workers of several ranks: tests/unit/control/test_engine_sim.py."""
 
 from __future__ import annotations
 
