@@ -99,14 +99,26 @@ def refused(said: list[Any]) -> str:
     return str(reply.refused)
 
 
-def test_a_rank_is_of_the_worker_that_its_name_says_and_of_no_other() -> None:
-    """Else it would read another's prompt: a room is shared out over a worker's ranks."""
+STRANGERS: list[tuple[PeerId, Any, str]] = [
+    # A rank is of the worker that its name says, and of no other: else it would read another's
+    # prompt, since a room is shared out over a worker's ranks.
+    *(
+        (PeerId(name, 6), hello(2, 1, A), "name")
+        for name in ("twin", "twin/1", "d/1/1", "d/01", "d/2")
+    ),
+    (PeerId("twin", 6), hello(2, 0, A), "name"),
+    (PeerId("d", 6), hello(2, 0, PeerId("d", 7)), "name"),
+    (PeerId("d/1", 9), hello(4, 1, A), "topology"),
+]
+
+
+@pytest.mark.parametrize(("stranger", "says", "text"), STRANGERS)
+def test_what_is_no_rank_of_the_worker_that_it_names_is_refused(
+    stranger: PeerId, says: Any, text: str
+) -> None:
     peer = Readers(tp=1)
-    [a, _] = peer.greet(2)
-    for name in ("twin", "twin/1", "d/1/1", "d/01", "d/2"):
-        assert "name" in refused(peer.say(PeerId(name, 6), hello(2, 1, a)))
-    assert "name" in refused(peer.say(PeerId("twin", 6), hello(2, 0, a)))
-    assert "name" in refused(peer.say(PeerId("d", 6), hello(2, 0, PeerId("d", 7))))
+    peer.greet(2)
+    assert text in refused(peer.say(stranger, says))
     assert set(peer.control.peers(peer.now_s)) == {A, B}
 
 
@@ -118,23 +130,13 @@ def test_a_rank_of_a_worker_that_is_over_is_refused_by_name() -> None:
     assert why.startswith("d life 5 was superseded by life 6: the name 'd' is taken by another")
 
 
-def test_ranks_of_one_worker_have_one_topology() -> None:
-    peer = Readers(tp=1)
-    peer.say(A, hello(2, 0, A))
-    assert "topology" in refused(peer.say(B, hello(4, 1, A)))
-    assert refused(peer.say(B, hello(2, 1, A))) == ""
-
-
 def test_workers_are_counted_and_not_their_ranks() -> None:
     peer = Readers(tp=1)
     assert TIMING.max_peers == 2
     assert all(len(peer.greet(2, name)) == 2 for name in ("d", "e"))
-    assert len(peer.control.peers(peer.now_s)) == 4
     third = PeerId("f", 5)
     text = refused(peer.say(third, hello(1, 0, third)))
-    assert "max_peers" in text
-    assert "'d'" not in text
-    assert "'e'" not in text
+    assert ("max_peers" in text, "'d'" in text, "'e'" in text) == (True, False, False)
     peer.greet(2, "e", incarnation=6)
     assert len(peer.control.peers(peer.now_s)) == 4, "a restart takes its own place"
 
@@ -198,37 +200,31 @@ def test_a_lone_reader_of_replicas_is_written_by_one_and_told_by_all() -> None:
     assert [body.num_pages for _, body in bodies(actions, Outcome)] == [3]
 
 
-def test_a_worker_of_several_ranks_has_one_key() -> None:
-    curve = CurveConfig(
-        "p" * 40, "s" * 40, allowed_clients={"key d": "d", "key e": "e", "key r": "e/1"}
-    )
-    peer = Readers(timing=dataclasses.replace(TIMING, curve=curve, max_peers=50))
+KEYS = {"key d": "d", "key e": "e", "key r": "e/1", "key 1": "x", "key 2": "x"}
+GREETINGS = [  # in this order: name, rank, key, whether it is let in
+    ("e", 0, "key e", True),
+    ("d/1", 1, "key e", False),
+    *((name, 1, "key d", False) for name in ("d/x", "d/", "/1")),
+    ("/1", 1, "", False),
+    ("e/1", 1, "key e", False),  # another key's own name
+    ("e/1", 1, "key r", True),  # a rank with a key of its own
+    ("d/1", 1, "key d", True),
+    ("d", 0, "key d", True),
+    *((f"e/{rank}", 0, "key e", False) for rank in range(2, 20)),  # a key has one worker
+    ("x", 0, "key 1", True),
+    ("x/1", 1, "key 2", False),  # the same name by another key
+    ("x/1", 1, "key 1", True),
+]
 
-    def known(name: str, key: str, rank: int = 0) -> bool:
+
+def test_a_worker_of_several_ranks_has_one_key() -> None:
+    curve = CurveConfig("p" * 40, "s" * 40, allowed_clients=KEYS)
+    peer = Readers(timing=dataclasses.replace(TIMING, curve=curve, max_peers=50))
+    for name, rank, key, is_let_in in GREETINGS:
         me = PeerId(name, 5)
         worker = PeerId(name.partition("/")[0], 5) if rank else me
-        return bool(of(peer.say(me, hello(2, rank, worker), key), AddPeer))
-
-    assert known("e", "key e")
-    assert not known("d/1", "key e", 1)
-    assert not known("d/x", "key d", 1)
-    assert not known("d/", "key d", 1)
-    assert not known("/1", "key d", 1)
-    assert not known("/1", "", 1)
-    assert not known("e/1", "key e", 1), "another key's own name"
-    assert known("e/1", "key r", 1), "a rank with a key of its own"
-    assert known("d/1", "key d", 1)
-    assert known("d", "key d")
-    for rank in range(1, 20):
-        assert not known(f"e/{rank + 1}", "key e"), "no worker of its own: a key has one"
-
-
-def test_a_key_that_shares_a_name_is_no_rank_of_anothers_worker() -> None:
-    curve = CurveConfig("p" * 40, "s" * 40, allowed_clients={"key 1": "d", "key 2": "d"})
-    peer = Readers(timing=dataclasses.replace(TIMING, curve=curve))
-    peer.say(A, hello(2, 0, A), "key 1")
-    assert "key" in refused(peer.say(B, hello(2, 1, A), "key 2"))
-    assert refused(peer.say(B, hello(2, 1, A), "key 1")) == ""
+        said = peer.say(me, hello(2, rank, worker), key)
+        assert bool(of(said, AddPeer)) is is_let_in, (name, key)
 
 
 # --- what is said wrongly -------------------------------------------------------------------------
@@ -257,52 +253,45 @@ BAD_AREAS = {
 def test_a_staging_area_that_cannot_be_is_refused_with_the_reason(
     area: StagingArea, text: str
 ) -> None:
-    fitting = StagingArea(BLOCK_BYTES, 2 * LEASE, LEASE)
-    good = Readers(page_size=16, staging=SLOTS).say(
-        A, hello(2, 0, A, page_size=16, staging=fitting)
-    )
-    assert [added.relayed for added in of(good, AddPeer)] == [True]
     peer = Readers(page_size=16, staging=SLOTS)
-    said = peer.say(A, hello(2, 0, A, page_size=16, staging=area))
-    assert of(said, AddPeer) == []
-    refused = bodies(said, HelloReply)[0][1].refused
-    assert "staging" in refused
-    assert text in refused
+    why = refused(peer.say(A, hello(2, 0, A, page_size=16, staging=area)))
+    assert "staging" in why
+    assert text in why
     assert peer.control.counters["handshakes_refused"] == 1
+    fitting = StagingArea(BLOCK_BYTES, 2 * LEASE, LEASE)
+    assert not refused(peer.say(A, hello(2, 0, A, page_size=16, staging=fitting)))
 
 
-def test_slices_are_staged_where_both_can() -> None:
-    for slots, area, staged in ((SLOTS, AREA, True), (None, AREA, False), (SLOTS, None, False)):
-        said = Readers(staging=slots).say(A, hello(2, 0, A, staging=area))
-        (added,) = of(said, AddPeer)
-        assert (added.relayed, added.memory.staging) == (staged, area if staged else None)
-        assert bodies(said, HelloReply)[0][1].staged == staged
-    whole = Readers(tp=2, staging=SLOTS)
-    said = whole.say(A, hello(2, 0, A, staging=AREA))
+@pytest.mark.parametrize(
+    ("tp", "slots", "area", "staged"),
+    [(1, SLOTS, AREA, True), (1, None, AREA, False), (1, SLOTS, None, False),
+     (2, SLOTS, AREA, False)],  # a whole rank needs no staging
+)  # fmt: skip
+def test_slices_are_staged_where_both_can(tp: int, slots: Any, area: Any, staged: bool) -> None:
+    said = Readers(tp=tp, staging=slots).say(A, hello(2, 0, A, staging=area))
     (added,) = of(said, AddPeer)
-    assert (added.relayed, bodies(said, HelloReply)[0][1].staged) == (False, False), (
-        "a whole rank needs no staging"
-    )
+    assert (added.relayed, bodies(said, HelloReply)[0][1].staged) == (staged, staged)
+    assert added.memory.staging == (area if staged else None)
 
 
-def test_layouts_that_do_not_divide_or_hold_another_share_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("text", "changes"),
+    [
+        ("tp_size", {"tensor_parallel": 3}),
+        ("num_kv_heads", {"tensor_parallel": 4}),
+        ("num_layers", {"pipeline_parallel": 2}),
+        ("stage_layers", {"stage_layers": (1, 5)}),
+        ("page_size", {"page_size": 6}),
+        ("layout", {"page_size": 8}),
+        ("tp_size * pp_size", {"tensor_parallel": 2**30, "pipeline_parallel": 2**20}),
+    ],
+)
+def test_layouts_that_do_not_divide_or_hold_another_share_are_refused(
+    text: str, changes: dict[str, Any]
+) -> None:
     good = hello(2, 0, A)
-    changes: dict[str, dict[str, Any]] = {
-        "tp_size": {"tensor_parallel": 3},
-        "num_kv_heads": {"tensor_parallel": 4},
-        "num_layers": {"pipeline_parallel": 2},
-        "stage_layers": {"stage_layers": (1, 5)},
-        "page_size": {"page_size": 6},
-        "layout": {"page_size": 8},
-        "tp_size * pp_size": {"tensor_parallel": 2**30, "pipeline_parallel": 2**20},
-    }
-    for text, fields in changes.items():
-        greeting = msgspec.structs.replace(
-            good, topology=msgspec.structs.replace(good.topology, **fields)
-        )
-        said = Readers(tp=1).say(A, greeting)
-        assert of(said, AddPeer) == []
-        assert text in bodies(said, HelloReply)[0][1].refused
+    topology = msgspec.structs.replace(good.topology, **changes)
+    assert text in refused(Readers().say(A, msgspec.structs.replace(good, topology=topology)))
 
 
 # --- what is staged -------------------------------------------------------------------------------
