@@ -76,13 +76,6 @@ def test_a_worker_takes_what_the_smallest_of_its_ranks_takes() -> None:
     assert of(pair.reply(1, max_tokens=96), PrefillReady) == [PrefillReady(ADDRESSES[0], 64)]
 
 
-def test_success_takes_every_writer_and_the_aux_of_the_lowest() -> None:
-    pair = Writers().opened()
-    assert of(pair.outcome(1), RoomEnded) == []
-    assert pair.outcome(0)[1:] == [RoomEnded(KEY, KVPoll.SUCCESS, aux=b"aux0")]
-    assert pair.expected == 0
-
-
 def test_one_that_failed_fails_the_room_and_each_proves_for_itself() -> None:
     pair = Writers().opened()
     said = pair.outcome(1, ok=False)
