@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterator
 from itertools import product
@@ -19,6 +18,7 @@ from tests.laws.liveness.arrivals import (
     prompts,
 )
 from tests.laws.liveness.world import GROUPS, Case
+from tests.support.schedulers import AGES_S
 from tests.support.sim_engines import ROWS
 
 LENGTHS = 5 * BLOCK, 5 * BLOCK - 2, 3 * BLOCK, 2 * BLOCK + 1
@@ -128,7 +128,7 @@ def at_random(seed: int) -> Case:
         pages=chance.choice((*POOLS, (8, 8), (9, 9))),
         policy=chance.choice(("lru", "lru", "gated", "slru")),
         admission=chance.choice(("hit_aware", "fifo", "priority")),
-        patience_s=chance.choice((math.inf, 0.0)),
+        patience_s=chance.choice((AGES_S, 0.0)),
         reserve=chance.choice((0, 0, 4)),
         lose=chance.choice((-1, -1, chance.randrange(40))),
     )

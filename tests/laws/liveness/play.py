@@ -4,20 +4,19 @@ library's schedulers: `world.py`; vLLM's: tests/integration/vllm/liveness/world.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
 from random import Random
 from typing import Any, Self
+
+import msgspec
 
 from tests.laws.liveness.arrivals import Ask, LivenessError
 
 Act = Callable[[], object]
 
 
-@dataclass(frozen=True)
-class Played:
+class Played(msgspec.Struct, frozen=True):
     """What every case has. `order` names what arrives: "P0" is request 0 at its prefill server,
     "D0" at its decode server; "-P0" and "-D0" its client's leave there, "!D0" the word to decode
     that its client has left before, "~D0" that decode's engine sends it to the prefill worker.
@@ -34,15 +33,12 @@ class Played:
     seed: int = 0
 
     def __str__(self) -> str:
-        return json.dumps(asdict(self), separators=(",", ":"))
+        return msgspec.json.encode(self).decode()
 
     @classmethod
     def of(cls, text: str) -> Self:
         """The case that `str` gave."""
-        raw = json.loads(text)
-        asks = [Ask(**{**one, "prompt": tuple(map(tuple, one["prompt"]))}) for one in raw["asks"]]
-        raw = {name: tuple(of) if isinstance(of, list) else of for name, of in raw.items()}
-        return cls(**{**raw, "asks": tuple(asks)})
+        return msgspec.json.decode(text, type=cls)
 
 
 class Play:

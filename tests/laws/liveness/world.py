@@ -15,10 +15,8 @@ has promised, keeps the chunks, and lets go of what it offers while a promised p
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -38,7 +36,7 @@ from prefixkv.request import Request
 from tests.laws.auditor import assert_at_rest, audit_decode, audit_prefill
 from tests.laws.liveness.arrivals import LivenessError
 from tests.laws.liveness.play import Act, Play, Played
-from tests.support.schedulers import decode_scheduler, timed_by
+from tests.support.schedulers import AGES_S, decode_scheduler, timed_by
 from tests.support.sim import Storm
 from tests.support.sim_engines import ROWS, DecodeEngine, PairSim, PrefillEngine
 from tests.support.sim_rank import TIMING, SimRank
@@ -59,8 +57,7 @@ GROUPS = {
 """What goes on between two arrivals; "rest" is all."""
 
 
-@dataclass(frozen=True)
-class Case(Played):
+class Case(Played, frozen=True):
     """One run. `paces` may be of `GROUPS`. `lose` is which frame is lost; -1: none. `reserve` are
     tokens, `compute` those that decode computes of a prompt that prefill could send; -1: none, of
     any prompt. `rows` is how many requests decode runs."""
@@ -68,7 +65,7 @@ class Case(Played):
     pages: tuple[int, int] = (8, 8)
     policy: str = "lru"
     admission: str = "hit_aware"
-    patience_s: float = math.inf
+    patience_s: float = AGES_S
     reserve: int = 0
     lose: int = -1
     compute: int = -1

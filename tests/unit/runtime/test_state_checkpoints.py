@@ -159,7 +159,7 @@ def test_sockets_tell_routers_of_checkpoints() -> None:
             for turn in range(3):
                 said += [turn] * 30
                 pair.serve(said)
-            points = pair.prefill.pages.checkpoints
+            points = pair.prefill.pages.saves
             follower = subscriber.follower
             while len(follower.checkpoints) != 2 or follower.matched(said) != 88:
                 subscriber.follow()

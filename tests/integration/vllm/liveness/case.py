@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from tests.laws.liveness.play import Played
 
 MAX_LEN_BLOCKS = 23  # of a request
 
 
-@dataclass(frozen=True)
-class Case(Played):
+class Case(Played, frozen=True):
     """One run. `paces` may be "a" or "b": only this server; frames lie. What a router has not
     learned yet arrives when it may.
 
