@@ -10,10 +10,7 @@ from prefixkv.memory.kv_pool import StagingBuffer
 from prefixkv.memory.staging_area import BLOCK_BYTES
 from tests.support.gpu import GPU
 
-DEVICES = [
-    "cpu",
-    pytest.param("cuda", marks=GPU),
-]
+DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
 
 
 @pytest.mark.parametrize("device", DEVICES)

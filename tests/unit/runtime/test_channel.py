@@ -130,10 +130,7 @@ def test_a_socket_that_is_not_read_holds_few_frames_and_loses_none(ends: Ends) -
         num_sent += 1
     assert num_sent < 40, "16 wait here, and what the kernel's buffers take"
     read: list[Any] = []
-    until(
-        lambda: len(read) >= num_sent,
-        step=lambda: read.extend(router.poll(0.05)),
-    )
+    until(lambda: len(read) >= num_sent, step=lambda: read.extend(router.poll(0.05)))
 
 
 def news(dealer: DealerChannel, patience_s: float = PATIENCE_S) -> Any:

@@ -11,12 +11,7 @@ import pytest
 from prefixkv import DecodeNode
 from prefixkv.cache.events import page_keys
 from prefixkv.cache.radix_key import Namespace, RadixKey
-from prefixkv.config import (
-    CurveConfig,
-    DecodeConfig,
-    HostConfig,
-    KVEventsConfig,
-)
+from prefixkv.config import CurveConfig, DecodeConfig, HostConfig, KVEventsConfig
 from prefixkv.errors import ConfigError, RequestError
 from prefixkv.request import Request
 from prefixkv.serving.router import WorkerIndex

@@ -14,20 +14,8 @@ import msgspec
 import pytest
 
 from prefixkv import DecodeNode, PrefillNode
-from prefixkv.config import (
-    DecodeConfig,
-    HostConfig,
-    KVEventsConfig,
-    PrefillConfig,
-    TransportConfig,
-)
-from prefixkv.errors import (
-    ClosedError,
-    DrainingError,
-    InternalError,
-    RequestError,
-    TransferError,
-)
+from prefixkv.config import DecodeConfig, HostConfig, KVEventsConfig, PrefillConfig, TransportConfig
+from prefixkv.errors import ClosedError, DrainingError, InternalError, RequestError, TransferError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.page_copy import CpuPageCopy
 from prefixkv.memory.state_layout import StateTensor

@@ -9,16 +9,10 @@ import numpy as np
 import pytest
 
 from prefixkv.conformance.hashing import PrefixHasher
-from prefixkv.errors import (
-    PromptMismatchError,
-)
+from prefixkv.errors import PromptMismatchError
 from prefixkv.protocol.ids import PeerId
 from prefixkv.request import Request
-from tests.support.node_pair import (
-    NodePair,
-    first_token,
-    tokens_of,
-)
+from tests.support.node_pair import NodePair, first_token, tokens_of
 from tests.support.node_stages import Gate
 from tests.support.patience import NEVER_S, SkippableClock, until
 from tests.unit.runtime.conftest import QUICK, MakePair

@@ -13,9 +13,7 @@ import pytest
 from prefixkv.errors import PeerLostError
 from prefixkv.protocol.messages import ProcessLife
 from prefixkv.runtime import death
-from tests.support.node_pair import (
-    left,
-)
+from tests.support.node_pair import left
 from tests.support.node_process import NodeProcess
 from tests.support.patience import SkippableClock
 from tests.unit.runtime.test_processes import WithPrefillChild

@@ -11,13 +11,7 @@ import pytest
 from prefixkv import DecodeNode, PrefillNode
 from prefixkv.cache.events import page_keys
 from prefixkv.cache.radix_key import RadixKey
-from prefixkv.config import (
-    ComputeConfig,
-    ConfigError,
-    DecodeConfig,
-    KVEventsConfig,
-    PrefillConfig,
-)
+from prefixkv.config import ComputeConfig, ConfigError, DecodeConfig, KVEventsConfig, PrefillConfig
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateTensor

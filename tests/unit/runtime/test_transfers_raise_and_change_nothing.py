@@ -16,13 +16,7 @@ from hypothesis import strategies as st
 
 from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig
 from prefixkv.errors import CallerError, shown
-from prefixkv.transfer import (
-    DecodeTransfers,
-    KVPoll,
-    PrefillTransfers,
-    RoomEnded,
-    prompt_digest,
-)
+from prefixkv.transfer import DecodeTransfers, KVPoll, PrefillTransfers, RoomEnded, prompt_digest
 from tests.support.junk import JUNK, Broken, OwnError
 from tests.support.node_pair import make_pool
 from tests.support.patience import until

@@ -44,11 +44,7 @@ def receiver(area: StagingArea) -> Any:
 
 
 def open_room(
-    staging: Any,
-    key: RoomKey,
-    num_units: int,
-    cut: LeaseCut = CUT,
-    ticket: int = TICKET,
+    staging: Any, key: RoomKey, num_units: int, cut: LeaseCut = CUT, ticket: int = TICKET
 ) -> list[StagedRoomAction]:
     """A room whose unit pages are our pages 100.., each of one token."""
     pages = np.arange(100, 100 + num_units, dtype=np.int32)
@@ -64,12 +60,7 @@ def rooms_of(num_units: int, *keys: RoomKey, leases: int = 2) -> Any:
 
 
 def ask(
-    staging: Any,
-    key: RoomKey,
-    rank: int,
-    piece: int,
-    first: int,
-    count: int = 4,
+    staging: Any, key: RoomKey, rank: int, piece: int, first: int, count: int = 4
 ) -> list[StagedRoomAction]:
     out = staging.on_ask(rank, LeaseAsk(*key.numbers, rank, piece, first, count, TICKET))
     staging.check_invariants()
@@ -239,10 +230,7 @@ def test_a_piece_is_scattered_when_every_part_of_every_writer_has_come() -> None
     assert arrive(staging, A, 0, 1, lease, part=1, parts=2) == []
     (scatter,) = arrive(staging, A, 0, 1, lease, part=0, parts=2)
     assert isinstance(scatter, Scatter)
-    assert scatter.sections == (
-        Section(0, LEASE, 3000),
-        Section(2, LEASE + BLOCK_BYTES, 3072),
-    )
+    assert scatter.sections == (Section(0, LEASE, 3000), Section(2, LEASE + BLOCK_BYTES, 3072))
     assert (scatter.lease_id, scatter.units.tolist()) == (lease, [104, 105, 106])
     assert (scatter.plan.unit_tokens, scatter.plan.parts) == (1, PARTS)
     assert staging.counters == {"arrivals_not_awaited": 1}

@@ -459,10 +459,7 @@ def test_a_kernel_that_is_interrupted_is_asked_again_and_an_old_one_is_not(
     with select.epoll() as epoll:
         memory = PeerMemory(liar.layout, None, None, None)
         link = ShmLink(liar.me, pack_offer(liar.offer), memory, epoll)
-        blocks = [
-            liar.block[:2],
-            (liar.block.address + liar.block.num_bytes, liar.block.num_bytes),
-        ]
+        blocks = [liar.block[:2], (liar.block.address + liar.block.num_bytes, liar.block.num_bytes)]
         with liar.answer(blocks, [], [liar.block.fd] * 2):
             link.on_ready(select.EPOLLIN)
             turns = 0
