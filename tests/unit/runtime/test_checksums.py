@@ -9,17 +9,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 
-from prefixkv import DecodeNode
 from prefixkv.config import Backend, DecodeConfig, PrefillConfig, TransportConfig
 from prefixkv.control.decode.looks import PageLooks
-from prefixkv.errors import ChecksumError, ConfigError
+from prefixkv.errors import ChecksumError
 from prefixkv.memory import page_sums
-from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.page_sums import ALGORITHMS
 from prefixkv.protocol.ids import ChunkTag
@@ -328,10 +325,3 @@ def test_where_one_side_has_it_off_nothing_is_summed_and_both_logs_say_so_once(
     said = [line for line in caplog.messages if "unchecked" in line]
     assert len(said) == (2 if side == "prefill" else 1)
     assert all(f"{side} has `checksums` off" in line or "it has" in line for line in said)
-
-
-def test_memory_of_a_device_is_refused_by_name() -> None:
-    pool = KVPool.create(4, 4, 1, 1, 8)
-    pool.layout = msgspec.structs.replace(pool.layout, device="cuda:0")
-    with pytest.raises(ConfigError, match=r"checksums: are of memory of the CPU, .* cuda:0"):
-        DecodeNode(pool, checked()["decode_config"])

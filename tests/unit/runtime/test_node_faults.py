@@ -14,9 +14,7 @@ from prefixkv.config import (
     ControlConfig,
     CurveConfig,
     DecodeConfig,
-    ModelConfig,
     PrefillConfig,
-    TransportConfig,
     short_key,
 )
 from prefixkv.errors import (
@@ -102,27 +100,6 @@ def test_an_engine_that_never_comes(clock: SkippableClock, make_pair: MakePair, 
     pair.settle()
 
 
-@pytest.mark.parametrize("field", ["page_size", "model"])
-def test_nodes_that_do_not_fit_say_what_differs(field: str) -> None:
-    """At once, not after a deadline, and again for the next request."""
-    pool = make_pool(page_size=6) if field == "page_size" else make_pool()
-    model = ModelConfig(model="other") if field == "model" else ModelConfig()
-    with (
-        PrefillNode(make_pool(), PrefillConfig(control=QUICK)) as prefill,
-        DecodeNode(pool, DecodeConfig(control=QUICK, model=model)) as node,
-    ):
-        for room in (1, 2):
-            node.add(Request("r", [1, 2, 3], max_new_tokens=4, room=room, prefill=prefill.endpoint))
-            error = end_of(node, "r")
-            assert isinstance(error, HandshakeError)
-            assert error.field == field
-        until(lambda: not left(node))
-        assert (
-            prefill.stats()["handshakes_refused"] >= 2
-        )  # decode may have asked again before it was answered
-        assert prefill.peers() == {}
-
-
 # --- junk, and strangers --------------------------------------------------------------------------
 
 
@@ -205,17 +182,6 @@ def test_a_prefill_on_another_network_needs_an_interface(monkeypatch: pytest.Mon
         assert "interface=" in str(error)
         assert "192.0.2.77" in str(error)
         until(lambda: not left(node))
-
-
-def test_with_an_interface_named_prefill_binds_beyond_this_machine(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    open_to_all = replace(QUICK, network_is_isolated=True)
-    config = PrefillConfig(
-        bind="tcp://0.0.0.0:*", control=open_to_all, transport=TransportConfig(interface="lo,any")
-    )
-    with PrefillNode(make_pool(), config):
-        assert "isolated" in caplog.text
 
 
 def test_a_request_whose_prefill_is_not_there_is_served_by_another_one(make_pair: MakePair) -> None:

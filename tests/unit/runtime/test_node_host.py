@@ -130,22 +130,6 @@ def test_an_inbox_is_closed_once_no_copy_writes_to_it(monkeypatch: pytest.Monkey
     assert not beside
 
 
-@pytest.mark.parametrize(
-    ("config", "more", "why"),
-    [
-        ({"cache": False}, {}, "without cache"),
-        ({}, {"ranks": RankLog()}, "ranks without a mesh"),
-        ({"host_memory": HostConfig(num_bytes=1)}, {}, "a page has"),
-        ({"host_memory": HostConfig(num_bytes=1 << 40)}, {}, "the host has .* free"),
-    ],
-)
-def test_host_memory_that_cannot_be_is_refused_by_name(
-    config: dict[str, Any], more: dict[str, Any], why: str
-) -> None:
-    with pytest.raises(ConfigError, match=why):
-        DecodeNode(make_pool(), DecodeConfig(**{"host_memory": HOST, **config}), **more)
-
-
 @pytest.mark.parametrize(("num_pages", "is_told"), [(127, True), (128, False)])
 def test_a_node_says_so_where_host_memory_is_below_twice_the_pool(
     num_pages: int, is_told: bool, caplog: pytest.LogCaptureFixture

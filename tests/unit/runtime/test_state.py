@@ -3,20 +3,15 @@ without it."""
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
-from prefixkv import DecodeNode, PrefillNode
 from prefixkv.config import DecodeConfig, PrefillConfig, TransportConfig
-from prefixkv.errors import ConfigError, RequestError
+from prefixkv.errors import RequestError
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateTensor
-from prefixkv.memory.state_pool import StatePool
-from prefixkv.protocol.ids import PeerId
-from prefixkv.spi import DecodeRank
 from tests.support.mesh_workers import MeshPair
-from tests.support.node_pair import make_pool, tokens_of
-from tests.support.state_memory import TENSORS, StateMemory
+from tests.support.node_pair import tokens_of
+from tests.support.state_memory import StateMemory
 from tests.support.state_workers import StatePair, owner_of
 from tests.unit.runtime.conftest import QUICK
 
@@ -82,21 +77,6 @@ def test_prefill_goes_on_from_its_own_prefix_only_as_far_as_the_engine_has_the_s
             pair.until(lambda rid=rid: rid in pair.sent)
         assert [pair.starts[str(number)] for number in range(4)] == [0, 0, 20, 40]
         pair.check()
-
-
-def test_a_state_pool_on_another_device_than_the_kv_pool_is_refused() -> None:
-    """By every node, before it allocates or registers anything."""
-    kv = make_pool(num_layers=4, num_kv_heads=4)
-    kv.layout = msgspec.structs.replace(kv.layout, device="cuda:1")
-    state = StatePool.create(TENSORS, 2)
-    worker = PeerId("decode-0", 1)
-    for make in (
-        lambda: DecodeNode(kv, state=state),
-        lambda: PrefillNode(kv, state=state),
-        lambda: DecodeRank(kv, DecodeConfig(), mesh(2), 1, worker, state=state),
-    ):
-        with pytest.raises(ConfigError, match="state is on cpu, the KV pool is on cuda:1"):
-            make()
 
 
 def test_a_slot_goes_with_the_last_chunk_and_with_no_other() -> None:

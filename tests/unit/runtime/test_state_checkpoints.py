@@ -11,7 +11,7 @@ import pytest
 from prefixkv import DecodeNode, PrefillNode
 from prefixkv.cache.events import page_keys
 from prefixkv.cache.radix_key import RadixKey
-from prefixkv.config import ComputeConfig, ConfigError, DecodeConfig, KVEventsConfig, PrefillConfig
+from prefixkv.config import DecodeConfig, KVEventsConfig, PrefillConfig
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateTensor
@@ -20,12 +20,11 @@ from prefixkv.request import Request
 from prefixkv.runtime.metrics import NodeCollector
 from prefixkv.serving.router import WorkerIndex
 from prefixkv.spi import PrefillGroup
-from tests.support.node_pair import left, make_pool
+from tests.support.node_pair import left
 from tests.support.patience import until
 from tests.support.patterns import make_pools
 from tests.unit.kv_events.follower import Subscriber
 
-TENSORS = (StateTensor("sum", 0, 1, (1,), "float32"),)
 TWO_HEADS = (StateTensor("sum", 0, 2, (1,), "float32"),)
 OWN = 2  # slots of prefill's engine
 
@@ -191,31 +190,3 @@ def test_what_few_checkpoints_cost_is_counted() -> None:
         pair.serve([5] * 30)
         stats = pair.prefill.stats()
         assert stats["cut_tokens"] == stats["checkpoints"] == stats["checkpoint_slots"] == 0
-
-
-COMPUTES = DecodeConfig(compute=ComputeConfig(), checkpoints=4)
-USABLE = PrefillConfig(checkpoints=4, usable_prefix=lambda req, num: num)
-
-
-@pytest.mark.parametrize(
-    ("kind", "config", "slots", "why"),
-    [
-        (PrefillNode, PrefillConfig(checkpoints=4), 0, "checkpoints: 4: they are of extra state"),
-        (PrefillNode, PrefillConfig(checkpoints=4), 4, "checkpoints: 4: .* has 4 slots"),
-        (PrefillNode, USABLE, 6, "usable_prefix: .*checkpoints"),
-        (DecodeNode, COMPUTES, 0, "they are of extra state"),
-        (DecodeNode, COMPUTES, 4, "has 4 slots, and requests"),
-        (DecodeNode, DecodeConfig(compute=ComputeConfig()), 4, "it needs checkpoints"),
-    ],
-)
-def test_checkpoints_that_cannot_be_are_refused_by_name(
-    kind: Any, config: Any, slots: int, why: str
-) -> None:
-    state = StatePool.create(TENSORS, slots) if slots else None
-    with pytest.raises(ConfigError, match=why):
-        kind(make_pool(8, device="cpu"), config, state=state)
-
-
-def test_checkpoints_without_own_compute_are_refused() -> None:
-    with pytest.raises(ConfigError, match="checkpoints: 4 are to compute from"):
-        DecodeConfig(checkpoints=4)

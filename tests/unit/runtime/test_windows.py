@@ -9,11 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from prefixkv import DecodeNode, PrefillNode
 from prefixkv.config import (
     Backend,
-    ComputeConfig,
-    ConfigError,
     DecodeConfig,
     HostConfig,
     PrefillConfig,
@@ -23,9 +20,6 @@ from prefixkv.decode.host_tier import HostTier
 from prefixkv.digest import prompt_digest
 from prefixkv.errors import PageStateError, RequestError
 from prefixkv.memory.kv_pool import KVPool, PoolGroup
-from prefixkv.memory.mesh import Mesh
-from prefixkv.memory.state_layout import StateTensor
-from prefixkv.memory.state_pool import StatePool
 from prefixkv.transfer import DecodeTransfers, KVPoll, PrefillTransfers
 from tests.support.patience import until
 from tests.support.window_engine import WindowPair
@@ -186,39 +180,6 @@ def test_a_chunk_waits_on_every_rank_until_it_is_computed() -> None:
         pair.at_rest()
 
 
-STATE = StateTensor("s", 0, 1, (1,))
-NEAR, KEPT = {"compute": ComputeConfig()}, {"checkpoints": 2}
-
-
-@pytest.mark.parametrize(
-    ("node", "sizes", "config", "more", "why"),
-    [
-        (DecodeNode, {}, NEAR, {}, "compute: with window groups it needs checkpoints"),
-        (
-            DecodeNode,
-            {"window": 0, "num_pages": 12},
-            NEAR,
-            {},
-            "compute: not with .* aligned group",
-        ),
-        (PrefillNode, {}, {}, {"mesh": Mesh(2, 1, 1, 2)}, "is of one stage, not 2"),
-        (PrefillNode, {}, KEPT, {"mesh": Mesh(1, 2, 2)}, "a mesh of 2 ranks needs a RankLog"),
-        (PrefillNode, {}, {"usable_prefix": lambda _, num: num}, {}, "usable_prefix: "),
-        (DecodeNode, {"window": 60}, {}, {}, "'sliding' has 12 pages; one request may need 17"),
-        (PrefillNode, {"window": 30}, KEPT, {}, "'sliding' has 12 pages; one request may need 17"),
-        (PrefillNode, {}, KEPT, {"state": 2}, "the extra state has 2 slots"),
-    ],
-)
-def test_what_groups_do_not_go_with_is_refused_by_name(
-    node: Any, sizes: dict[str, int], config: dict[str, Any], more: dict[str, Any], why: str
-) -> None:
-    if "state" in more:
-        more = {"state": StatePool.create((STATE,), more["state"])}
-    settings = (DecodeConfig if node is DecodeNode else PrefillConfig)(**config)
-    with pytest.raises(ConfigError, match=why):
-        node(grouped(**sizes), settings, **more)
-
-
 def randomly(pools: list[KVPool], seed: int) -> None:
     chance = torch.Generator().manual_seed(seed)
     for pool in pools:
@@ -314,16 +275,6 @@ def test_groups_may_lie_in_one_memory_for_an_engine_that_owns_its_pages() -> Non
         said.clear()
         until(lambda: bool(said), step=lambda: said.extend(decode.take_events()))
         assert "in two groups of one memory" in str(said[0].error)
-
-
-def test_nodes_refuse_groups_in_one_memory() -> None:
-    for make in (DecodeNode, PrefillNode):
-        with pytest.raises(ConfigError, match="'sliding' has the first group's memory"):
-            make(in_one_memory())
-    full = KVPool.create(16, 4, 1, 1, 8)
-    same = KVPool.from_tensors([full.k(0)], [full.v(0)])
-    with pytest.raises(ConfigError, match="it needs a window"):
-        full.with_groups(PoolGroup("draft", same))
 
 
 def test_wrong_window_pages_are_refused_and_change_nothing() -> None:
