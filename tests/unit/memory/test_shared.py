@@ -11,7 +11,7 @@ import os
 import pytest
 import torch
 
-from prefixkv.errors import CapacityError, ConfigError
+from prefixkv.errors import CapacityError
 from prefixkv.memory.kv_pool import SEALS, KVPool, StagingBuffer, block_of, blocks_of, shared_bytes
 from prefixkv.memory.state_layout import StateTensor
 from prefixkv.memory.state_pool import StatePool
@@ -68,12 +68,6 @@ def test_only_ranges_inside_one_block_are_found() -> None:
     assert blocks_of([(at, 1), (private.data_ptr(), 4)]) is None
 
 
-@pytest.mark.parametrize("num_bytes", [0, -1])
-def test_a_size_below_one_is_refused(num_bytes: int) -> None:
-    with pytest.raises(ConfigError, match="num_bytes"):
-        shared_bytes(num_bytes)
-
-
 def test_where_there_are_no_descriptors_left_is_a_capacity_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -123,8 +117,3 @@ def test_state_and_staging_may_be_shared() -> None:
     staging = StagingBuffer(8192, 4096, shared=True)
     assert blocks_of(state.layout.regions) is not None
     assert block_of(staging.area.base, staging.area.num_bytes) is not None
-
-
-def test_shared_memory_is_on_the_cpu() -> None:
-    with pytest.raises(ConfigError, match="cpu"):
-        KVPool.create(4, 4, **SIZES, device="cuda", shared=True)

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 
-from prefixkv.errors import CallerError, ConfigError
+from prefixkv.errors import CallerError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.state_layout import StateTensor
 from prefixkv.memory.state_pool import StatePool
@@ -53,29 +52,6 @@ def test_pages_to_write_may_be_read_only() -> None:
     data = pool.read_pages([0]).numpy()
     data.flags.writeable = False
     pool.write_pages([2], data)
-
-
-READ_ONLY = zeros()
-READ_ONLY.flags.writeable = False
-
-
-@pytest.mark.parametrize(
-    ("tensor", "why"),
-    [
-        (READ_ONLY, "must not be written"),
-        (zeros(">f4"), "numpy array of >f4"),
-        (zeros()[::-1], "numpy array of float32"),
-        (np.ma.masked_array(zeros()), "MaskedArray, a torch tensor"),
-        (zeros(np.float64), "dtype"),
-        (zeros(object), "numpy array of object"),
-        (torch.zeros(SHAPE).to_sparse(), "sparse"),
-        (zeros().tolist(), "list, a torch tensor"),
-        (7, "int, a torch tensor"),
-    ],
-)
-def test_what_has_no_memory_for_a_pool_is_refused(tensor: Any, why: str) -> None:
-    with pytest.raises(ConfigError, match=why):
-        KVPool.from_tensors([tensor], [tensor])
 
 
 @given(junk=JUNK)
