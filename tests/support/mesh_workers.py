@@ -123,12 +123,13 @@ class MeshPair:
         """One chunk of this request, also while holding."""
         hashes = _hasher.prefixes(req.tokens)
         start = self.computing[req.rid]
-        end = min(start + self.chunk, req.num_tokens)
+        end = min([start + self.chunk, req.num_tokens, *(at for at in req.stops if at > start)])
         for pattern in self._prefill_patterns:
             pattern.fill(req.pages, max(start, req.prefix_len), hashes[:end])
         last = end == req.num_tokens
         if last and not self.may_end(req):
             return
+        self.reached(req, start, end)
         more = self.last(req) if last else {}
         self.prefill.send_chunk(req, end, last, b"aux " + req.rid.encode() if last else b"", **more)
         self.computing[req.rid] = end
@@ -139,8 +140,11 @@ class MeshPair:
         """Whether prefill's engine has what the last chunk takes."""
         return True
 
+    def reached(self, req: PrefillRequest, start: int, end: int) -> None:
+        """The chunk is computed, and not sent yet."""
+
     def last(self, req: PrefillRequest) -> dict[str, Any]:
-        """What goes with it."""
+        """What goes with the last chunk."""
         return {}
 
     def until(self, reached: Any) -> None:
