@@ -85,7 +85,7 @@ def ratio(numerator: float, divisor: float) -> float | None:
 
 
 def quantiles(values: list[float], *percents: int) -> dict[str, float | None]:
-    found = np.percentile(values, percents) if values else [None] * len(percents)
+    found = np.percentile(values, percents).tolist() if values else [None] * len(percents)
     return {f"p{percent}": value for percent, value in zip(percents, found, strict=True)}
 
 
