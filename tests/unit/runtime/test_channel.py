@@ -168,18 +168,6 @@ def test_a_dealer_tells_which_address_is_reached_and_which_is_not(ends: Ends, cu
 # --- dropped and counted --------------------------------------------------------------------------
 
 
-def test_a_frame_without_a_receiver_is_counted(ends: Ends) -> None:
-    router = ends.router()
-    router.send(b"no such route", b"x")
-    dealer = ends.dealer(router.endpoint)
-    dealer.send("tcp://127.0.0.1:1", b"x")
-    assert [name for name in router.counters if name.startswith("frames_not_sent")] == list(
-        router.counters
-    )
-    assert sum(router.counters.values()) == 1
-    assert dealer.counters == {"frames_not_sent: not connected": 1}
-
-
 def test_a_full_queue_drops_and_counts_and_never_blocks(ends: Ends) -> None:
     config = ControlConfig(max_queued_frames=10)
     dealer = ends.dealer("tcp://127.0.0.1:1", config)  # nobody listens
