@@ -160,6 +160,18 @@ class MeshPair:
         self.decode.append_many([req], [1])
         self.decode.finish(req)
 
+    def serve(self, room: int, prompts: dict[str, Tokens]) -> None:
+        """Requests side by side, from this room on, to their ends on both sides. Each answers one
+        token, or is among the failed."""
+        for number, (rid, tokens) in enumerate(prompts.items()):
+            self.submit(rid, tokens, room + number)
+        self.until(lambda: prompts.keys() <= self.arrived.keys() | self.failed.keys())
+        for rid in prompts.keys() & self.arrived.keys():
+            assert self.arrived[rid].aux == b"aux " + rid.encode()
+            self.finish(rid)
+        self.until(lambda: prompts.keys() <= {*self.sent, *self.prefill_failed})
+        self.until(self.at_rest)
+
     def at_rest(self) -> bool:
         """Nothing is locked, owned, held or open anywhere."""
         stats = self.decode.stats()

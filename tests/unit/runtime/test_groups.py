@@ -79,8 +79,5 @@ def test_the_ranks_of_a_worker_share_its_key() -> None:
         "decode_config": DecodeConfig(control=theirs),
     }
     with MeshPair(Mesh(2, 2), MESH, **configs) as pair:  # type: ignore[arg-type]
-        pair.submit("r", tokens_of(1, 20), room=1)
-        pair.until(lambda: "r" in pair.arrived)
-        assert pair.mismatches == 0
-        pair.finish("r")
-        pair.until(pair.at_rest)
+        pair.serve(1, {"r": tokens_of(1, 20)})
+        assert (pair.mismatches, pair.failed) == (0, {})

@@ -33,26 +33,14 @@ def staging(num_bytes: int, name: Backend = "nixl") -> dict[str, object]:
     }
 
 
-def serve(pair: MeshPair, turns: int = 2, rooms: int = 3) -> None:
-    """Conversations of `turns` turns side by side; each turn finds the one before in decode's
-    cache."""
-    lengths = [30, 61, 97][:turns]
-    room = 0
-    for turn, length in enumerate(lengths):
-        rids = [f"{seed}.{turn}" for seed in range(rooms)]
-        for seed, rid in enumerate(rids):
-            room += 1
-            pair.submit(rid, tokens_of(seed, length + seed), room)
-        pair.until(lambda rids=rids: set(rids) <= pair.arrived.keys() | pair.failed.keys())
-        assert not pair.failed
-        for rid in rids:
-            assert pair.arrived[rid].aux == b"aux " + rid.encode()
-            if turn:
-                assert pair.prefix_lens[rid] > 0, "the turn before is cached"
-            pair.finish(rid)
-        pair.until(lambda rids=rids: set(rids) <= set(pair.sent))
+def serve(pair: MeshPair, turns: int = 2) -> None:
+    """Conversations side by side; each turn finds the one before in decode's cache."""
+    for turn, length in enumerate([30, 61, 97][:turns]):
+        prompts = {f"{seed}.{turn}": tokens_of(seed, length + seed) for seed in range(3)}
+        pair.serve(1 + 3 * turn, prompts)
+        assert all((pair.prefix_lens[rid] > 0) == (turn > 0) for rid in prompts)
+    assert not pair.failed
     assert pair.mismatches == 0
-    pair.until(pair.at_rest)
     pair.decode.audit()
     pair.prefill.audit()
 

@@ -81,11 +81,8 @@ def test_every_rank_copies_its_own_part(page_sizes: tuple[int, int]) -> None:
         prompts = [tokens_of(chat, 50) for chat in range(5)]
         for turn in range(3):
             for chat, prompt in enumerate(prompts):
-                rid = f"c{chat}.{turn}"
-                req = pair.submit(rid, prompt[: 40 + 5 * turn], room=100 * turn + chat + 1)
-                until(lambda rid=rid: rid in pair.arrived, step=pair.step)
-                pair.decode.append_many([req], [7])
-                pair.decode.finish(req)
+                room = 100 * turn + chat + 1
+                pair.serve(room, {f"c{chat}.{turn}": prompt[: 40 + 5 * turn]})
                 until(lambda: not pair.decode.stats()["host_copies"], step=pair.step)
         stats = pair.decode.stats()
         assert stats["host_hit_tokens"] > 200, stats

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from prefixkv.config import DecodeConfig, KVEventsConfig, PrefillConfig, TransportConfig
@@ -30,18 +31,6 @@ def configs(transport: TransportConfig | None = None, **prefill: Any) -> dict[st
     }
 
 
-def serve(pair: StatePair, room: int, *prompts: tuple[str, Any]) -> None:
-    """Requests (rid, tokens) side by side, to their ends on both sides."""
-    for number, (rid, tokens) in enumerate(prompts):
-        pair.submit(rid, tokens, room + number)
-    rids = {rid for rid, _ in prompts}
-    pair.until(lambda: rids <= pair.arrived.keys() | pair.failed.keys())
-    assert not pair.failed
-    for rid in rids:
-        pair.finish(rid)
-    pair.until(lambda: rids <= {*pair.sent})
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sliced", "staged"])
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 2), (4, 2), (2, 4), (2, 2)], ids=str)
@@ -51,9 +40,9 @@ def test_state_arrives_with_the_last_chunk_on_every_rank(sizes: tuple[int, int],
     meshes = (Mesh(4, 4, size) for size in sizes)
     with StatePair(*meshes, **configs(staging if mode == "staged" else None)) as pair:
         for turn, length in enumerate((30, 64, 64)):
-            prompts = [(f"{seed}.{turn}", tokens_of(seed, length)) for seed in range(3)]
-            serve(pair, 1 + 3 * turn, *prompts)
-            assert {pair.prefix_lens[rid] for rid, _ in prompts} == {(0, 28, 64)[turn]}
+            prompts = {f"{seed}.{turn}": tokens_of(seed, length) for seed in range(3)}
+            pair.serve(1 + 3 * turn, prompts)
+            assert {pair.prefix_lens[rid] for rid in prompts} == {(0, 28, 64)[turn]}
         pair.check()
 
 
@@ -64,7 +53,7 @@ def test_prefill_goes_on_from_its_own_prefix_only_as_far_as_the_engine_has_the_s
         # An engine that rounds to pages has the state behind 20, too.
         for number, known in enumerate([[], [], [22, 20], [22, 40]]):
             pair.snapshots.update(owner_of(tokens[:end]) for end in known)
-            serve(pair, number + 1, (str(number), tokens))
+            pair.serve(number + 1, {str(number): tokens})
         assert [pair.starts[str(number)] for number in range(4)] == [0, 0, 20, 40]
         pair.check()
 
@@ -103,7 +92,7 @@ def test_heads_that_would_come_from_ranks_that_send_no_kv_are_refused() -> None:
 def talk(pair: StatePair, tokens: list[int]) -> int:
     """The tokens that prefill computes of this prompt."""
     room = len(pair.sent) + 1
-    serve(pair, room, (f"r{room}", tokens))
+    pair.serve(room, {f"r{room}": np.array(tokens, np.int32)})
     return len(tokens) - pair.starts[f"r{room}"]
 
 
