@@ -1,4 +1,4 @@
-"""Memory that a peer may map: sealed, zero, freed with its last tensor."""
+"""Memory that a peer may map: sealed, zero, freed with its last tensor; and staging buffers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ import torch
 
 from prefixkv.errors import CapacityError
 from prefixkv.memory.kv_pool import SEALS, KVPool, StagingBuffer, block_of, blocks_of, shared_bytes
+from prefixkv.memory.staging_area import BLOCK_BYTES
 from prefixkv.memory.state_layout import StateTensor
 from prefixkv.memory.state_pool import StatePool
+from tests.support.gpu import GPU
 
 SIZES = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 8}
 
@@ -117,3 +119,19 @@ def test_state_and_staging_may_be_shared() -> None:
     staging = StagingBuffer(8192, 4096, shared=True)
     assert blocks_of(state.layout.regions) is not None
     assert block_of(staging.area.base, staging.area.num_bytes) is not None
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_the_area_describes_aligned_memory_and_slices_are_views(device: str) -> None:
+    sizes = 5 * BLOCK_BYTES, 2 * BLOCK_BYTES
+    for buffer in [StagingBuffer(*sizes, device) for _ in range(3)]:
+        buffer.area.validate()
+        assert buffer.area.base % BLOCK_BYTES == 0
+        assert (buffer.area.num_bytes, buffer.area.lease_bytes) == sizes
+        assert torch.device(buffer.device).type == device
+        whole, piece = buffer.slice(0, 5 * BLOCK_BYTES), buffer.slice(BLOCK_BYTES, 100)
+        assert whole.data_ptr() == buffer.area.base == piece.data_ptr() - BLOCK_BYTES
+        assert (whole.dtype, whole.is_contiguous(), int(whole.sum())) == (torch.uint8, True, 0)
+        assert piece.shape == (100,)
+        piece.fill_(7)
+        assert int(whole.sum()) == 700

@@ -355,29 +355,26 @@ class Guarded:
 )
 def test_no_other_key_gets_in(ends: Ends, who: str) -> None:
     guarded = Guarded(ends)
-    router = guarded.router
-    if who == "unknown key":
-        ends.dealer(router.endpoint, ControlConfig(curve=guarded.unknown)).send(
-            router.endpoint, b"x"
-        )
-    elif who == "no key":
-        ends.dealer(router.endpoint).send(router.endpoint, b"x")
-    elif who == "stolen public key":
-        raw = {
-            "curve_publickey": guarded.known.public_key.encode(),
-            "curve_secretkey": guarded.unknown.secret_key.encode(),
+    router, known, unknown = guarded.router, guarded.known, guarded.unknown
+    configs = {
+        "unknown key": unknown, "no key": None,
+        "wrong server key": replace(known, server_key=unknown.public_key),
+    }  # fmt: skip
+    sockets: dict[str, dict[str, bytes]] = {
+        "stolen public key": {
+            "curve_publickey": known.public_key.encode(),
+            "curve_secretkey": unknown.secret_key.encode(),
             "curve_serverkey": guarded.server_key.encode(),
-        }
-        ends.raw(zmq.DEALER, router.endpoint, **raw).send(b"x")
-    elif who == "wrong server key":
-        mine = CurveConfig(
-            guarded.known.public_key, guarded.known.secret_key, guarded.unknown.public_key
-        )
-        ends.dealer(router.endpoint, ControlConfig(curve=mine)).send(router.endpoint, b"x")
+        },
+        "null with zap": {"zap_domain": b"global"},
+    }
+    if who in configs:
+        dealer = ends.dealer(router.endpoint, ControlConfig(curve=configs[who]))
+        dealer.send(router.endpoint, b"x")
     else:
-        ends.raw(zmq.DEALER, router.endpoint, zap_domain=b"global").send(b"x")
+        ends.raw(zmq.DEALER, router.endpoint, **sockets[who]).send(b"x")
     assert polled(router, patience_s=0.3) == []
-    friend = ends.dealer(router.endpoint, ControlConfig(curve=guarded.known))
+    friend = ends.dealer(router.endpoint, ControlConfig(curve=known))
     friend.send(router.endpoint, b"hi")
     assert [raw for _, _, raw in polled(router)] == [b"hi"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -12,8 +11,8 @@ from prefixkv.conformance.hashing import PrefixHasher
 from prefixkv.errors import PromptMismatchError
 from prefixkv.protocol.ids import PeerId
 from prefixkv.request import Request
+from tests.support.gates import Gate
 from tests.support.node_pair import NodePair, first_token, tokens_of
-from tests.support.node_stages import Gate
 from tests.support.patience import NEVER_S, SkippableClock, until
 from tests.unit.runtime.conftest import QUICK, MakePair
 
@@ -151,28 +150,24 @@ def test_nothing_is_sent_before_it_is_ready(pair: NodePair) -> None:
     gate = Gate()
     pair.p.ready["r", 1] = gate
     pair.submit("r", tokens_of(1, 20))
-    pair.until(lambda: pair.prefill.stats().get("writes_done", 0) == 1 and gate.asked.is_set())
+    pair.until(lambda: pair.prefill.stats().get("writes_done", 0) == 1 and gate.queries)
     assert sent_bytes(pair) == page_bytes(pair, 2)
     req = pair.prefill.requests["r"]
     late = req.pages[2:4].copy()
     good = pair.prefill.pool.read_pages(late)
     pair.prefill.pool.write_pages(late, good ^ 0xFF)
     for _ in range(20):
-        pair.step()
-        time.sleep(0.001)
+        gate.queries = 0
+        until(lambda: gate.queries, step=pair.step)
     assert "r" not in pair.d.running
     pair.prefill.pool.write_pages(late, good)
-    gate.open = True
+    gate.answer = True
     pair.run("r")
     assert pair.d.ended == {"r": None}
 
 
 def test_an_event_that_raises_fails_its_request_only(pair: NodePair) -> None:
-    class Broken:
-        def query(self) -> bool:
-            raise RuntimeError("the device is gone")
-
-    pair.p.ready["bad", 0] = Broken()
+    pair.p.ready["bad", 0] = Gate(RuntimeError("the device is gone"))
     pair.submit("bad", tokens_of(1, 20))
     pair.submit("good", tokens_of(2, 20))
     pair.run("bad", "good")
@@ -198,7 +193,7 @@ def test_no_call_waits_for_a_write(make_pair: MakePair) -> None:
         pair.prefill.send_chunk(req, end, end == 4000, aux, ready=gate)
     assert sent_bytes(pair) == 0
     pair.p.pattern.fill(req.pages, 0, PrefixHasher().prefixes(tokens))
-    gate.open = True
+    gate.answer = True
     pair.run("r")
 
 

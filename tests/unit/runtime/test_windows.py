@@ -21,6 +21,7 @@ from prefixkv.digest import prompt_digest
 from prefixkv.errors import PageStateError, RequestError
 from prefixkv.memory.kv_pool import KVPool, PoolGroup
 from prefixkv.transfer import DecodeTransfers, KVPoll, PrefillTransfers
+from tests.support.gates import Gate
 from tests.support.patience import until
 from tests.support.window_engine import WindowPair
 from tests.unit.runtime.conftest import QUICK
@@ -148,12 +149,6 @@ def test_only_what_decode_lacks_of_full_pages_is_sent_and_the_window_always() ->
 
 
 def test_a_chunk_waits_on_every_rank_until_it_is_computed() -> None:
-    class Ready:
-        is_set = False
-
-        def query(self) -> bool:
-            return self.is_set
-
     with WindowPair(tp_sizes=(2, 1), heads=(2, 2, 2), **QUICKLY) as pair:
         pair.hold = True
         pair.submit("a", list(range(7)), 1)
@@ -164,7 +159,7 @@ def test_a_chunk_waits_on_every_rank_until_it_is_computed() -> None:
         given: list[Any] = []
         submit = sides[1].submit
         sides[1].submit = lambda command: (given.append(command), submit(command))
-        ready = Ready()
+        ready = Gate()
         aux = token.to_bytes(4, "little")
         assert pair.prefill.send_chunk(req, 7, True, aux, ready) == 2 * 2
         with pytest.raises(RequestError):
@@ -172,7 +167,7 @@ def test_a_chunk_waits_on_every_rank_until_it_is_computed() -> None:
         del pair.computing[req]
         assert [command.ready for command in given] == [ready]
         assert [side.bytes_sent for side in sides] == [0, 0]
-        ready.is_set = True
+        ready.answer = True
         until(lambda: "a" in pair.done, step=pair.step)
         pair.check("a")
         assert sides[0].bytes_sent == sides[1].bytes_sent > 0
