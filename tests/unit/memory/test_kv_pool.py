@@ -144,7 +144,7 @@ def test_pages_copied_between_layouts_keep_their_kv(dtype: str, attention: str) 
 
 
 def test_the_pool_keeps_an_engines_tensors_alive() -> None:
-    k, v = ENGINES["a tensor a layer"]("uint8")
+    k, v = ENGINES["mha, layer_major"]("uint8")
     expected = k[1].clone()
     pool = KVPool.from_tensors(k, v)
     del k, v
