@@ -73,6 +73,29 @@ def waiting_job(driver: ShmDriver, liar: Liar) -> tuple[Node, Gate, socket.socke
     return writer, gate, link
 
 
+@contextmanager
+def own_link(liar: Liar) -> Iterator[ShmLink]:
+    """A connection to the liar that no transport drives."""
+    with select.epoll() as epoll:
+        link = ShmLink(liar.me, pack_offer(liar.offer), PeerMemory(liar.layout), epoll)
+        yield link
+        link.close()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The events that links were told of."""
+    noted: list[int] = []
+    on_ready = ShmLink.on_ready
+
+    def counted(link: ShmLink, events: int) -> None:
+        noted.append(events)
+        on_ready(link, events)
+
+    monkeypatch.setattr(ShmLink, "on_ready", counted)
+    return noted
+
+
 # --- order ----------------------------------------------------------------------------------------
 
 
@@ -276,14 +299,9 @@ def test_a_door_that_is_shut_is_not_tried_at_every_write(
 
 
 def test_writes_to_a_peer_that_does_not_read_its_tags_fail_beyond_a_bound(
-    driver: ShmDriver, liar: Liar, monkeypatch: pytest.MonkeyPatch
+    driver: ShmDriver, liar: Liar, monkeypatch: pytest.MonkeyPatch, calls: list[int]
 ) -> None:
     monkeypatch.setattr(shm_peer, "_MAX_UNSENT_TAGS", 50)
-    calls: list[int] = []
-    on_ready = ShmLink.on_ready
-    monkeypatch.setattr(
-        ShmLink, "on_ready", lambda link, events: (calls.append(events), on_ready(link, events))[1]
-    )
     writer = liar.greeted_by(driver.node("prefill", config=SMALL))
     link = liar.answer_truly()
     pages = list(range(5))
@@ -412,9 +430,7 @@ def test_a_kernel_that_is_interrupted_is_asked_again_and_an_old_one_is_not(
 
     monkeypatch.setattr(shm_peer, "_libc", Kernel)
     monkeypatch.setattr(shm_peer, "_POPULATED_BYTES", 4096)
-    with select.epoll() as epoll:
-        memory = PeerMemory(liar.layout, None, None, None)
-        link = ShmLink(liar.me, pack_offer(liar.offer), memory, epoll)
+    with own_link(liar) as link:
         blocks = [liar.block[:2], (liar.block.address + liar.block.num_bytes, liar.block.num_bytes)]
         with liar.answer(blocks, [], [liar.block.fd] * 2):
             link.on_ready(select.EPOLLIN)
@@ -422,7 +438,6 @@ def test_a_kernel_that_is_interrupted_is_asked_again_and_an_old_one_is_not(
             while not link.is_whole and turns < 1000:
                 link.populate()
                 turns += 1
-        link.close()
     num_pages = liar.block.num_bytes // 4096  # the second block is not in the Hello
     if number == errno.EINVAL:
         assert turns == 1
@@ -433,9 +448,7 @@ def test_a_kernel_that_is_interrupted_is_asked_again_and_an_old_one_is_not(
 
 
 def test_ranges_are_found_in_the_block_that_each_lies_in(liar: Liar) -> None:
-    with select.epoll() as epoll:
-        memory = PeerMemory(liar.layout, None, None, None)
-        link = ShmLink(liar.me, pack_offer(liar.offer), memory, epoll)
+    with own_link(liar) as link:
         address, num_bytes, fd = liar.block
         blocks = [(address + num_bytes, num_bytes), (address, num_bytes)]
         ranges = [(address + 8, 8), (address + num_bytes + 16, 8)]
@@ -444,7 +457,6 @@ def test_ranges_are_found_in_the_block_that_each_lies_in(liar: Liar) -> None:
         bases = [ctypes.addressof(ctypes.c_char.from_buffer(block)) for block in link._maps]
         assert [one[:2] for one in link.mapped] == ranges
         assert [one.here for one in link.mapped] == [bases[0] + 8, bases[1] + 16]
-        link.close()
 
 
 def test_only_pools_on_the_cpu_are_offered_and_written(driver: ShmDriver) -> None:
@@ -478,16 +490,8 @@ def test_a_peer_of_another_model_is_told_so_also_where_its_door_is_shut(
 
 
 def test_what_a_peer_says_behind_its_answer_keeps_no_writer_awake(
-    driver: ShmDriver, liar: Liar, monkeypatch: pytest.MonkeyPatch
+    driver: ShmDriver, liar: Liar, calls: list[int]
 ) -> None:
-    calls: list[int] = []
-    on_ready = ShmLink.on_ready
-
-    def counted(link: ShmLink, events: int) -> None:
-        calls.append(events)
-        on_ready(link, events)
-
-    monkeypatch.setattr(ShmLink, "on_ready", counted)
     writer = liar.greeted_by(driver.node("prefill"))
     with liar.answer_truly() as link:
         until(lambda: (of_liar := link_to(writer, liar)) is not None and of_liar.answered)
@@ -507,14 +511,11 @@ def test_a_peer_that_is_lost_while_a_job_waits_is_said(driver: ShmDriver, liar: 
 
 
 def test_a_tag_for_a_peer_that_is_gone_says_so(liar: Liar) -> None:
-    with select.epoll() as epoll:
-        memory = PeerMemory(liar.layout, None, None, None)
-        link = ShmLink(liar.me, pack_offer(liar.offer), memory, epoll)
+    with own_link(liar) as link:
         liar.answer_truly().close()
         link.on_ready(select.EPOLLIN)
         with pytest.raises(PeerLostError, match="is gone"):
             link.tell(b"a tag")
-        link.close()
 
 
 def test_a_connection_that_cannot_be_watched_is_closed(liar: Liar) -> None:
