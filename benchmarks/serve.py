@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import resource
 import statistics
 import subprocess
@@ -45,6 +46,7 @@ _FILES: Final = 20_000
 BOUND: Final = 0.05
 """Of a core, a process that waits."""
 AGENT_TURNS: Final = 6
+ARRIVALS_PER_S: Final = 0.6
 AGENT_MEMORY: Final = (
     "--decode-pages", "512", "--host-memory", "2x", "--prefill-pages", "256",
 )  # fmt: skip
@@ -82,12 +84,15 @@ def serving(tree: Path, *more: str) -> Iterator[tuple[subprocess.Popen[str], str
 
 
 async def chat(
-    at: tuple[str, int], words: str, num_tokens: int, before: Sequence[Any] = (), **more: Any
-) -> float | None:
-    """Have one turn of a chat; return the seconds to its first token, or None if it failed."""
+    at: tuple[str, int], words: str, num_tokens: int, before: Sequence[Any] = (),
+    hits: list[float] | None = None, **more: Any,
+) -> float | None:  # fmt: skip
+    """Have one turn of a chat; return the seconds to its first token, or None if it failed. Adds
+    to `hits` the share of the prompt that was on decode, host memory included."""
     asked = {
         "model": "small", "messages": [*before, {"role": "user", "content": words}],
-        "stream": True, "max_tokens": num_tokens, "ignore_eos": True, **more,
+        "stream": True, "stream_options": {"include_usage": True}, "max_tokens": num_tokens,
+        "ignore_eos": True, **more,
     }  # fmt: skip
     body = json.dumps(asked).encode()
     begin_s, first_s, got = time.monotonic(), None, b""
@@ -106,7 +111,15 @@ async def chat(
         return None
     finally:
         writer.close()
-    return first_s if b"data: [DONE]" in got else None
+    if b"data: [DONE]" not in got:
+        return None
+    if hits is not None:
+        on_decode, prompt = (
+            int(found[1]) if (found := re.search(rb'"%s":\s*(\d+)' % name, got)) else 0
+            for name in (b"decode_hit_tokens", b"prompt_tokens")
+        )
+        hits.append(on_decode / prompt)
+    return first_s
 
 
 async def bursts(url: str, num_chats: int, num_tokens: int) -> dict[str, list[float]]:
@@ -171,21 +184,23 @@ def _median(found: Iterable[float]) -> float | None:
 # --- agents that come back ------------------------------------------------------------------------
 
 
-async def agents(url: str, num_agents: int, hints: bool) -> list[float]:
-    """Play agents with their helpers; return the seconds to the first token of later turns."""
-    at, later = _place(url), list[float]()
+async def agents(url: str, num_agents: int, hints: bool) -> tuple[list[float], float]:
+    """Play agents with their helpers; return the seconds to the first token of later turns, and the
+    mean share of their prompts that was on decode."""
+    at, later, hits = _place(url), list[float](), list[float]()
     await chat(at, "Rain.", 2)
 
     async def turn(name: str, text: str, before: list[Any], said: dict[str, Any]) -> float | None:
         more = {"session_id": name, "kv_hints": said} if hints else {}
-        found = await chat(at, f"{name}: {text}", 8, before, **more)
+        shares = hits if before else None
+        found = await chat(at, f"{name}: {text}", 8, before, shares, **more)
         before += [{"role": "user", "content": f"{name}: {text}"},
                    {"role": "assistant", "content": "Yes."}]  # fmt: skip
         return found
 
     async def agent(number: int) -> None:
         draw, before = Random(number), list[Any]()
-        await asyncio.sleep(draw.uniform(0, 40))
+        await asyncio.sleep(draw.uniform(0, num_agents / ARRIVALS_PER_S))
         for left in reversed(range(AGENT_TURNS)):
             is_user = draw.random() < 0.25
             pause_s = draw.uniform(40, 70) if is_user else draw.uniform(3, 20)
@@ -201,23 +216,26 @@ async def agents(url: str, num_agents: int, hints: bool) -> list[float]:
                 await asyncio.sleep(pause_s)
 
     await asyncio.gather(*map(agent, range(num_agents)))
-    return later
+    return later, statistics.mean(hits)
 
 
 def agents_row(num_agents: int, rounds: int) -> Row:
     found: dict[str, list[float]] = {"hints": [], "none": [], "again": []}
+    hits: dict[str, list[float]] = {side: [] for side in found}
     sides = [*found]
     for number in range(rounds):
         for side in sides[number % 3 :] + sides[: number % 3]:
             with serving(ROOT, *AGENT_MEMORY) as (_, url, _status):
-                waits = asyncio.run(agents(url, num_agents, side == "hints"))
-            found[side].append(statistics.median(waits))
+                waits, share = asyncio.run(agents(url, num_agents, side == "hints"))
+            found[side].append(round(statistics.median(waits), 4))
+            hits[side].append(round(share, 4))
     by_none = {
         side: _median(a / b for a, b in zip(found[side], found["none"], strict=True))
         for side in ("hints", "again")
     }
     return {
-        "part": "agents", "agents": num_agents, "later_ttft_p50_s": found, "by_none": by_none,
+        "part": "agents", "agents": num_agents, "later_ttft_p50_s": found, "later_hits": hits,
+        "by_none": by_none,
         "bound": AGENT_BOUND, "met": (by_none["hints"] or 0.0) <= AGENT_BOUND,
     }  # fmt: skip
 
@@ -275,7 +293,7 @@ def serve(
     rounds: Annotated[int, typer.Option(min=1, help="Servers of each side.")] = 3,
     num_agents: Annotated[
         int, typer.Option("--agents", help="Agents that come back; 0: none.")
-    ] = 24,
+    ] = 48,
     seconds: Annotated[
         float, typer.Option(help="Of each measurement of what waiting costs; 0: none.")
     ] = 10.0,

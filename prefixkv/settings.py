@@ -296,12 +296,14 @@ def check_order(config: Any, low: str, high: str) -> None:
 
 class Setting(NamedTuple):
     """One setting. `name` has its table in front, "control_heartbeat_s"; `key` has them apart;
-    `default` is None where there is none."""
+    `default` is None where there is none. `is_off`: its table is not there until a setting of the
+    table is given."""
 
     name: str
     key: tuple[str, ...]
     field: Field
     default: Any
+    is_off: bool
 
     @property
     def option(self) -> str:
@@ -333,7 +335,8 @@ def _settings(
             yield from _settings(field.table, _table(field, table), its_base, field.but)
         elif field.is_plain:
             key = (*table, field.name)
-            yield Setting("_".join(key), key, field, None if default is MISSING else default)
+            shown = None if default is MISSING else default
+            yield Setting("_".join(key), key, field, shown, base is MISSING and bool(table))
 
 
 def _table(field: Field, table: tuple[str, ...]) -> tuple[str, ...]:

@@ -190,4 +190,9 @@ class _Option:
         if default in (None, ""):
             return text
         shown = ("yes" if default else "no") if self.is_switch else default
-        return f"{text} Default: {shown}.".lstrip()
+        before = (
+            f"Off; once a setting of {self.setting.key[0]} is given"
+            if self.setting.is_off
+            else "Default"
+        )
+        return f"{text} {before}: {shown}.".lstrip()

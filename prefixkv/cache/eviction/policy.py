@@ -35,8 +35,9 @@ class Use:
             once.
         priority: of an insertion; None for a lock.
         data: the packed tokens of the whole request, which may be more than the use covers.
-        before: the mark on the last of the old pages, None if no use ended there. For an insertion
-            that continues from a lock of its request, the mark as that lock found or left it.
+        before: the mark on the last of the old pages, None if no use ended there; a request's lock
+            is a use, too. For an insertion that continues from a lock of its request, the mark as
+            that lock found or left it.
         tree_pages: pages in the tree.
     """
 
