@@ -16,7 +16,7 @@ import torch
 
 from prefixkv.config import HostConfig
 from prefixkv.control.effects import CopyDone
-from prefixkv.errors import ClosedError, ConfigError, PageStateError
+from prefixkv.errors import ClosedError, PageStateError
 from prefixkv.memory.host_pool import HostPool
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.page_copy import PageCopy
@@ -338,16 +338,6 @@ def test_threads_of_which_one_cannot_be_had_end(monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(RuntimeError, match=why):
             copies.CopyThreads(num, device, "many")
         assert set(threading.enumerate()) == before
-
-
-def test_other_settings_are_refused(world: World) -> None:
-    wrong = KVPool.create(2, 4, 2, 1, 8).layout
-    for layout, device, why in (
-        (wrong, "cpu", "host pages have 768 bytes"),
-        (world.pool.layout, "meta", "device is 'meta'"),
-    ):
-        with pytest.raises(ConfigError, match=why):
-            HostCopies(layout, world.host, HostConfig(), world.results.put, device)
 
 
 @GPU
