@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from prefixkv.cache.radix_key import RadixKey
 from prefixkv.conformance.hashing import PrefixHasher
 from prefixkv.errors import PromptMismatchError
 from prefixkv.protocol.ids import PeerId
-from prefixkv.request import Request
 from tests.support.gates import Gate
 from tests.support.node_pair import NodePair, first_token, tokens_of
 from tests.support.patience import NEVER_S, SkippableClock, until
@@ -236,32 +237,20 @@ def test_idle_nodes_keep_each_other_alive(clock: SkippableClock, make_pair: Make
 # --- the same tokens ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("differs", ["tokens", "namespace", "length"])
+@pytest.mark.parametrize(
+    ("theirs", "namespace"),
+    [(tokens_of(2, 30), "lora"), (tokens_of(1, 29), "lora"), (tokens_of(1, 30), "another")],
+    ids=["tokens", "length", "namespace"],
+)
 def test_another_prompt_fails_on_both_sides_and_its_pages_are_free_at_once(
-    pair: NodePair, differs: str
+    pair: NodePair, theirs: Any, namespace: str
 ) -> None:
-    tokens, theirs, namespace = tokens_of(1, 30), tokens_of(1, 30), "lora"
-    if differs == "tokens":
-        theirs = tokens_of(2, 30)
-    elif differs == "length":
-        theirs = tokens_of(1, 29)
-    else:
-        namespace = "another"
-    where = pair.prefill.endpoint
-    lora = Request("r", tokens, max_new_tokens=4, room=7, prefill=where, namespace="lora")
-    pair.decode.add(lora)
-    pair.prefill.add(Request("r", theirs, room=7, decode="decode-0", namespace=namespace))
-    errors: list[Exception | None] = []
-
-    def failed() -> bool:
-        pair.decode.pop_preallocated()
-        assert pair.prefill.pop_bootstrapped() == []
-        for node in (pair.decode, pair.prefill):
-            errors.extend(req.error for req in node.pop_failed())
-        return len(errors) == 2
-
-    until(failed)
+    ours: Any = RadixKey(tokens_of(1, 30), "lora")
+    pair.submit("r", ours, room=7, tell=False)
+    pair.p.add("r", RadixKey(theirs, namespace), 7)  # type: ignore[arg-type]
+    pair.until(lambda: "r" in pair.d.ended and "r" in pair.p.failed)
+    errors = pair.d.ended["r"], pair.p.failed["r"]
     assert [type(error) for error in errors] == [PromptMismatchError] * 2
     stats = pair.decode.stats()
     assert stats["pages_held"] == stats["pages_owned"] == 0
-    assert sent_bytes(pair) == 0
+    assert (sent_bytes(pair), pair.p.chunks) == (0, {})
