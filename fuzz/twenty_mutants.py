@@ -82,15 +82,11 @@ MUTANTS = (
         "4", "a match is locked after its pages were evicted for it", "PageManager.open",
         ("                lock = self.cache.lock_at(match, place, now_s, visit)\n"
          "            if start is not None:\n"
-         "                points = self.checkpoints\n"
-         "                self.groups.open(row, start, None if points is None else points.make_"
-         "room)\n"
+         "                self.groups.open(row, start, self.saves.make_room)\n"
          "            new = self._take(num_new_pages, now_s)\n"),
         ("                pass\n"
          "            if start is not None:\n"
-         "                points = self.checkpoints\n"
-         "                self.groups.open(row, start, None if points is None else points.make_"
-         "room)\n"
+         "                self.groups.open(row, start, self.saves.make_room)\n"
          "            new = self._take(num_new_pages, now_s)\n"
          "            if match is not None:\n"
          "                lock = self.cache.lock_at(match, self.cache.locate(match), now_s, "
@@ -176,7 +172,7 @@ MUTANTS = (
     ),
     Mutant(
         "12", "a chunk has landed before its pages are looked at", "PageLooks.on_landed",
-        "LookAt(look_id, room.sums[tag.rank], spans, tag.what)", "PagesLookedAt(look_id)",
+        "LookAt(look_id, checked.plans[tag.rank], spans, tag.what)", "PagesLookedAt(look_id)",
         "unit/runtime/test_checksums.py::test_a_bit_that_flips_in_memory_is_found",
     ),
     Mutant(
@@ -302,8 +298,8 @@ MUTANTS = (
         "unit/cache/test_checkpoints.py::test_a_locked_one_stays",
     ),
     Mutant(
-        "H14", "prefill goes on behind pages without a state", "PrefillBootstrapQueue._find",
-        "usable = 0 if checkpoint is None else checkpoint.depth * page_size", "pass",
+        "H14", "prefill goes on behind pages without a state", "PrefillCheckpoints.find",
+        "0 if found is None else found.depth * self._page_size", "match.prefix_len",
         "unit/prefill/test_state_checkpoints.py::test_pages_without_a_state_are_not_gone_on_from",
     ),
     Mutant(
@@ -368,14 +364,14 @@ MUTANTS = (
         "unit/decode/test_sent_ends.py::test_what_was_kept_before_a_flush_is_forgotten",
     ),
     Mutant(
-        "H12", "decode goes on from another depth's state", "DecodeCheckpoints.go_on_from_sent",
+        "H12", "decode goes on from another depth's state", "CheckpointedCompute._go_on_from_sent",
         "req.prefix_len, req.checkpoint_slot = at, req.state_slot", "req.prefix_len = at",
         ("unit/decode/test_sent_ends.py::test_what_was_sent_leaves_a_checkpoint_before_the_end_is_"
          "computed"),
     ),
     Mutant(
         "H13", "a checkpoint stays locked on a path that is not", "PrefillScheduler._maybe_release",
-        "self.checkpoints.end(req)", "pass",
+        "self._resume.dropped(req)", "pass",
         ("unit/prefill/test_state_checkpoints.py::test_no_window_of_another_path_or_depth_is_ever_"
          "gone_on_from"),
     ),

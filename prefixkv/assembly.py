@@ -7,10 +7,15 @@ leave one out, delete it and its lines here. `tests/repository/test_amputation.p
 from __future__ import annotations
 
 from prefixkv import policies as policies
+from prefixkv.cache.checkpoints import Checkpoints
 from prefixkv.decode import compute_source, host_tier
 from prefixkv.decode.scheduler import DecodeScheduler
+from prefixkv.decode.state_checkpoints import CheckpointedCompute
 from prefixkv.kv_events import publisher
-from prefixkv.runtime import host_copies, ranks, record, staging
+from prefixkv.pages.manager import PageManager
+from prefixkv.prefill.scheduler import PrefillScheduler
+from prefixkv.prefill.state_checkpoints import PrefillCheckpoints
+from prefixkv.runtime import host_copies, looks, ranks, record, staging
 from prefixkv.runtime.death import ProverThread
 from prefixkv.runtime.decode_node import DecodeNode as DecodeNode
 from prefixkv.runtime.decode_transfers import DecodeTransfers as DecodeTransfers
@@ -30,7 +35,11 @@ Node.installers["record"] = record.install
 DecodeNode.make_host = host_copies.HostMemory
 DecodeScheduler.source_makers.append(host_tier.make_host)
 DecodeScheduler.source_makers.append(compute_source.make_compute)
+compute_source.WITH_SAVES[:] = [CheckpointedCompute]
+PageManager.make_saves = Checkpoints
+PrefillScheduler.resume_at_saves = PrefillCheckpoints
 Node.lead = ranks.check_log, ranks.lead
 Transfers.prover = ProverThread
 MAKERS["shm"] = ShmTransport
 staging.install()
+looks.install()

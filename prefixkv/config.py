@@ -307,7 +307,7 @@ class PageOptions(NamedTuple):
         num_slots: of extra state, a group of one page a request.
         reserved_pages: the first pages of the pool, which are the engine's own.
         spare_rows: rows of the page table for pages that are loaded from host memory.
-        num_checkpoints: kept at most, each with a slot, pages in the window groups, or both.
+        num_saved: checkpoints kept at most, each with a slot, pages in the window groups, or both.
         windows: groups of layers that keep the last tokens only.
     """
 
@@ -317,7 +317,7 @@ class PageOptions(NamedTuple):
     num_slots: int = 0
     reserved_pages: int = 0
     spare_rows: int = 0
-    num_checkpoints: int = 0
+    num_saved: int = 0
     windows: Sequence[GroupSpec] = ()
 
 

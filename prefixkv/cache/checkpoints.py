@@ -15,31 +15,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 
 from prefixkv.cache.events import CheckpointEvicted, CheckpointSaved
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.results import MatchResult
+from prefixkv.cache.saves import Saves
 from prefixkv.errors import check_laws
 from prefixkv.paging import PageIds, Pages
 
 NO_SLOT: Final = -1
 
 Windows = tuple[Pages, ...]
-
-
-class GroupKeeper(Protocol):
-    """The counts of the window pages that checkpoints keep; `TailGroups` implements it."""
-
-    def add_counts(self, windows: Windows, refs: int, pins: int) -> None:
-        """Add to the counts of these pages; without a count a page is free."""
-        ...
-
-    def lacks(self, needs: Sequence[int]) -> bool:
-        """Return True if a group has fewer free pages than it needs."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -56,8 +45,10 @@ class Checkpoint:
     is_gone: bool = False  # its page has left the tree; its slot is kept while it is locked
 
 
-class Checkpoints:
+class Checkpoints(Saves):
     """The checkpoints of one radix cache, and their slots 0 to `num_slots` - 1. One owner.
+
+    `keeper`: the window groups, which count the pages that checkpoints keep (`TailGroups`).
 
     The laws, which `check_invariants` checks:
 
@@ -66,9 +57,7 @@ class Checkpoints:
         H13  a locked checkpoint ends on a locked path, and is not evicted
     """
 
-    def __init__(
-        self, cache: RadixCache, pool_pages: int, num_slots: int, keeper: GroupKeeper
-    ) -> None:
+    def __init__(self, cache: RadixCache, pool_pages: int, num_slots: int, keeper: Any) -> None:
         self._cache = cache
         self._keeper = keeper
         self.num_slots = num_slots
@@ -79,8 +68,6 @@ class Checkpoints:
         self._taken: dict[int, Windows] = {}  # by slot: pages that are pinned for it
         self._kept: dict[int, Checkpoint] = {}  # gone, but locked: by slot
         self._tick = 0
-        self.evicted = 0
-        self.cut_tokens = 0  # cached, and computed again: no checkpoint lay behind them
         cache.more_changes = lambda: [CheckpointSaved(page) for page in self._at]
 
     def __len__(self) -> int:
@@ -119,7 +106,6 @@ class Checkpoints:
         self._taken[slot] = windows
 
     def make_room(self, needs: Sequence[int]) -> bool:
-        """Evict until each window group has as many free pages as it needs. Return whether."""
         while is_short := self._keeper.lacks(needs):
             if not self._evict_one():
                 break
@@ -239,14 +225,11 @@ class Checkpoints:
         return self._free.copy()
 
     def kept(self, number: int) -> list[tuple[Pages, bool]]:
-        """Return for each checkpoint its pages in this window group, and whether they are pinned;
-        for audits."""
         entered = [*self._at.values(), *self._kept.values()]
         found = [(one.windows[number], one.locks > 0) for one in entered if one.windows]
         return found + [(windows[number], True) for windows in self._taken.values() if windows]
 
     def check_invariants(self) -> None:
-        """Raise InternalError if a law is broken. O(tree)."""
         in_tree: dict[int, int] = {}
         locked: set[int] = set()
         for node in self._cache.nodes():

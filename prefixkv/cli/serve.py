@@ -23,7 +23,7 @@ from prefixkv.settings import Setting, load, read_toml, settings_of
 def add_commands(app: typer.Typer) -> None:
     workers = typer.Typer(help="One prefill or decode worker, with a model of Hugging Face's.")
     for role, kind in KINDS.items():
-        workers.command(role)(_command(partial(_worker, role), kind, _WORKER.format(role)))
+        workers.command(role)(_command(_worker, kind, _WORKER.format(role)))
     app.add_typer(workers, name="worker")
     # MODEL is the one setting that is an argument.
     about = next(one.field.help for one in settings_of(ServeConfig) if one.name == "model")
@@ -37,7 +37,8 @@ def add_commands(app: typer.Typer) -> None:
         ]
         for role, kind in (("prefill", "ADDRESS"), ("decode", "NAME"))
     }
-    app.command("proxy")(_command(_proxy, ProxyConfig, _proxy.__doc__, **servers))
+    proxy = _command(_proxy, ProxyConfig, _proxy.__doc__, loads=False, **servers)
+    app.command("proxy")(proxy)
 
 
 _WORKER: Final = (
@@ -46,9 +47,7 @@ _WORKER: Final = (
 )
 
 
-def _worker(role: str, config: Path | None, **options: Any) -> int:
-    check_packages()
-    loaded: Any = load(KINDS[role], config, os.environ, options)
+def _worker(loaded: Any) -> int:
     # Imported after the settings are checked: it loads the worker's modules.
     from prefixkv.serving.process import run_worker
 
@@ -58,13 +57,11 @@ def _worker(role: str, config: Path | None, **options: Any) -> int:
 _say: Final = partial(print, flush=True)
 
 
-def _serve(config: Path | None, **options: Any) -> int:
+def _serve(loaded: ServeConfig) -> int:
     """Serve OpenAI's API on this machine: prefill workers, decode workers and a front.
 
     Without MODEL a small model made from a seed answers, in random words.
     """
-    check_packages()
-    loaded = load(ServeConfig, config, os.environ, options)
     if loaded.ray and not is_there("ray"):
         raise ConfigError("--ray needs ray: pip install 'prefixkv[ray]'")
     from prefixkv.serving.launch import ServeLaunch, run_front
@@ -77,13 +74,11 @@ def _serve(config: Path | None, **options: Any) -> int:
     return run_front(lambda: ServeLaunch(loaded, _say))
 
 
-def _front(config: Path | None, **options: Any) -> int:
+def _front(loaded: FrontConfig) -> int:
     """Serve OpenAI's API before prefill and decode workers that were started by hand, on any hosts.
 
     MODEL is the folder that the workers have; without it their model is the small one.
     """
-    check_packages()
-    loaded = load(FrontConfig, config, os.environ, options)
     from prefixkv.serving.launch import FrontLaunch, run_front
 
     return run_front(lambda: FrontLaunch(loaded, _say))
@@ -124,15 +119,18 @@ def check_packages(*, with_model: bool = True) -> None:
 
 
 def _command(
-    run: Callable[..., int], kind: type, doc: str | None, **arguments: Any
+    run: Callable[..., int], kind: type, doc: str | None, *, loads: bool = True, **arguments: Any
 ) -> Callable[..., int]:
     """Make a command of `arguments`, and of each setting of `kind` that is no table: tables are set
-    in the file."""
+    in the file. `run` gets the `kind`; without `loads` what was given."""
     settings = [one for one in settings_of(kind) if one.name not in arguments]
     options = [_Option(one) for one in settings if not one.field.is_mapping]
 
-    def command(help_all: bool, **given: Any) -> int:
-        return run(**given)
+    def command(help_all: bool, config: Path | None, **given: Any) -> int:
+        if not loads:
+            return run(config, **given)
+        check_packages()
+        return run(load(kind, config, os.environ, given))
 
     def show_all(ctx: typer.Context, wanted: bool) -> None:
         if wanted:

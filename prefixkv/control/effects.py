@@ -9,8 +9,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import msgspec
 
 from prefixkv.config import Way
-from prefixkv.memory.page_sums import SumPlan
-from prefixkv.paging import Pages
 from prefixkv.protocol.commands import DecodeCommand, PrefillCommand
 from prefixkv.protocol.events import DecodeEvent, PrefillEvent, SourceFree, WorkerEvent
 from prefixkv.protocol.ids import PeerId
@@ -70,13 +68,6 @@ class CopyDone(msgspec.Struct, frozen=True):
     ClosedError if it never ran."""
 
     copy_id: int
-    error: Exception | None = None
-
-
-class PagesLookedAt(msgspec.Struct, frozen=True):
-    """The answer to a LookAt; `error` is a ChecksumError, or what kept it from being done."""
-
-    look_id: int
     error: Exception | None = None
 
 
@@ -140,24 +131,6 @@ class Settle(msgspec.Struct, frozen=True):
     for_s: float
 
 
-class PageSpan(NamedTuple):
-    """Pages of a group of a promise, -1 for the first layers' unit pages, and their checksums."""
-
-    group: int
-    pages: Pages
-    sums: bytes
-
-
-class LookAt(msgspec.Struct, frozen=True, eq=False):
-    """Compare the checksums of these pages with their bytes, and answer PagesLookedAt. `what` names
-    room, chunk and writer."""
-
-    look_id: int
-    plan: SumPlan
-    spans: list[PageSpan]
-    what: str
-
-
 class Examine(msgspec.Struct, frozen=True):
     """Find out whether the process that the peer says it is has ended. If so, a Fence with `proved`
     answers; if not, nothing does, and the question is repeated."""
@@ -202,7 +175,7 @@ class Renew(msgspec.Struct, frozen=True):
 
 Common = TransportEvent | CopyDone | ConnectFailed | Reached | Unreached | Tick | AgentDestroyed
 """Inputs of either side, besides the scheduler's commands and frames."""
-DecodeInput = DecodeCommand | FrameReceived[str] | FrameFailed[str] | PagesLookedAt | Common
+DecodeInput = DecodeCommand | FrameReceived[str] | FrameFailed[str] | Common
 PrefillInput = PrefillCommand | FrameReceived[bytes] | FrameFailed[bytes] | Common
 
 DecodeEffect = (
@@ -211,7 +184,6 @@ DecodeEffect = (
     | Disconnect
     | Expect  # for the transport
     | Settle
-    | LookAt  # for the threads that compare checksums
     | Examine  # for what looks at processes
     | DecodeEvent  # RoomEnded, RoomDrained, RoomOverdue: for the scheduler
     | WorkerEvent  # PrefillReady, PrefillAway, PrefillLost: the same, if it asked

@@ -29,7 +29,6 @@ from prefixkv.memory.mesh import (
     sent_share,
     writers_to,
 )
-from prefixkv.memory.page_sums import SumPlan
 from prefixkv.memory.state_layout import StateLink, check_state_pairs, state_blocks
 from prefixkv.paging import check_unit_range
 from prefixkv.protocol.ids import PeerId
@@ -78,6 +77,8 @@ def check_reply(hello: Hello, reply: HelloReply) -> None:
     check_pair(hello.digest, hello.topology, reply.digest, reply.topology)
     if reply.refused:
         raise RefusedError("prefill", reply.refused)
+    if reply.checksum and reply.checksum not in hello.checksums:
+        raise HandshakeError("checksums", hello.checksums, reply.checksum)
 
 
 def addresses_told(hello: Hello, address: str, reply: HelloReply) -> dict[int, str]:
@@ -114,27 +115,6 @@ def relay_plan(hello: Hello, leader: HelloReply, replies: dict[int, HelloReply])
     if len(relayed) < len(writers) or hello.staging is None:
         raise HandshakeError("staging", writers, tuple(relayed), "is not on for all that write")
     return RELAYS[0].plan(hello, leader)
-
-
-def sum_plan(hello: Hello, reply: HelloReply) -> SumPlan | None:
-    """Return what is summed of the pages that this rank writes to us; None: nothing. Raises
-    HandshakeError for an algorithm that we did not offer."""
-    name, writer = reply.checksum, reply.rank
-    if not name:
-        return None
-    if name not in hello.checksums:
-        raise HandshakeError("checksums", hello.checksums, name)
-    writers, readers = reply.topology.mesh(reply.digest), hello.topology.mesh(hello.digest)
-    share = sent_share(writers, writer, readers, hello.rank)
-    if share is None:
-        return None
-    blocks = state_blocks(hello.digest.state, writers, writer, readers, hello.rank)
-    return SumPlan(
-        name,
-        share.inside(readers.shard(hello.rank)),
-        min(hello.topology.page_size, reply.topology.page_size),
-        tuple((block.dst_entry, block.dst_offset, block.num_bytes) for block in blocks),
-    )
 
 
 # --- prefill's ------------------------------------------------------------------------------------

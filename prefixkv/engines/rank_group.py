@@ -41,10 +41,7 @@ def decode_transfers(
     # Rank 0 comes first: the others name it as their worker in the handshake.
     made = DecodeTransfers(spec, config) if rank == 0 else None
     first = gather(None if made is None else tuple(made.peer_id))[0]
-    if made is not None:
-        return made
-    worker = PeerId(*first)  # type: ignore[misc]
-    return DecodeTransfers(spec, config, worker)
+    return made or DecodeTransfers(spec, config, PeerId(*first))  # type: ignore[misc]
 
 
 def prefill_transfers(
@@ -62,7 +59,4 @@ def prefill_transfers(
     # Rank 0 comes last: decode connects to it alone, and learns the others' endpoints from it.
     made = PrefillTransfers(spec, config) if rank != 0 else None
     endpoints = gather(None if made is None else reach(made.endpoint))[1:]
-    if made is not None:
-        return made
-    others = [str(one) for one in endpoints]
-    return PrefillTransfers(spec, config, others)
+    return made or PrefillTransfers(spec, config, [str(one) for one in endpoints])

@@ -320,13 +320,12 @@ class TailGroups(tuple[TailGroup, ...]):
         return None
 
     def open(
-        self, row: int, start: GroupStart, make_room: Callable[[Sequence[int]], object] | None
+        self, row: int, start: GroupStart, make_room: Callable[[Sequence[int]], object]
     ) -> None:
         """Give a request that fits its row in each group; `make_room` has checkpoints give up what
         is needed. Where it raises, `free` takes back what there is."""
         needs = [group.own_pages(start, number) for number, group in enumerate(self)]
-        if make_room is not None:
-            make_room(needs)
+        make_room(needs)
         for number, group in enumerate(self):
             group.open(row, start.num_tokens, needs[number], start.shared_in(number))
 

@@ -17,18 +17,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 
 import numpy as np
 
-from prefixkv.cache.checkpoints import Checkpoints
 from prefixkv.cache.node import PAGE_ID_BYTES, Root
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey
 from prefixkv.cache.results import MatchResult, PrefixLock, packed_path
+from prefixkv.cache.saves import Saves
 from prefixkv.config import PageOptions
 from prefixkv.digest import PathHash, begin_hash
-from prefixkv.errors import CallerError, InternalError, OutOfPagesError, UserErrors, check_laws
+from prefixkv.errors import (
+    CallerError,
+    ConfigError,
+    InternalError,
+    OutOfPagesError,
+    UserErrors,
+    check_laws,
+)
 from prefixkv.pages.allocator import PageAllocator
 from prefixkv.pages.groups import GroupStart, TailGroup, TailGroups, state_group
 from prefixkv.pages.table import PageTable
@@ -81,6 +88,9 @@ class PageManager:
     `hash_every_pages`: distance of path hashes, at least; it changes only what `digest` costs.
     """
 
+    # Of tree, pages, slots and window groups; `assembly.py` puts it here.
+    make_saves: ClassVar[Callable[..., Saves] | None] = None
+
     def __init__(
         self,
         num_pages: int,
@@ -100,9 +110,9 @@ class PageManager:
         self.allocator = PageAllocator(num_pages, options.reserved_pages)
         most_pages = max_pages_per_request or self.num_pages
         self.table = PageTable(max_requests, most_pages, options.spare_rows)
-        num_slots, num_points = options.num_slots, options.num_checkpoints
+        num_slots, num_saved = options.num_slots, options.num_saved
         self.windows = TailGroups(
-            TailGroup(spec, page_size, max_requests, num_points > 0) for spec in options.windows
+            TailGroup(spec, page_size, max_requests, num_saved > 0) for spec in options.windows
         )
         # All groups of a request's row: those of windows, then the state's.
         states = [state_group(num_slots, max_requests)] if num_slots else []
@@ -111,9 +121,11 @@ class PageManager:
         # Last: a policy object serves one cache, so nothing that could fail may come after it.
         self.cache = RadixCache(page_size, options.policy, num_pages, self.errors)
         self.hash_every_pages = pages_for(HASH_EVERY_TOKENS, page_size)
-        self.checkpoints: Checkpoints | None = None
-        if num_points:
-            self.checkpoints = Checkpoints(self.cache, num_pages, num_points, self.windows)
+        self.saves = Saves()
+        if num_saved:
+            if self.make_saves is None:
+                raise ConfigError("checkpoints: this installation has no part for them")
+            self.saves = self.make_saves(self.cache, num_pages, num_saved, self.windows)
         self.clock: Callable[[], float] | None = None
         self.evictions = Histogram(MICROSECONDS)  # seconds that each took, by `clock`, if set
         self.evicted_pages = 0
@@ -193,7 +205,7 @@ class PageManager:
             is_load: the new pages are loaded from host memory for a request that is opened next,
                 and joins them. They get a spare row, and nothing in groups.
             is_used: the load that was opened for this request has counted the use of the cache.
-            start: where it begins in the groups. Its checkpoint is locked.
+            start: where it begins in the groups. What it goes on from is locked.
 
         Raises CapacityError: no row is left. OutOfPagesError. RequestError: more pages than
         a row has. Nothing is locked or taken then, and no use is counted.
@@ -231,8 +243,7 @@ class PageManager:
             if match is not None:
                 lock = self.cache.lock_at(match, place, now_s, visit)
             if start is not None:
-                points = self.checkpoints
-                self.groups.open(row, start, None if points is None else points.make_room)
+                self.groups.open(row, start, self.saves.make_room)
             new = self._take(num_new_pages, now_s)
         except BaseException:
             self.groups.free(row)
@@ -457,8 +468,7 @@ class PageManager:
         # The epoch first: from here on no request of before adds KV of the old weights.
         self.epoch += 1
         freed = self.cache.reset()
-        if self.checkpoints is not None:
-            self.checkpoints.reset()
+        self.saves.reset()
         self._free_cached(freed)
         return len(freed)
 
@@ -489,8 +499,7 @@ class PageManager:
         began_s = self.clock() if self.clock is not None else 0.0
         evicted = self.cache.evict(num_pages, now_s, only_worthless=only_worthless)
         self.evicted_pages += len(evicted)
-        if self.checkpoints is not None:
-            self.checkpoints.dropped(evicted)
+        self.saves.dropped(evicted)
         if self.clock is not None:
             self.evictions.observe(self.clock() - began_s)
         return evicted
@@ -524,13 +533,11 @@ class PageManager:
         path hashes."""
         self.cache.check_invariants()
         self._check_hashes()
-        if self.checkpoints is not None:
-            self.checkpoints.check_invariants()
+        self.saves.check_invariants()
         self.allocator.check_invariants()
         self.table.check_invariants()
         for number, group in enumerate(self.groups):
-            points = self.checkpoints if group.is_shared else None
-            group.check_invariants(() if points is None else points.kept(number))
+            group.check_invariants(self.saves.kept(number) if group.is_shared else ())
             rows = len(group.rows_in_use)
             if rows != self.table.max_requests - self.table.free_rows or (
                 group.allocator.owners() != self.allocator.owners()

@@ -9,11 +9,12 @@ pages of the window before it, which are read in place; new KV goes to own pages
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Collection
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from math import lcm
 from typing import Any, Final, Generic, TypeVar
 
-from prefixkv.cache.checkpoints import NO_SLOT, Checkpoint
+from prefixkv.cache.checkpoints import NO_SLOT, Checkpoint, Checkpoints
 from prefixkv.errors import RequestError, check_laws, shown
 from prefixkv.pages.groups import TailGroups
 from prefixkv.pages.manager import PageManager
@@ -24,45 +25,61 @@ _NO_WINDOWS: Final = TailGroups()
 R = TypeVar("R", bound=PagedRequest[Any])
 
 
+@dataclass(slots=True)
+class Saved:
+    """What a request has of checkpoints: the one that it goes on from, and whether it is locked for
+    that; the depth in tokens of the deepest that it knows of; and slots that were filled at these
+    depths, in pages, and are not entered in the cache yet."""
+
+    checkpoint: Checkpoint | None = None
+    is_locked: bool = False
+    goes_on_at: int = 0
+    slots: list[tuple[int, int]] = field(default_factory=list)
+
+
 class RequestCheckpoints(Generic[R]):
     """The checkpoints of a page manager, and what its requests have of them. Owned by the
     scheduler's thread. `first_slot`: of the StatePool, that is a checkpoint's; 0: there is no extra
     state. `tokens`: the depth of each is a multiple of that number of tokens, and of a page."""
 
     def __init__(self, pages: PageManager, first_slot: int, tokens: int) -> None:
-        assert pages.checkpoints is not None
-        self._pages, self._points = pages, pages.checkpoints
+        assert isinstance(pages.saves, Checkpoints)
+        self._pages, self._points = pages, pages.saves
         self._first_slot = first_slot
         self._has_state = first_slot > 0
         self._page_size = pages.page_size
         self._step = lcm(pages.page_size, tokens)
-
-    @property
-    def step_pages(self) -> int:
-        return self._step // self._page_size
+        self.step_pages = self._step // pages.page_size
 
     # --- where a request goes on, and where it saves ----------------------------------------------
 
     def hold(self, req: R, found: Checkpoint | None) -> None:
         """Lock the checkpoint that a request, which is opened next, goes on from."""
+        req.saves = Saved(found, found is not None)
         if found is not None:
             self._points.use(found)
             self._points.lock(found)
-            req.holds_checkpoint = True
-        req.checkpoint = found
+
+    def _of(self, req: R) -> Saved:
+        if req.saves is None:
+            req.saves = Saved()
+        saved: Saved = req.saves
+        return saved
 
     def _unlock(self, req: R) -> None:
-        if req.holds_checkpoint:
-            assert req.checkpoint is not None
-            req.holds_checkpoint = False
-            self._points.unlock(req.checkpoint)
+        saved = self._of(req)
+        if saved.is_locked:
+            assert saved.checkpoint is not None
+            saved.is_locked = False
+            self._points.unlock(saved.checkpoint)
 
-    def begin(self, req: R, dense_pages: int) -> None:
+    def opened(self, req: R, dense_pages: int) -> None:
         """Say where a request, just opened to be computed, goes on from, `prefix_len`, and where it
         saves checkpoints. `dense_pages`: of its path, that are cached."""
-        req.goes_on_at, req.checkpoint_slot = req.prefix_len, NO_SLOT
-        if req.checkpoint is not None and self._has_state:
-            req.checkpoint_slot = self._first_slot + req.checkpoint.slot
+        saved = self._of(req)
+        saved.goes_on_at, req.checkpoint_slot = req.prefix_len, NO_SLOT
+        if saved.checkpoint is not None and self._has_state:
+            req.checkpoint_slot = self._first_slot + saved.checkpoint.slot
         self._points.cut_tokens += max(0, dense_pages * self._page_size - req.prefix_len)
         if self._may_save(req):
             for tokens in (req.fill_len, dense_pages * self._page_size):
@@ -74,15 +91,13 @@ class RequestCheckpoints(Generic[R]):
         if at > done and at not in req.stops:
             insort(req.stops, at)
 
-    def computed(self, req: R, end: int) -> None:
+    def passed(self, req: R, end: int) -> None:
         """Note progress to token `end`: the state it began from is copied, stops up to there are
         over."""
         self._unlock(req)
         self.take_if_stop(req, end)
         if req.stops:
             req.stops = [at for at in req.stops if at > end]
-        assert req.pages_held is not None
-        self._pages.slide(req.pages_held, end)
 
     # --- what it saves ----------------------------------------------------------------------------
 
@@ -124,49 +139,48 @@ class RequestCheckpoints(Generic[R]):
             return NO_SLOT
         self._points.make_room(needs)
         self._points.attach(slot, windows.share(held.row, depth, end_pages or 0))
-        req.saved.append((depth, slot))
+        self._of(req).slots.append((depth, slot))
         return self._first_slot + slot
 
     def enter(self, req: R) -> int:
         """Enter the saved states whose pages are in the tree, under the request's lock. Return the
         depth, in tokens, of the deepest entered, or gone on from."""
-        held, waiting = req.pages_held, []
-        for depth, slot in req.saved:
+        held, saved, waiting = req.pages_held, self._of(req), []
+        for depth, slot in saved.slots:
             assert held is not None
             # After a flush the pages that it has locked are in no tree.
             if depth > held.num_locked or held.epoch != self._pages.epoch:
                 waiting.append((depth, slot))
                 continue
             page = int(self._pages.pages(held)[depth - 1])
-            self._points.save(page, depth, slot, req.checkpoint)
-            req.goes_on_at = max(req.goes_on_at, depth * self._page_size)
-        req.saved = waiting
-        return req.goes_on_at
+            self._points.save(page, depth, slot, saved.checkpoint)
+            saved.goes_on_at = max(saved.goes_on_at, depth * self._page_size)
+        saved.slots = waiting
+        return saved.goes_on_at
 
     # --- ends -------------------------------------------------------------------------------------
 
-    def end(self, req: R) -> None:
+    def dropped(self, req: R) -> None:
         self._unlock(req)
         self._give_back(req)
-        req.stops = []
-        req.checkpoint, req.checkpoint_slot, req.goes_on_at = None, NO_SLOT, 0
+        req.stops, req.checkpoint_slot, req.saves = [], NO_SLOT, None
 
     def _give_back(self, req: R) -> None:
-        for _, slot in req.saved:
+        saved = self._of(req)
+        for _, slot in saved.slots:
             self._points.give_back(slot)
-        req.saved = []
+        saved.slots = []
 
-    def check_invariants(self, requests: Collection[R]) -> None:
+    def check_invariants(self, requests: Sequence[R]) -> None:
         """Check the checkpoints against the requests. Raises InternalError."""
-        taken = sorted(slot for req in requests for _, slot in req.saved)
+        saved = [req.saves for req in requests if req.saves is not None]
+        taken = sorted(slot for one in saved for _, slot in one.slots)
         laws = {
             "every lock of a checkpoint is a request's": self._points.num_locks
-            == sum(req.holds_checkpoint for req in requests),
+            == sum(one.is_locked for one in saved),
             "every taken slot is a request's": self._points.taken == taken,
             "only what holds pages has to do with checkpoints": all(
-                req.pages_held is not None
-                or not (req.stops or req.saved or req.holds_checkpoint or req.checkpoint)
-                for req in requests
+                req.pages_held is not None or not (req.stops or req.saves) for req in requests
             ),
         }
         check_laws(laws, requests)

@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Final, Generic, TypeVar
 
 import numpy as np
 
-from prefixkv.cache.checkpoints import NO_SLOT, Checkpoint
 from prefixkv.cache.events import EventFeed
 from prefixkv.cache.results import MatchResult
 from prefixkv.config import check_version
@@ -73,9 +72,9 @@ class PagedRequest(Generic[State]):
     """
 
     __slots__ = (
-        "arrived_s", "checkpoint", "checkpoint_slot", "ended_s", "error", "fill_len", "generation",
-        "goes_on_at", "hashes", "holds_checkpoint", "max_pages", "page_manager", "pages_held",
-        "prefix_len", "request", "rid", "saved", "state", "stops",
+        "arrived_s", "checkpoint_slot", "ended_s", "error", "fill_len", "generation", "hashes",
+        "max_pages", "page_manager", "pages_held", "prefix_len", "request", "rid", "saves", "state",
+        "stops",
     )  # fmt: skip
 
     TRANSITIONS: ClassVar[Mapping[Any, Set[Any]]]
@@ -97,16 +96,11 @@ class PagedRequest(Generic[State]):
         self.hashes: list[KeptHash] = []  # of its prompt, to be kept once its pages are in the tree
         self.prefix_len = 0  # tokens found here by the latest admission
         self.fill_len = len(request.key)  # whose KV is needed before the next token is sampled
-        # Of checkpoints (request_checkpoints.py): the one that it goes on from, and whether it is
-        # locked for that; the depth in tokens of the deepest that it knows of; where it saves
-        # others, in tokens, ascending; and slots that were filled at these depths, in pages, and
-        # are not entered in the cache yet.
-        self.checkpoint: Checkpoint | None = None
-        self.holds_checkpoint = False
-        self.checkpoint_slot = NO_SLOT
-        self.goes_on_at = 0
+        # The slot of the state that it goes on from, -1 without; where it saves others, in tokens,
+        # ascending; and what it has of them, the saving part's.
+        self.checkpoint_slot = -1
         self.stops: list[int] = []
-        self.saved: list[tuple[int, int]] = []
+        self.saves: Any = None
 
     def name_prompt(self, match: MatchResult | None) -> None:
         """Work out the prompt's digest from what the tree knows of its match."""

@@ -6,51 +6,35 @@ Source: SGLang's `PrefillBootstrapQueue`.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterator
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sortedcontainers import SortedDict
 
-from prefixkv.cache.checkpoints import Checkpoint
 from prefixkv.cache.results import MatchResult
-from prefixkv.config import UsablePrefix
 from prefixkv.pages.groups import GroupStart
 from prefixkv.pages.manager import PageManager
-from prefixkv.pages.request_checkpoints import RequestCheckpoints
 from prefixkv.paging import page_floor, whole_pages
 from prefixkv.prefill.request import PrefillRequest, PrefillState, SendPlan
+from prefixkv.prefill.resume import Resume
 from prefixkv.prefill.shared_prefixes import SharedPrefixes
 
 
 class _Found(NamedTuple):
-    """What is there of a request: as far as the engine can go on from it, its checkpoint there, and
-    all pages that are cached."""
+    """What is there of a request: as far as the engine can go on from it, what more is there to go
+    on from, and all pages that are cached."""
 
     match: MatchResult | None
-    checkpoint: Checkpoint | None = None
+    more: Any = None
     dense_pages: int = 0
 
 
 class PrefillBootstrapQueue:
-    """Requests that wait for pages here. Owned by the scheduler's thread.
+    """Requests that wait for pages here. Owned by the scheduler's thread."""
 
-    `usable_prefix` is called for each hit; None: every hit is used whole, and requests follow
-    others (`SharedPrefixes`). With `checkpoints`, a hit is used up to the deepest of them.
-    """
-
-    def __init__(
-        self,
-        pages: PageManager,
-        shared_prefixes: SharedPrefixes,
-        usable_prefix: UsablePrefix | None = None,
-        checkpoints: RequestCheckpoints[PrefillRequest] | None = None,
-    ) -> None:
-        self._pages = pages
-        self._checkpoints = checkpoints
-        self._shared_prefixes = shared_prefixes
-        self._usable_prefix = usable_prefix
+    def __init__(self, pages: PageManager, shared_prefixes: SharedPrefixes, resume: Resume) -> None:
+        self._pages, self._shared_prefixes, self._resume = pages, shared_prefixes, resume
         # All, with a number in the order of their promises. Those to be looked at are in `_due`, by
         # number; the others follow.
         self._ready: dict[PrefillRequest, int] = {}
@@ -130,7 +114,7 @@ class PrefillBootstrapQueue:
             # prefix help.
             found = self._find(req)
             num_cached = 0 if found.match is None else found.match.depth
-            if self._usable_prefix is None and shared_prefixes.follow(req, num_cached, now_s):
+            if self._resume.follows and shared_prefixes.follow(req, num_cached, now_s):
                 del self._due[number]
                 continue
             # 3. Does not fit: the pass ends, first come, first served. Nothing is tried again at
@@ -158,22 +142,19 @@ class PrefillBootstrapQueue:
         if num_new > pages.available_pages - unprotected:
             return False
         start = None
-        points = self._checkpoints
         if pages.windows:
-            shared = () if found.checkpoint is None else found.checkpoint.windows
+            shared = () if found.more is None else found.more.windows
             start = GroupStart(prefix_len, req.max_pages, shared)
             if not pages.windows.fit(start):
                 return False
-        # The checkpoint first: an eviction for what is taken must not take it.
-        if points is not None:
-            points.hold(req, found.checkpoint)
+        # First: an eviction for what is taken must not take what it goes on from.
+        self._resume.hold(req, found.more)
         req.pages_held = pages.open(match, num_new, now_s, start=start)
         req.prefix_len = prefix_len
         if req.hashes:
             req.pages_held.hashes, req.hashes = req.hashes, []
             pages.keep_hashes(req.pages_held)
-        if points is not None:
-            points.begin(req, found.dense_pages)
+        self._resume.opened(req, found.dense_pages)
         firsts = [group.first_page(req.num_tokens) for group in pages.windows]
         req.plan = SendPlan(req.num_tokens, req.decode_prefix_len, page_size, firsts)
         req.become(PrefillState.COMPUTING)
@@ -181,24 +162,14 @@ class PrefillBootstrapQueue:
 
     def _find(self, req: PrefillRequest) -> _Found:
         """Never the last token: the engine has to compute that one to sample the next."""
-        key, page_size, checkpoint = req.key, self._pages.page_size, None
+        key, page_size = req.key, self._pages.page_size
         if len(key) % page_size == 0:
             key = key.prefix(len(key) - 1)
         match = self._pages.match(key, req.request.cacheable)
         if match is None or not match.prefix_len:
             return _Found(match)
-        usable, dense_pages = match.prefix_len, match.depth
-        if (points := self._pages.checkpoints) is not None:
-            checkpoint = points.find(match)
-            usable = 0 if checkpoint is None else checkpoint.depth * page_size
-        elif self._usable_prefix is not None:
-            # The engine's code: what it raises is reported by the scheduler, and the request is
-            # computed whole.
-            try:
-                usable = max(0, operator.index(self._usable_prefix(req, usable)))
-            except Exception as error:
-                self._pages.errors.caught(error)
-                usable = 0
+        dense_pages = match.depth
+        usable, more = self._resume.find(req, match)
         if usable < match.prefix_len:  # for a lock that covers the usable part and no more
             match = self._pages.match(key.prefix(page_floor(usable, page_size)))
-        return _Found(match, checkpoint, dense_pages)
+        return _Found(match, more, dense_pages)

@@ -11,8 +11,9 @@ Source: SGLang's prefill queues (`disaggregation/prefill.py`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
-from typing import assert_never
+from typing import ClassVar, assert_never
 
 from prefixkv.cache.events import EventFeed
 from prefixkv.cache.radix_key import RadixKey
@@ -25,7 +26,6 @@ from prefixkv.errors import (
     check_laws,
 )
 from prefixkv.pages.manager import PageManager
-from prefixkv.pages.request_checkpoints import RequestCheckpoints
 from prefixkv.pages.requests import (
     PagedScheduler,
     check_failure,
@@ -44,6 +44,7 @@ from prefixkv.prefill.request import (
     checked_chunk,
     state_of,
 )
+from prefixkv.prefill.resume import EnginePrefix, NoPrefix, Resume
 from prefixkv.prefill.shared_prefixes import SharedPrefixes
 from prefixkv.protocol.commands import (
     AbortRoom,
@@ -64,6 +65,9 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
     scheduler's thread."""
 
     journal: PrefillJournal
+    # With pages, the first slot of `Saves` and the tokens that they lie apart; `assembly.py` puts
+    # it here.
+    resume_at_saves: ClassVar[Callable[..., Resume]]
 
     def __init__(
         self,
@@ -79,24 +83,18 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         """
         super().__init__(pages, PrefillJournal(), config.model.weights_version)
         self.num_slots = num_slots
-        self.checkpoints: RequestCheckpoints[PrefillRequest] | None = None
-        if pages.checkpoints is not None:
-            self.checkpoints = RequestCheckpoints(pages, num_slots, config.checkpoint_tokens)
-        elif pages.windows:
-            usable_prefix = _no_prefix  # no pages of the window are kept behind a prefix
-        elif num_slots:
-            usable_prefix = usable_prefix or _no_prefix
-        # Whether a cached prefix is of use as far as a checkpoint alone, for routers.
-        self._at_checkpoints = self.checkpoints is not None or usable_prefix is _no_prefix
-        points = self.checkpoints
+        self._resume = Resume()
+        if pages.saves.num_slots:
+            saved = pages, num_slots, config.checkpoint_tokens
+            self._resume = self.resume_at_saves(*saved)
+        elif pages.windows or (num_slots and usable_prefix is None):
+            self._resume = NoPrefix()  # no state, and no window, is kept behind a prefix
+        elif usable_prefix is not None:
+            self._resume = EnginePrefix(usable_prefix, pages.errors)
         self.shared_prefixes = SharedPrefixes(
-            pages.page_size, self.counters, config.follow_s,
-            step_pages=1 if points is None else points.step_pages,
-            on_wait=None if points is None else points.add_stop,
-        )  # fmt: skip
-        self.bootstrapped = PrefillBootstrapQueue(
-            pages, self.shared_prefixes, usable_prefix, points
+            pages.page_size, self.counters, config.follow_s, self._resume
         )
+        self.bootstrapped = PrefillBootstrapQueue(pages, self.shared_prefixes, self._resume)
         # Requests: `requests` (of the base class) has all that live or hold pages; `_rooms` those
         # with a room that may still be spoken of; `_sent` and `_failed` what the engine has not
         # popped.
@@ -260,9 +258,8 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         if last:
             req.state_slot = state_slot
             req.become(PrefillState.SENDING)
-        if self.checkpoints is not None:
-            self.checkpoints.computed(req, end)
-        elif req.plan.windows:
+        self._resume.passed(req, end)
+        if req.plan.windows:
             self.pages.slide(req.pages_held, end)
         # 4. Progress, for the tree and for those that follow this request.
         self._computed[req] = None
@@ -297,9 +294,9 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         end = whole_count("end", end)
         if req.state is PrefillState.FAILED:
             return -1
-        if self.checkpoints is None or req.state is not PrefillState.COMPUTING:
+        if req.state is not PrefillState.COMPUTING:
             raise RequestError(f"request {req.rid!r} is {req.state.value}, it saves no state")
-        return self.checkpoints.take(req, end)
+        return self._resume.take(req, end)
 
     def pop_sent(self) -> list[PrefillRequest]:
         """Return the requests that are done: decode has all of their KV."""
@@ -465,14 +462,13 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         self._commands.append(MoveWeights(self.weights_version, ends_waiting=False))
 
     def feeds(self, worker: PeerId) -> list[EventFeed]:
-        return [EventFeed(self.pages.cache, *worker, at_checkpoints=self._at_checkpoints)]
+        return [EventFeed(self.pages.cache, *worker, at_checkpoints=not self._resume.is_whole)]
 
     def check_invariants(self) -> None:
         """Check the pages, rooms and requests against each other. Raises InternalError."""
         self.pages.check_invariants()
         self.shared_prefixes.check_invariants()
-        if self.checkpoints is not None:
-            self.checkpoints.check_invariants(list(self.requests.values()))
+        self._resume.check_invariants(list(self.requests.values()))
         self.pages.check_owners([pages for _, pages in self.holders()])
         laws = {
             "nothing is held: peers do not write here": not self.pages.allocator.owners(),
@@ -537,8 +533,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             )  # fmt: skip
         # The leader moves to what it has computed: a follower finds those pages in the tree, and
         # where it can go on.
-        goes_on_at = None if self.checkpoints is None else self.checkpoints.enter(req)
-        self.shared_prefixes.advance(req, req.plan.computed, goes_on_at)
+        self.shared_prefixes.advance(req, req.plan.computed, self._resume.enter(req))
 
     def _maybe_release(self, req: PrefillRequest, now_s: float) -> None:
         # All three, in whichever order they come: the last one releases.
@@ -553,23 +548,15 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         if req.pages_held is None:
             return
         key, is_good = _computed(req), req.request.cacheable and req.given_up is None
-        if self.checkpoints is not None:
-            # The states of its last chunks: once their pages are in the tree, and under its lock.
-            if req.saved and is_good and key:
-                self.pages.cache_unfinished(req.pages_held, key, now_s, being_read=True)
-                self.checkpoints.enter(req)
-            self.checkpoints.end(req)
+        # What was computed is good prefix, even if the request failed; and so are the states of its
+        # last chunks, once their pages are in the tree, and under its lock.
         if is_good and key:
-            # What was computed is good prefix, even if the request failed.
-            self.pages.cache_finished(req.pages_held, key, now_s, priority=req.request.priority)
-        else:
-            self.pages.drop(req.pages_held)
+            self.pages.cache_unfinished(req.pages_held, key, now_s, priority=req.request.priority)
+            self._resume.enter(req)
+        self._resume.dropped(req)
+        self.pages.drop(req.pages_held)
         req.pages_held = None
 
 
 def _computed(req: PrefillRequest) -> RadixKey:
     return req.key.prefix(req.plan.computed if req.plan is not None else 0)
-
-
-def _no_prefix(req: PrefillRequest, prefix_len: int) -> int:
-    return 0

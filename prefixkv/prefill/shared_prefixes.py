@@ -12,7 +12,7 @@ much as the follower lacks, or nothing was computed for `stall_s`. Then the wait
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 
 from sortedcontainers import SortedList
@@ -20,6 +20,7 @@ from sortedcontainers import SortedList
 from prefixkv.cache.radix_key import TOKEN_BYTES, Starts, common_pages
 from prefixkv.errors import check_laws
 from prefixkv.prefill.request import PrefillRequest, PrefillState
+from prefixkv.prefill.resume import Resume
 
 
 @dataclass(slots=True, eq=False)
@@ -56,8 +57,7 @@ class _Wait:
 class SharedPrefixes:
     """Leaders and followers of one rank. Owned by the scheduler's thread.
 
-    With a `stall_s` of 0 no request follows another. A wait ends at a multiple of `step_pages`.
-    `on_wait` is told of its leader, of the tokens that this has to pass, and of those it has.
+    With a `stall_s` of 0 no request follows another.
     """
 
     def __init__(
@@ -65,11 +65,9 @@ class SharedPrefixes:
         page_size: int,
         counters: MutableMapping[str, int],
         stall_s: float,
-        step_pages: int = 1,
-        on_wait: Callable[[PrefillRequest, int, int], object] | None = None,
+        resume: Resume,
     ) -> None:
-        self._step_pages = step_pages
-        self._on_wait = on_wait
+        self._resume = resume
         self._counters = counters  # "followed": requests that waited; "overtaken": waits cut short
         self._page_size = page_size
         self._page_bytes = page_size * TOKEN_BYTES
@@ -141,7 +139,7 @@ class SharedPrefixes:
                 continue
             end = min(last, leader.num_tokens // self._page_size)
             end = common_pages(data, leader.key.data, num_pages + 1, end, page_bytes)
-            end -= end % self._step_pages
+            end -= end % self._resume.step_pages
             # Nothing that the follower could go on from, or not any more.
             lead = self._leads[leader]
             if end <= max(num_pages, lead.passed_pages):
@@ -152,10 +150,9 @@ class SharedPrefixes:
             self._waits[req] = wait
             self._by_tokens.add(wait.place)
             lead.followers.add(wait.end)
-            if self._on_wait is not None:
-                assert leader.plan is not None
-                done = max(leader.prefix_len, leader.plan.computed)
-                self._on_wait(leader, end * self._page_size, done)
+            assert leader.plan is not None
+            done = max(leader.prefix_len, leader.plan.computed)
+            self._resume.add_stop(leader, end * self._page_size, done)
             if passed_over is None:
                 self._passed_over[req] = set()
                 self._counters["followed"] += 1

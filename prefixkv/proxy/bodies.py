@@ -16,7 +16,6 @@ from starlette.responses import Response
 
 from prefixkv.serving.failures import ApiError, failed, is_inner, refused
 from prefixkv.serving.http import decode_body
-from prefixkv.serving.streams import TooMuchError
 
 BATCH: Final = 128
 """Most prompts of one request."""
@@ -24,7 +23,6 @@ BATCH: Final = 128
 _PARAMETERS: Final = 1024
 _SHORT_BYTES: Final = 1024  # largest parameter that is decoded
 _REFUSAL_BYTES: Final = 64 << 10  # largest refusal that is passed on
-_EVENT_BYTES: Final = 16 << 20
 _DATA: Final = b"data: "
 PARAMS: Final = "kv_transfer_params"
 
@@ -154,15 +152,12 @@ def _counts(usage: dict[str, Any], cached: int | None) -> dict[str, int]:
 
 async def whole_events(pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
     """Cut a stream into whole server-sent events. If it breaks off by an exception within an event,
-    that rest is left out: an error event sent after it would be read as part of it. Raises
-    TooMuchError for an event longer than `_EVENT_BYTES`."""
+    that rest is left out: an error event sent after it would be read as part of it."""
     rest = b""
     async for piece in pieces:
         events, end, rest = (rest + piece).rpartition(b"\n\n")
         if end:
             yield events + end
-        if len(rest) > _EVENT_BYTES:
-            raise TooMuchError(f"an event of more than {_EVENT_BYTES} bytes")
     # A stream that ends in order may lack the last blank line.
     if rest:
         yield rest

@@ -50,13 +50,11 @@ from prefixkv.serving.http import (
     read_body,
     run_until_disconnect,
 )
-from prefixkv.serving.ids import HEADER, id_of
-from prefixkv.serving.outcomes import RequestLine, line_of
+from prefixkv.serving.record import HEADER, RequestRecord, current_record
 from prefixkv.serving.router import BoundedAffinityRouter
 from prefixkv.serving.router import Route as ServerRoute
 from prefixkv.serving.status import Entrance
-from prefixkv.serving.streams import TooMuchError, read_all
-from prefixkv.serving.tracing import TracedEndpoint, current
+from prefixkv.serving.tracing import current
 from prefixkv.spi import TOKEN_BYTES, page_keys
 
 logger = logging.getLogger("prefixkv.proxy")
@@ -64,7 +62,6 @@ logger = logging.getLogger("prefixkv.proxy")
 Role = Literal["prefill", "decode"]
 
 _PAGE_BYTES: Final = 1024
-_ANSWER_BYTES: Final = 64 << 20  # of an answer that is not streamed
 _HELD_S: Final = 1800.0  # how long a prompt counts as cached where it was sent
 _ATTEMPTS: Final = 3  # with prefill; one more follows without
 _AVOIDED_S: Final = 5.0  # how long an unreachable server gets no requests
@@ -175,7 +172,7 @@ class Proxy(Entrance):
         self.metrics = ProxyMetrics(self.sides, self.waiting)
         self._lines: dict[str, Rate] = {}  # of the log, by server
         super().__init__("proxy", config.listen)
-        serve = TracedEndpoint(self._tracing, self._serve)
+        serve = self._tracing.traced(self._serve)
         routes = [
             Route("/v1/chat/completions", serve, methods=["POST"]),
             Route("/v1/completions", serve, methods=["POST"]),
@@ -228,8 +225,8 @@ class Proxy(Entrance):
             asked = self._client.request(request.method, url, data=content, headers=head)
             try:
                 async with asked as answer:
-                    found = await read_all(pieces_of(self._client, answer), _ANSWER_BYTES)
-            except (aiohttp.ClientError, TooMuchError):
+                    found = await answer.read()
+            except aiohttp.ClientError:
                 side.avoid(name)
                 continue
             if answer.status >= 400:
@@ -241,7 +238,7 @@ class Proxy(Entrance):
         """Check the few parameters that steer the proxy itself. Raises ApiError 400, or 503 while
         the proxy ends."""
         body, path = parameters_of(await read_body(request, self._limits)), request.url.path
-        current().describe_body(path, body)
+        current().describe_request(path, body)
         field = "messages" if _is_chat(path) else "prompt"
         if field not in body:
             raise refused(field, "is missing")
@@ -261,13 +258,13 @@ class Proxy(Entrance):
         # Checked after the body has been read: draining may have begun meanwhile.
         if self.draining:
             raise ApiError(503, "the proxy is ending", "server_error", "not_ready")
-        line = line_of(request.scope)
-        rid = self._new_rid(id_of(request.scope)[:100])
+        line = current_record()
+        rid = self._new_rid(line.id[:100])
         line.fields |= {"id": rid, "stream": bool(body.get("stream"))}
         return await run_until_disconnect(request, self._count(request, body, field, line))
 
     async def _count(
-        self, request: Request, body: dict[str, Any], field: str, line: RequestLine
+        self, request: Request, body: dict[str, Any], field: str, line: RequestRecord
     ) -> Response:
         """Answer, and count how that ended. Raises ApiError."""
         outcome = "aborted"
@@ -283,7 +280,7 @@ class Proxy(Entrance):
             line.fields["outcome"] = outcome
 
     async def _answer(
-        self, request: Request, body: dict[str, Any], field: str, line: RequestLine
+        self, request: Request, body: dict[str, Any], field: str, line: RequestRecord
     ) -> Response:
         """Have decode answer, with KV from prefill where it helps. Raises ApiError.
 
@@ -335,7 +332,7 @@ class Proxy(Entrance):
             await run.end(answer)
 
     async def _bring(
-        self, path: str, body: dict[str, Any], field: str, line: RequestLine
+        self, path: str, body: dict[str, Any], field: str, line: RequestRecord
     ) -> int | None:
         """Have the KV of one prompt sent to decode's cache, by a request of its own. Returns how
         many tokens were there before, if decode says so. Raises _RefusedError, ApiError."""
@@ -347,7 +344,7 @@ class Proxy(Entrance):
         return cached_tokens(decoded(answer.first))
 
     async def _pieces(
-        self, answer: ServerAnswer, cached: int | None, line: RequestLine
+        self, answer: ServerAnswer, cached: int | None, line: RequestRecord
     ) -> AsyncGenerator[bytes, None]:
         """Yield a streamed answer, with `cached` in its usage if that is known. If the server is
         lost midway, the stream ends with an error event: its status has been sent already."""
@@ -358,7 +355,7 @@ class Proxy(Entrance):
                 # Before it goes out: a client that leaves after it has its line with these counts.
                 line.fields |= counted
                 yield piece
-        except (aiohttp.ClientError, TooMuchError) as error:
+        except aiohttp.ClientError as error:
             self.metrics.cut.inc()
             line.fields["outcome"] = "failed"
             current().fail(f"decode was lost: {error!r}", type(error).__name__)
@@ -371,11 +368,11 @@ class Proxy(Entrance):
     ) -> ServerAnswer:  # fmt: skip
         """POST `body`, and return when the answer's first piece is here, or all of it for `whole`
         and for errors. `rid` is the request's id there; `sent` is set once the request leaves.
-        Raises aiohttp.ClientError, or TooMuchError for more than `_ANSWER_BYTES`."""
+        Raises aiohttp.ClientError."""
         async with contextlib.AsyncExitStack() as stack:
             # Its span ends with the connection. Prefill is cut once decode has its KV.
             step = stack.enter_context(
-                current().call(role, {"url.full": url}, may_be_cut=role == "prefill")
+                current().part(role, {"url.full": url}, is_call=True, may_be_cut=role == "prefill")
             )
             head = {"content-type": "application/json", HEADER: rid, **step.headers}
             content = io.BytesIO(msgspec.json.encode(body))
@@ -386,7 +383,7 @@ class Proxy(Entrance):
                 step.fail(f"status {answer.status}", str(answer.status))
             pieces = pieces_of(self._client, answer)
             if whole or answer.status >= 400:
-                found = await read_all(pieces, _ANSWER_BYTES)
+                found = b"".join([piece async for piece in pieces])
                 return ServerAnswer(answer, found, pieces, contextlib.AsyncExitStack())
             first = await anext(pieces, b"")
             # From here on the answer owns the connection; every failure before closes it.
@@ -411,7 +408,7 @@ class _ProxiedRequest:
     """
 
     def __init__(
-        self, proxy: Proxy, path: str, body: dict[str, Any], field: str, line: RequestLine, *,
+        self, proxy: Proxy, path: str, body: dict[str, Any], field: str, line: RequestRecord, *,
         transfers: bool,
     ) -> None:  # fmt: skip
         self._proxy, self._path, self._body, self._line = proxy, path, body, line
@@ -503,7 +500,7 @@ class _ProxiedRequest:
             if self._sending is not None:
                 grace_s = 0.0 if self._whole else _GRACE_S
                 asyncio.get_running_loop().call_later(grace_s, self._sending.cancel)
-        except (aiohttp.ClientError, TooMuchError) as error:
+        except aiohttp.ClientError as error:
             raise self._lost("decode", decode.url, error) from None
         finally:
             proxy.waiting.pop(self, None)
@@ -526,7 +523,7 @@ class _ProxiedRequest:
         without this server, or without any where decode is to be asked alone."""
         try:
             sent = sending.result()
-        except (aiohttp.ClientError, TooMuchError) as error:
+        except aiohttp.ClientError as error:
             raise self._lost("prefill", prefill.url, error) from None
         why = f"{prefill.url} said {sent.status}: {sent.first[:500]!r}"
         # Faults of this server or of its configuration (key, path, load), not of the request.
@@ -542,7 +539,7 @@ class _ProxiedRequest:
         if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
             self._proxy.sides[role].avoid(server)  # which never saw the request
         # A kept connection may break since it was idle for too long: once that is no loss.
-        elif role == "decode" and server not in self._broke and not isinstance(error, TooMuchError):
+        elif role == "decode" and server not in self._broke:
             self._broke.add(server)
             return LostError(why)
         return LostError(why, server)
@@ -621,4 +618,4 @@ def run_proxy(config: ProxyConfig, prefill: Sequence[ServerAt], decode: Sequence
             await proxy.stop()
         return 0
 
-    return interrupts.run(main)
+    return asyncio.run(main())

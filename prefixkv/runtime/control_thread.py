@@ -34,7 +34,6 @@ from prefixkv.control.effects import (
     Examine,
     Expect,
     FrameReceived,
-    LookAt,
     PrefillEffect,
     Raised,
     RemovePeer,
@@ -109,12 +108,13 @@ class ControlThread(Generic[Command]):
             self.transports: Transports = side._make_transports(self.inbox.put)
             undo.callback(self.transports.close)
             self.control: Control = side._make_control(self.transports.offers, self._prover.life)
-            self._copies = side._make_copies(self.inbox.put)
-            if self._copies is not None:
-                undo.callback(self._copies.close)
-            self._looks = side._make_looks(self.inbox.put)
-            if self._looks is not None:
-                undo.callback(self._looks.close)
+            # Threads of organs, and by type the effects that they carry out.
+            self._parts: list[Any] = []
+            self._does: dict[type, Callable[[Any], object]] = {}
+            for part in side._make_parts(self.inbox.put):
+                undo.callback(part.close)
+                self._parts.append(part)
+                self._does |= part.effects
             self.channel: Channel = side._make_channel(self.inbox.fd)
             undo.callback(self.channel.close)
             self._thread = threading.Thread(
@@ -168,9 +168,8 @@ class ControlThread(Generic[Command]):
         # before the fence.
         try:
             self._prover.close(ended=self._close_error is None)
-            for threads in (self._copies, self._looks):
-                if threads is not None:
-                    threads.close()
+            for part in self._parts:
+                part.close()
             if self._close_error is None:
                 effects = self.control.on(AgentDestroyed(), time.monotonic())
                 self._carry_out(effects)
@@ -260,20 +259,16 @@ class ControlThread(Generic[Command]):
                 self.transports.cancel(effect.job_id)
             case Settle():
                 self.transports.settle(effect.token, effect.for_s)
-            case LookAt():
-                self._looks.submit(effect)
             case Renew():
                 self.transports.renew()
             case Examine():
                 self._prover.submit(effect.peer, effect.life)
             case AddPeer():
                 self.transports.add_peer(effect.way, effect.peer, effect.metadata, effect.memory)
-                if self._copies is not None:
-                    self._copies.add_peer(effect)
+                self._tell_parts(effect)
             case RemovePeer():
                 self.transports.remove_peer(effect.peer)
-                if self._copies is not None:
-                    self._copies.remove_peer(effect.peer)
+                self._tell_parts(effect)
             case Connect():
                 try:
                     cast(DealerChannel, self.channel).connect(effect.address)
@@ -281,8 +276,12 @@ class ControlThread(Generic[Command]):
                     self._take(ConnectFailed(effect.address, error), time.monotonic())
             case Disconnect():
                 cast(DealerChannel, self.channel).disconnect(effect.address)
-            case _:  # the copies' own
-                self._copies.do(effect)
+            case _:
+                self._does[type(effect)](effect)
+
+    def _tell_parts(self, effect: Effect) -> None:
+        if (do := self._does.get(type(effect))) is not None:
+            do(effect)
 
 
 class Prover:

@@ -7,10 +7,14 @@ from collections.abc import Callable
 from functools import cache, partial
 
 from prefixkv.config import TransportConfig
-from prefixkv.control.effects import LookAt, PagesLookedAt
-from prefixkv.memory.page_sums import PageSums
+from prefixkv.control.decode import looks
+from prefixkv.control.decode.looks import LookAt, PagesLookedAt
+from prefixkv.memory.kv_layout import KVLayout
+from prefixkv.memory.mesh import Shard
+from prefixkv.memory.page_sums import ALGORITHMS, PageSums, SumPlan
 from prefixkv.runtime.copies import CopyOrder, CopyThreads
-from prefixkv.transport.base import RankMemory
+from prefixkv.transport.base import CHECKS, Checks, RankMemory
+from prefixkv.transport.sums import SumStamp
 
 
 class LookThreads(CopyThreads):
@@ -23,6 +27,7 @@ class LookThreads(CopyThreads):
     ) -> None:  # fmt: skip
         super().__init__(config.copy_threads, "cpu", f"look-{name}")
         self._sink = sink
+        self.effects = {LookAt: self.submit}
         # By plan: tables of the whole pool, built at most a few times.
         self._sums = cache(partial(PageSums, memory.layout, memory.state))
 
@@ -39,3 +44,12 @@ class LookThreads(CopyThreads):
 
         # A part of the chunk is a piece, so threads share a large one.
         self.put(CopyOrder(compare, ended, len(look.spans)))
+
+
+def _reader(layout: KVLayout, algorithm: str, part: Shard, unit_tokens: int) -> PageSums:
+    return PageSums(layout, None, SumPlan(algorithm, part, unit_tokens))
+
+
+def install() -> None:
+    CHECKS[:] = [Checks(tuple(ALGORITHMS), SumStamp, looks.sum_plan, _reader, LookThreads)]
+    looks.install()

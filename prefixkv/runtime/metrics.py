@@ -77,7 +77,7 @@ def _window_pages(node: Node) -> Samples:
 
 
 def _checkpoints(node: Node) -> Samples:
-    if (points := node.pages.checkpoints) is not None:
+    if (points := node.pages.saves).num_slots:
         there = len(points)
         yield ("saved",), there
         yield ("other",), max(0, points.num_slots - there)

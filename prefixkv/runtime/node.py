@@ -295,7 +295,7 @@ class Node(OfTransfers, PagedScheduler[Req, Command], Generic[Req, Command, E]):
     def figures(self) -> dict[str, int]:
         """Return `stats` as of the last call. Any thread may ask."""
         page_manager, states = self.pages, self.pages.allocator.counts()
-        slots, points = page_manager.slots, page_manager.checkpoints
+        slots, saves = page_manager.slots, page_manager.saves
         stats = {
             **dict.fromkeys(self._counters, 0),
             **self.counters,
@@ -310,10 +310,10 @@ class Node(OfTransfers, PagedScheduler[Req, Command], Generic[Req, Command, E]):
             "slots_free": slots.free_pages if slots is not None else 0,
             "slots_held": slots.held_pages + slots.quarantined_pages if slots is not None else 0,
             **page_manager.windows.counts(),
-            "cut_tokens": 0 if points is None else points.cut_tokens,
-            "checkpoints": 0 if points is None else len(points),
-            "checkpoint_slots": 0 if points is None else points.num_slots,
-            "checkpoints_evicted": 0 if points is None else points.evicted,
+            "cut_tokens": saves.cut_tokens,
+            "checkpoints": len(saves),
+            "checkpoint_slots": saves.num_slots,
+            "checkpoints_evicted": saves.evicted,
         }
         for more in self.more_stats:
             stats |= more()

@@ -76,7 +76,7 @@ class PrefillNode(Node[PrefillRequest, PrefillCommand, PrefillEvent], PrefillSch
             config.cache,
             config.policy,
             reserved_pages=check_reserved(config.reserved_pages, pool.layout.num_pages),
-            num_checkpoints=config.checkpoints,
+            num_saved=config.checkpoints,
         )
         pages = self._make_pages(spec, options)
         num_slots = max(0, spec.num_slots - config.checkpoints)

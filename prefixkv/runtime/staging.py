@@ -4,22 +4,23 @@ objects, and their copies, gathers on prefill and scatters on decode."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
+from typing import Any
 
 from prefixkv.config import TransportConfig
 from prefixkv.control.decode.control import DecodeControl
-from prefixkv.control.effects import RELAYS, AddPeer, CopyDone, Relay
+from prefixkv.control.effects import RELAYS, AddPeer, CopyDone, Relay, RemovePeer
 from prefixkv.control.prefill.control import PrefillControl
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.kv_pool import StagingBuffer
 from prefixkv.memory.mesh import Shard
-from prefixkv.memory.page_sums import PageSums, SumPlan
 from prefixkv.memory.stage_copy import StagingCopy, scatter_together, staging_copy
 from prefixkv.protocol.ids import PeerId
 from prefixkv.runtime.copies import CopyOrder, CopyThreads
 from prefixkv.staging.leases import LeaseCut
 from prefixkv.staging.receiver import Grant, Scatter, StagingPlan, StagingReceiver, ToRoom
 from prefixkv.staging.sender import Gather, SendLeaseAsk, StagingSender
+from prefixkv.transport.base import CHECKS
 
 CopySink = Callable[[CopyDone], None]
 
@@ -66,16 +67,15 @@ class StagingCopies:
         self._workers = workers
         # By part and unit, built at most a few times.
         self._copies: dict[tuple[Shard, int], StagingCopy] = {}
-        self._sums = cache(partial(PageSums, layout, None))  # likewise, by plan
+        self._reader = cache(lambda *what: CHECKS[0].reader(layout, *what))  # likewise
         # Read by workers, changed by the control thread.
         self.to_peers: dict[PeerId, StagingCopy] = {}
-
-    def do(self, effect: Gather | Scatter) -> None:
-        """Queue a copy. All errors come back in its CopyDone."""
-        if isinstance(effect, Gather):
-            self.gather(effect)
-        else:
-            self.scatter(effect)
+        self.effects: dict[type, Callable[[Any], None]] = {
+            Gather: self.gather,
+            Scatter: self.scatter,
+            AddPeer: self.add_peer,
+            RemovePeer: lambda removed: self.remove_peer(removed.peer),
+        }
 
     def add_peer(self, added: AddPeer) -> None:
         """Prepare the gathers for a peer, if it is staged to."""
@@ -119,7 +119,7 @@ class StagingCopies:
         for rank, part in effect.plan.parts.items():
             # By part, each of which has the next share of the units.
             tags = sorted(tag for tag in effect.tags if tag.rank == rank)
-            sums = self._sums(SumPlan(effect.plan.checksum, part, effect.plan.unit_tokens))
+            sums = self._reader(effect.plan.checksum, part, effect.plan.unit_tokens)
             sums.check(-1, effect.units, b"".join(tag.sums for tag in tags), tags[0].what)
 
     def close(self) -> None:

@@ -15,15 +15,14 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from prefixkv.config import DecodeConfig, PrefillConfig, Way, check_version, is_loopback
-from prefixkv.control.effects import RELAYS, CopyDone, PagesLookedAt
+from prefixkv.control.effects import RELAYS
 from prefixkv.control.lives import LostPeers
 from prefixkv.errors import ClosedError, ConfigError, InternalError, RequestError, shown, travels
 from prefixkv.memory.kv_pool import KVPool, StagingBuffer
-from prefixkv.memory.page_sums import ALGORITHMS
 from prefixkv.memory.staging_area import StagingArea
 from prefixkv.protocol.commands import Fence, MoveWeights
 from prefixkv.protocol.events import RoomEvent
@@ -37,11 +36,10 @@ from prefixkv.runtime.control_thread import (
     ControlThread,
     Prover,
 )
-from prefixkv.runtime.looks import LookThreads
 from prefixkv.runtime.rank_spec import RankSpec
 from prefixkv.settings import check_timeout
 from prefixkv.threads import OneThread
-from prefixkv.transport.base import RankMemory, Sink
+from prefixkv.transport.base import CHECKS, RankMemory, Sink
 from prefixkv.transport.nixl.ucx import check_interface
 from prefixkv.transport.transports import Transports, make_transports
 
@@ -100,6 +98,8 @@ class Transfers(OneThread, Generic[C, E]):
             raise ConfigError(
                 f"checksums: are of memory of the CPU, the pool is on {layout.device}"
             )
+        if self._transport.checksums and not CHECKS:
+            raise ConfigError("checksums: this installation has no part for them")
         self._buffer: StagingBuffer | None = None
         if self._transport.staging_bytes:
             if not RELAYS:
@@ -137,24 +137,19 @@ class Transfers(OneThread, Generic[C, E]):
         what = self.peer_id, memory, sink, self._transport
         return Transports(make_transports(*what))
 
-    def _make_copies(self, sink: Callable[[CopyDone], None]) -> Any:
-        """None where nothing is staged."""
-        if self._buffer is None:
-            return None
-        what = self._layout, self._buffer, self._transport, self._name
-        return RELAYS[0].copies(*what, sink)
-
-    def _make_looks(self, sink: Callable[[PagesLookedAt], None]) -> LookThreads | None:
-        """None where no checksum is compared."""
-        if not (self._transport.checksums and self._is_written_to):
-            return None
-        memory = RankMemory(self._layout, state=self._spec.state_layout)
-        return LookThreads(memory, self._transport, self._name, sink)
+    def _make_parts(self, sink: Callable[[Any], None]) -> Iterator[Any]:
+        """Make the threads that copy and look at pages; `sink` takes the end of each order."""
+        what = self._transport, self._name, sink
+        if self._buffer is not None:
+            yield RELAYS[0].copies(self._layout, self._buffer, *what)
+        if self._transport.checksums and self._is_written_to:
+            memory = RankMemory(self._layout, state=self._spec.state_layout)
+            yield CHECKS[0].threads(memory, *what)
 
     @property
     def _checksums(self) -> tuple[str, ...]:
         """The algorithms to offer."""
-        return tuple(ALGORITHMS) if self._transport.checksums else ()
+        return CHECKS[0].algorithms if self._transport.checksums else ()
 
     def _check_interface(self, what: str, address: str) -> None:
         """Raise ConfigError where KV could not come from, or go to, another machine: no interface

@@ -13,27 +13,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 import ray
 import zmq
-from ray.exceptions import ActorDiedError, RayActorError, RayError
+from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
 from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
     PlacementGroupSchedulingStrategy,
 )
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
 
 from prefixkv import CurveConfig
 from prefixkv.errors import ConfigError
 from prefixkv.serving.actors import Life, WorkerActor
-from prefixkv.serving.config import KINDS, PrefillWorkerConfig
+from prefixkv.serving.config import KINDS, DecodeWorkerConfig
 from prefixkv.serving.fleet import Fleet
-from prefixkv.serving.http import ApiError, decode_body, json_response, read_body
 from prefixkv.serving.launch import Kept, ServeLaunch, WorkerFailedError
 from prefixkv.serving.tracing import variables
 from prefixkv.serving.wire import FenceRequest
@@ -44,103 +41,49 @@ logger = logging.getLogger("prefixkv.ray")
 
 _AGAIN_S: Final = 0.5  # pause before Ray is asked again
 _REACH_S: Final = 10.0
-_CALLS: Final = 16  # concurrent calls of an actor: watches of a front that was cut off add up
 
 
 class FormerLives:
     """Lives of workers that seem to be over, until each is fenced. Used on one event loop."""
 
-    def __init__(self, fleet: Fleet, limits: Any) -> None:
-        self._fleet, self._limits = fleet, limits
-        # All by (name, life). A life moves from `_proofs` to `_fenced` once, and never back; one
-        # whose proof has ended is lost with its node.
-        self._proofs: dict[tuple[str, str], tuple[Life, asyncio.Task[None]]] = {}
-        self._fenced: set[tuple[str, str]] = set()
-        self.routes: list[BaseRoute] = [
-            Route("/lost", self._show),
-            Route("/fence", self._fence, methods=["POST"]),
-        ]
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._proofs: dict[FenceRequest, asyncio.Task[None]] = {}
 
     def suspect(self, life: Life) -> None:
         """Begin to prove that a life has ended; the fleet fences it once that is proved."""
-        self._proofs[life.key] = life, asyncio.create_task(self._prove(life))
+        self._proofs[life.key] = asyncio.create_task(self._prove(life))
 
     def answered(self, life: Life) -> bool:
         """Cancel the proof. Returns False if the life was fenced, so that it must not serve."""
         if life.key in self._proofs:
-            self._proofs.pop(life.key)[1].cancel()
-        return life.key not in self._fenced
+            self._proofs.pop(life.key).cancel()
+        return life.key not in self._fleet.fenced
 
     async def close(self) -> None:
-        tasks = [task for _, task in self._proofs.values()]
-        for task in tasks:
+        for task in self._proofs.values():
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._proofs.values(), return_exceptions=True)
 
     async def _prove(self, life: Life) -> None:
-        """Ask the life's node until its end is proved, or the node is lost."""
+        """Ask the life's node until its end is proved or said by an operator, or the node is
+        lost."""
         while await _is_node_alive(life.node):
+            if life.key in self._fleet.fenced:
+                return
             # No answer proves nothing: ask again, unless Ray has given the node up.
             try:
                 if await ended_on_node(life):
-                    logger.warning("%s life %s has ended", *life.key)
-                    await self._end(life)
+                    logger.warning("%s life %s has ended", life.info.name, life.info.life)
+                    self._fleet.fence(life.key)
                     return
             except RayError as error:  # the node is lost, or busy with its own end
                 logger.info("whether %s has ended is not known: %s", life.info.name, error)
             await asyncio.sleep(_AGAIN_S)
         logger.warning(
             "%s life %s was on node %s, which is lost: what is held for it stays held until "
-            "/fence says that it is dead", *life.key, life.node,
+            "/fence says that it is dead", life.info.name, life.info.life, life.node,
         )  # fmt: skip
-
-    async def _end(self, life: Life) -> None:
-        # Both before the await: an answer of that life from now on finds it fenced.
-        _, proof = self._proofs.pop(life.key)
-        self._fenced.add(life.key)
-        if proof is not asyncio.current_task():
-            proof.cancel()
-        await self._fleet.fence(*life.key)
-
-    # --- for an operator --------------------------------------------------------------------------
-
-    async def _show(self, _: Request) -> Response:
-        """Answer GET /lost: the lives that are not proved dead, and what workers hold for each."""
-        lost = await self._fleet.lost()
-        shown = []
-        for key, (life, proof) in self._proofs.items():
-            held = {
-                worker: peer.held
-                for worker, peers in lost.items()
-                for peer in peers
-                if (peer.name, peer.life) == key
-            }
-            shown.append(
-                {
-                    "name": life.info.name, "life": life.info.life, "pid": life.info.pid,
-                    "url": life.info.url, "node": life.node,
-                    "state": "node lost" if proof.done() else "ending", "held": held,
-                }
-            )  # fmt: skip
-        return json_response(shown)
-
-    async def _fence(self, request: Request) -> Response:
-        asked = decode_body(await read_body(request, self._limits), FenceRequest)
-        # 1. It serves at this moment: fencing it would let others reuse pages that it writes.
-        # 2. It is fenced already: nothing to do.
-        # 3. It is unknown: refused, since a mistyped life must not pass for a fenced one.
-        # 4. It is lost: believe the operator.
-        key = asked.name, asked.life
-        serving = self._fleet.workers.get(asked.name)
-        if serving is not None and serving.life == asked.life:
-            raise ApiError(409, f"{asked.name} life {asked.life} serves", code="worker_lives")
-        if key not in self._fenced:
-            if key not in self._proofs:
-                why = f"no life {asked.life} of {asked.name} is lost"
-                raise ApiError(404, why, code="no_such_life")
-            logger.warning("%s life %s is fenced: an operator said so", *key)
-            await self._end(self._proofs[key][0])
-        return Response(status_code=202)
 
 
 async def ended_on_node(life: Life) -> bool:
@@ -165,23 +108,23 @@ class Actor(Kept):
     def __init__(
         self, role: str, name: str, handle: Any, fleet: Fleet, former: FormerLives
     ) -> None:
-        self._handle, self._fleet, self._former = handle, fleet, former
-        super().__init__(role, name)
+        self._handle, self._former = handle, former
+        super().__init__(role, name, fleet)
 
     async def _live_on(self) -> None:
         while not self._ending:
-            with contextlib.suppress(RayError):
+            with contextlib.suppress(RayActorError):
                 if await self._live(await self._find()):
                     return
             if not self._ending:
                 await asyncio.sleep(_AGAIN_S)
 
     async def _find(self) -> Life:
-        """Raises WorkerFailedError if Ray has given up, RayError if it may still start."""
+        """Raises WorkerFailedError if it cannot start, RayActorError if it may still start."""
         try:
             found: Life = await self._handle.life.options(max_task_retries=-1).remote()
             return found
-        except ActorDiedError as error:
+        except (ActorDiedError, RayTaskError) as error:
             why = str(error).strip().splitlines()[-1]
             raise WorkerFailedError(f"{self._name} does not start: {why}") from error
 
@@ -190,7 +133,6 @@ class Actor(Kept):
         if not self._former.answered(life):
             ray.kill(self._handle, no_restart=False)  # a fenced life must not serve
             return False
-        self._fleet.add(life.info)
         self._serves(life.info)
         try:
             while not await self._handle.watch.remote():
@@ -203,15 +145,14 @@ class Actor(Kept):
         finally:
             # No more requests first. Then the proof, except at our own end, where nothing is
             # reused.
-            self.clock.begin()
-            self._fleet.remove(life.info.name, life.info.life)
+            self._has_gone(life.info)
             if not self._ending:
                 self._former.suspect(life)
 
     async def end(self, grace_s: float) -> None:
         """Drain the worker, and kill the actor after `grace_s`. Ray does not restart it."""
         self._ending = True
-        if grace_s and self.ready.done() and self.ready.exception() is None:
+        if grace_s and self._has_served:
             with contextlib.suppress(RayError):
                 await self._handle.drain.remote()
                 await asyncio.wait((self._task,), timeout=grace_s)
@@ -225,21 +166,19 @@ class RayLaunch(ServeLaunch):
     """The workers run in a Ray cluster. Those without keys in their settings get keys of this
     start: one pair that all prefill workers share, and one for each decode worker."""
 
-    _former: FormerLives
+    _former: FormerLives | None = None
     _group: Any = None
 
-    def _routes(self, fleet: Fleet) -> list[BaseRoute]:
-        self._former = FormerLives(fleet, self.config.listen.limits)
-        return self._former.routes
-
-    async def _open(self, name: str) -> None:
-        """Connect, and reserve a placement group for all workers. Raises ConfigError."""
-        config, self._namespace = self.config, f"prefixkv/{name}"
+    async def _begin(self, fleet: Fleet, name: str) -> None:
+        """Connect, reserve a placement group for all workers, and start them. Raises
+        ConfigError."""
+        config, namespace = self.config, f"prefixkv/{name}"
+        former = self._former = FormerLives(fleet)
         # Checked first, since `ray.init` tries for minutes.
         await _check_reachable(config.ray)
         try:
             await asyncio.to_thread(
-                ray.init, config.ray, namespace=self._namespace, logging_level=logging.ERROR,
+                ray.init, config.ray, namespace=namespace, logging_level=logging.ERROR,
             )  # fmt: skip
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise ConfigError(f"there is no cluster at {config.ray}: {error}") from None
@@ -249,37 +188,29 @@ class RayLaunch(ServeLaunch):
         self._group = placement_group(
             bundles * (config.prefill + config.decode), strategy=config.ray_placement
         )
-        self._server = _new_pair()
-        names = [f"{self._settings['decode']['name']}-{i}" for i in range(config.decode)]
-        self._clients = {name: _new_pair() for name in names}
-
-    def _child(self, role: str, number: int, fleet: Fleet) -> Kept:
-        config: Any = load(KINDS[role], None, self.environ(role, number))
-        node, control = config.node, config.node.control
-        if control.curve is None and not control.network_is_isolated:
-            # Decode workers are CURVE's clients: prefill accepts their public keys alone, each
-            # under its worker's name.
-            if isinstance(config, PrefillWorkerConfig):
-                allowed = {public: name for name, (public, _) in self._clients.items()}
-                curve = CurveConfig(*self._server, allowed_clients=allowed)
-            else:
-                curve = CurveConfig(*self._clients[node.name], server_key=self._server[0])
-            config = replace(config, node=replace(node, control=replace(control, curve=curve)))
-        index = number if role == "prefill" else self.config.prefill + number
-        kind = ray.remote(WorkerActor).options(
-            name=node.name, num_cpus=self.config.ray_cpus, num_gpus=self.config.ray_gpus,
-            max_restarts=-1, max_concurrency=_CALLS,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, index),
-        )  # fmt: skip
-        try:
-            handle = kind.remote(config, variables())
-        except ValueError as error:
-            raise ConfigError(f"{node.name} is in {self._namespace} already: {error}") from None
-        return Actor(role, node.name, handle, fleet, self._former)
+        configs: list[Any] = [
+            load(KINDS[role], None, environ)
+            for role, environs in self.environs.items()
+            for environ in environs
+        ]
+        for index, config in enumerate(_with_keys(configs)):
+            kind = ray.remote(WorkerActor).options(
+                name=config.node.name, num_cpus=self.config.ray_cpus,
+                num_gpus=self.config.ray_gpus, max_restarts=-1,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, index),
+            )  # fmt: skip
+            try:
+                handle = kind.remote(config, variables())
+            except ValueError as error:
+                why = f"{config.node.name} is in {namespace} already: {error}"
+                raise ConfigError(why) from None
+            role = "decode" if isinstance(config, DecodeWorkerConfig) else "prefill"
+            self._workers.append(Actor(role, config.node.name, handle, fleet, former))
 
     async def _close(self) -> None:
         # The proofs run tasks in the cluster, so they end before it is left.
-        await self._former.close()
+        if self._former is not None:
+            await self._former.close()
         if self._group is not None:
             with contextlib.suppress(RayError):
                 remove_placement_group(self._group)
@@ -298,6 +229,25 @@ async def _check_reachable(address: str) -> None:
         why = str(error) or f"no answer within {_REACH_S:g} s"
         raise ConfigError(f"there is no cluster at {address}: {why}") from None
     writer.close()
+
+
+def _with_keys(configs: Sequence[Any]) -> list[Any]:
+    """Give keys to those without keys in their settings. Decode workers are CURVE's clients:
+    prefill accepts their public keys alone, each under its worker's name."""
+    names = [config.node.name for config in configs if isinstance(config, DecodeWorkerConfig)]
+    server, clients = _new_pair(), {name: _new_pair() for name in names}
+    allowed = {public: name for name, (public, _) in clients.items()}
+    made = []
+    for config in configs:
+        node, control = config.node, config.node.control
+        if control.curve is None and not control.network_is_isolated:
+            if node.name in clients:
+                curve = CurveConfig(*clients[node.name], server_key=server[0])
+            else:
+                curve = CurveConfig(*server, allowed_clients=allowed)
+            config = replace(config, node=replace(node, control=replace(control, curve=curve)))
+        made.append(config)
+    return made
 
 
 def _new_pair() -> tuple[str, str]:

@@ -6,26 +6,20 @@ request's id, under which the log has the rest.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import re
-import secrets
 import time
 from http import HTTPStatus
 from typing import Any, Final
 
 import msgspec
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from prefixkv import NotFiniteError
-from prefixkv.serving.ids import current_id
+from prefixkv.serving.record import current_record
 
 logger = logging.getLogger("prefixkv.http")
-
-REASON: Final = "prefixkv.reason"
-"""Key of a scope: the reason of the error that answered its request, one of few words."""
 
 _LOGGED_CHARS: Final = 2000
 _LINES: Final = 200.0
@@ -59,6 +53,8 @@ class ApiError(Exception):
         }  # fmt: skip
 
     def response(self) -> Response:
+        """Make the answer, and leave its reason in the record of its request."""
+        current_record().reason = self.reason
         headers = {}
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
@@ -67,33 +63,17 @@ class ApiError(Exception):
         if self.status in (408, 413):  # the rest of the body is not read
             headers["connection"] = "close"
         body = msgspec.json.encode(self.body())
-        return _ErrorResponse(self.reason, body, self.status, headers, "application/json")
+        return Response(body, self.status, headers, "application/json")
 
     @property
     def reason(self) -> str:
         """For metrics and logs: the code, else the name of the status."""
-        if self.code is not None:
-            return self.code
-        with contextlib.suppress(ValueError):
-            return HTTPStatus(self.status).name.lower()
-        return self.kind
+        return self.code or HTTPStatus(self.status).name.lower()
 
 
 def refused(name: str, why: str) -> ApiError:
     """Make the error for a parameter that is not taken."""
     return ApiError(400, f"{name} {why}", code="invalid_value", param=name)
-
-
-class _ErrorResponse(Response):
-    """Leaves its reason in the scope of its request, for `outcomes`."""
-
-    def __init__(self, reason: str, *answer: Any) -> None:
-        super().__init__(*answer)
-        self._reason = reason
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope[REASON] = self._reason
-        await super().__call__(scope, receive, send)
 
 
 class Rate:
@@ -113,30 +93,13 @@ class Rate:
         return True
 
 
-class OncePerMinute(logging.Filter):
-    """Lets each text of a warning through once a minute: clients cause them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._until_s: dict[str, float] = {}
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        text, now_s = record.getMessage(), time.monotonic()
-        if record.levelno != logging.WARNING:
-            return True
-        if now_s < self._until_s.get(text, 0.0):
-            return False
-        self._until_s[text] = now_s + 60
-        return True
-
-
 _lines = Rate(_LINES, _LINES_PER_S)
 
 
 def failed(status: int, why: str, detail: str, code: str) -> ApiError:
     """Make the error for a failure of the service itself. `why` goes to the client, with the id of
-    its request, or a random number outside of one; `detail` goes to the log under that id."""
-    number = current_id() or secrets.token_hex(8)
+    its request; `detail` goes to the log under that id."""
+    number = current_record().id
     # Bounded in rate and length: clients must not be able to fill the log by failing.
     if _lines.take(time.monotonic()):
         logger.warning("request %s: %s", number, detail[:_LOGGED_CHARS])

@@ -9,44 +9,29 @@ reconnects and begins with a new snapshot.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import struct
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Callable
 from typing import Final
 
 import msgspec
 
 from prefixkv.errors import ProtocolError
-from prefixkv.serving.waits import wait_set
 from prefixkv.serving.wire import LIFE_SIGN_S
 from prefixkv.spi import EventBatch
 
 _LENGTH: Final = struct.Struct("<I")
 _MAX_FRAME_BYTES: Final = 256 << 20
-_MAX_WAITING_FRAMES: Final = 4096
-_MAX_WAITING_BYTES: Final = 32 << 20  # per follower, its newest frame not counted
+_MAX_WAITING_FRAMES: Final = 4096  # per follower
 _MAX_FOLLOWERS: Final = 64
 
 
 class _EventFollower:
     def __init__(self) -> None:
-        self.frames: deque[bytes] = deque()
-        self.num_bytes = 0  # of all frames but the last
-        self.has_frames = asyncio.Event()
+        self.frames: asyncio.Queue[bytes] = asyncio.Queue(_MAX_WAITING_FRAMES)
         # `begun`: it has had its snapshot, so later changes make sense to it. `cut`: it fell
         # behind, and its stream ends.
         self.begun = self.cut = False
-
-    def queue_frame(self, frame: bytes) -> None:
-        """Queue a frame, or cut the follower off if too much waits."""
-        # The newest frame is not counted: one snapshot larger than the bound must still be
-        # sendable.
-        self.num_bytes += len(self.frames[-1]) if self.frames else 0
-        self.frames.append(frame)
-        self.cut |= len(self.frames) > _MAX_WAITING_FRAMES or self.num_bytes > _MAX_WAITING_BYTES
-        if self.cut:
-            self.frames.clear()
-        self.has_frames.set()
 
 
 class EventTap:
@@ -83,10 +68,11 @@ class EventTap:
         """Queue a frame for every follower that has its snapshot, or gets it by this frame."""
         for follower in self._followers:
             follower.begun |= is_snapshot
-            if not follower.begun:
-                continue
-            if not follower.cut:
-                follower.queue_frame(frame)
+            if follower.begun:
+                try:
+                    follower.frames.put_nowait(frame)
+                except asyncio.QueueFull:
+                    follower.cut = True
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         follower = _EventFollower()
@@ -97,13 +83,11 @@ class EventTap:
         self._used = self._wants_snapshot = True
         try:
             while not follower.cut:
-                await wait_set(follower.has_frames, LIFE_SIGN_S)
-                # Cleared before the queue is read, so that no frame is left without a wakeup.
-                follower.has_frames.clear()
-                frames = list(follower.frames)
-                follower.frames.clear()
-                follower.num_bytes = 0
-                yield b"".join(frames) or _LENGTH.pack(0)
+                frame = _LENGTH.pack(0)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LIFE_SIGN_S):
+                        frame = await follower.frames.get()
+                yield frame
         finally:
             self._followers.discard(follower)
 

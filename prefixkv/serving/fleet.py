@@ -23,19 +23,19 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import aiohttp
 import msgspec
+from msgspec.structs import replace
 
 from prefixkv.errors import ConfigError, HandshakeError, ProtocolError
 from prefixkv.serving.client import make_client, pieces_of
 from prefixkv.serving.failures import ApiError, answer_ended, failed, is_inner, is_not_finite
 from prefixkv.serving.feed import batches_of
 from prefixkv.serving.router import BoundedAffinityRouter, Route
-from prefixkv.serving.streams import read_some
+from prefixkv.serving.streams import wait_set
 from prefixkv.serving.tracing import current
-from prefixkv.serving.waits import wait_set
 from prefixkv.serving.wire import (
     SILENCE_S,
     Announcement,
@@ -53,7 +53,7 @@ logger = logging.getLogger("prefixkv.fleet")
 
 _ATTEMPTS: Final = 3  # at a request without any output yet
 _AGAIN_S: Final = 1.0  # pause before another try to reach a worker
-_REFUSAL_BYTES: Final = 64 << 10
+_FIRST_START_S: Final = 15.0  # expected, where none was measured
 _TICK_S: Final = 0.5
 _QUIET_TICKS: Final = 10  # until a worker counts as silent: it has missed two signs of life
 _GIVEN_UP_TICKS: Final = round(SILENCE_S / _TICK_S)  # until no request waits for it any more
@@ -69,12 +69,39 @@ class WorkerLostError(Exception):
         self.detail = detail
 
 
-class Start(NamedTuple):
-    """A worker that is being started, and expected in `left_s` seconds; where it `is_late`,
-    requests do not wait for it any more."""
+class Start:
+    """When a worker is expected to serve: as long after its start has begun as it took the last
+    time. `role` is "" where it is not known yet. Seconds of time.monotonic()."""
 
-    left_s: float
-    is_late: bool
+    def __init__(self, role: str) -> None:
+        self.role = role
+        self._took_s = _FIRST_START_S
+        self._begun_s = time.monotonic()
+        # Since when it does not serve; None while it does, or where it is not started any more.
+        self._gone_s: float | None = self._begun_s
+
+    def begin(self, in_s: float = 0.0) -> None:
+        """The worker is started `in_s` seconds from now."""
+        self._begun_s = time.monotonic() + in_s
+        self._gone_s = time.monotonic() if self._gone_s is None else self._gone_s
+
+    def served(self) -> None:
+        self._took_s, self._gone_s = time.monotonic() - self._begun_s, None
+
+    def give_up(self) -> None:
+        self._gone_s = None
+
+    @property
+    def is_under_way(self) -> bool:
+        return self._gone_s is not None
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self._begun_s + self._took_s - time.monotonic())
+
+    def is_late(self, timeout_s: float) -> bool:
+        """True if the worker has not served for `timeout_s`."""
+        return self._gone_s is not None and time.monotonic() - self._gone_s > timeout_s
 
 
 class _Member:
@@ -85,6 +112,8 @@ class _Member:
         self.info = info
         self.tasks: tuple[asyncio.Task[None], ...] = ()
         self.silent = False
+        # Lives that are over and that it has to hear of.
+        self.fences: asyncio.Queue[FenceRequest] = asyncio.Queue()
         # Requests that wait for the worker's first output: `watch` ends these. Those that have
         # begun are left: their own connection tells whether the worker lives.
         self.waiting: set[asyncio.Timeout] = set()
@@ -124,61 +153,22 @@ class _Member:
                     patience.reschedule(asyncio.get_running_loop().time())
 
 
-class _WorkerPair:
-    """The two workers of one attempt, counted in their routers until `end`. Without a prefill
-    worker the decode worker answers alone."""
-
-    def __init__(self, fleet: Fleet, routes: Sequence[Route]) -> None:
-        self._fleet, self._routes = fleet, routes
-        self.names = [route.worker for route in routes]
-        self._members = [fleet.members[name] for name in self.names]
-        self.decode = self._members[0].info
-        self.prefill = self._members[1].info if len(routes) > 1 else None
-        self.facts: dict[str, Any] = {}  # for its spans
-        for role, route in zip(fleet.routers, routes, strict=False):
-            self.facts[f"prefixkv.{role}"] = route.worker
-            self.facts[f"prefixkv.{role}_matched_pages"] = route.matched_pages
-
-    async def first(self, stream: AsyncGenerator[TokenEvent, None]) -> TokenEvent:
-        """Raises WorkerLostError if a worker falls silent and another one can answer."""
-        # A decode worker that answers alone need not hear of its prefill worker's silence.
-        awaited = self._members[:1] if self.decode.alone else self._members
-        try:
-            # No time limit of its own: the prompt may take long. Only silence ends the wait.
-            async with asyncio.timeout(None) as patience:
-                for member in awaited:
-                    member.waiting.add(patience)
-                try:
-                    return await anext(stream)
-                finally:
-                    for member in awaited:
-                        member.waiting.discard(patience)
-        except TimeoutError:
-            silent = [member.info.name for member in awaited if member.silent]
-            raise WorkerLostError(f"{' and '.join(silent)} did not answer") from None
-
-    def end(self) -> None:
-        for router, route in zip(self._fleet.routers.values(), self._routes, strict=False):
-            router.ended(route, time.monotonic())
-
-
 class Fleet:
-    """The workers and the routers over them. `api_key` is what workers require."""
+    """The workers and the routers over them. `api_key` is what workers require. Requests wait for
+    a worker that is started for `start_timeout_s` at most."""
 
-    def __init__(self, api_key: str = "") -> None:
-        self.workers: dict[str, WorkerInfo] = {}
+    def __init__(self, api_key: str = "", start_timeout_s: float = 600.0) -> None:
+        self.members: dict[str, _Member] = {}  # by name
         # By name, all workers that there have ever been, each as it was last.
         self.known: dict[str, WorkerInfo] = {}
         # In the order in which an attempt's workers are chosen.
         self.routers = {role: BoundedAffinityRouter() for role in ("decode", "prefill")}
-        self.members: dict[str, _Member] = {}  # by name, those in `workers`
+        self.starts: Sequence[Start] = ()  # of all workers that something starts
+        self._start_timeout_s = start_timeout_s
         self._closed = False
-        # The worker of a role that is being started, and serves first; None: none is.
-        self.next_start: Callable[[str], Start | None] = lambda role: None
         self._joined = asyncio.Event()  # replaced whenever it is set: by each worker that comes
         # All lives fenced so far, never shortened: a worker that joins later must hear of each.
-        self._fenced: list[FenceRequest] = []
-        self._any_fenced = asyncio.Condition()
+        self.fenced: list[FenceRequest] = []
         self.retried = 0
         # `SILENCE_S` bounds the time between two pieces, which signs of life keep short.
         self._client = make_client(api_key, SILENCE_S)
@@ -192,7 +182,7 @@ class Fleet:
             return
         # Models must agree over the whole fleet; page sizes within a role, since its router keys
         # prompts by pages. Checked before anything changes.
-        for other in self.workers.values():
+        for other in self.workers:
             if other.name == info.name and other.role == info.role:
                 continue
             if other.name == info.name:
@@ -215,27 +205,32 @@ class Fleet:
             logger.warning("%s is back", info.name)
         self._joined.set()
         self._joined = asyncio.Event()
-        self.workers[info.name] = info
         self.known[info.name] = info
         self.routers[info.role].add_worker(info.name)
         member = self.members[info.name] = _Member(info)
+        for life in self.fenced:
+            member.fences.put_nowait(life)
         member.tasks = (
             asyncio.create_task(self._apply_events(member)),
             asyncio.create_task(member.watch(lambda: bool(self._answering(info.role)))),
-            asyncio.create_task(self._report_fences(info)),
+            asyncio.create_task(self._report_fences(member)),
         )
 
     def remove(self, name: str, life: str = "") -> bool:
         """Send a worker no more requests; those in progress end by themselves. With `life`, only if
         it is in that life. Returns False if it is not here."""
-        info = self.workers.get(name)
-        if info is None or (life and info.life != life):
+        member = self.members.get(name)
+        if member is None or (life and member.info.life != life):
             return False
-        del self.workers[name]
-        for task in self.members.pop(name).tasks:
+        del self.members[name]
+        for task in member.tasks:
             task.cancel()
-        self.routers[info.role].remove_worker(name)
+        self.routers[member.info.role].remove_worker(name)
         return True
+
+    @property
+    def workers(self) -> list[WorkerInfo]:
+        return [member.info for member in self.members.values()]
 
     async def _apply_events(self, member: _Member) -> None:
         """Apply a worker's cache events to its router, for as long as it is here."""
@@ -252,31 +247,35 @@ class Fleet:
 
     # --- lives that are over ----------------------------------------------------------------------
 
-    async def fence(self, name: str, life: str) -> None:
+    @property
+    def lives(self) -> set[FenceRequest]:
+        """Return those that serve."""
+        return {FenceRequest(info.name, info.life) for info in self.workers}
+
+    def fence(self, life: FenceRequest) -> None:
         """State that a life of a worker is certainly dead, to every worker, present and future,
         until it confirms. What was held for that life is then reused: were it alive after all, its
         writes would land in pages of other requests."""
-        async with self._any_fenced:
-            self._fenced.append(FenceRequest(name, life))
-            self._any_fenced.notify_all()
+        self.fenced.append(life)
+        for member in self.members.values():
+            member.fences.put_nowait(life)
 
-    async def _report_fences(self, info: WorkerInfo) -> None:
-        num_confirmed = 0
+    async def _report_fences(self, member: _Member) -> None:
         while True:
-            async with self._any_fenced:
-                while num_confirmed == len(self._fenced):
-                    await self._any_fenced.wait()
-            body = msgspec.json.encode(self._fenced[num_confirmed])
-            try:
-                asked = self._client.post(f"{info.url}/fence", data=body, raise_for_status=True)
-                async with asked:
-                    num_confirmed += 1
-            except aiohttp.ClientError:  # repeated, since it is not counted
+            body = msgspec.json.encode(await member.fences.get())
+            while not await self._tell(f"{member.info.url}/fence", body):
                 await asyncio.sleep(_AGAIN_S)
+
+    async def _tell(self, url: str, body: bytes) -> bool:
+        """Return whether it was taken."""
+        with contextlib.suppress(aiohttp.ClientError):
+            async with self._client.post(url, data=body, raise_for_status=True):
+                return True
+        return False
 
     async def lost(self) -> dict[str, list[LostPeer]]:
         """Return, by worker that answers, the lost peers that it holds pages or rooms for."""
-        infos = [*self.workers.values()]
+        infos = self.workers
         found = await asyncio.gather(
             *(self._get(f"{info.url}/lost", list[LostPeer]) for info in infos),
             return_exceptions=True,
@@ -290,7 +289,7 @@ class Fleet:
         """Return what the worker at `url` says of itself, as it is reached from here. Raises
         aiohttp.ClientError, MsgspecError."""
         info: WorkerInfo = await self._get(f"{url}/info", WorkerInfo)
-        return msgspec.structs.replace(info, url=url)
+        return replace(info, url=url)
 
     async def _get(self, url: str, kind: Any) -> Any:
         async with self._client.get(url, raise_for_status=True) as answer:
@@ -305,72 +304,71 @@ class Fleet:
         """Wait for workers that are being started. Raises ApiError 503 if a role has none, and none
         is being started, or that is late."""
         while missing := self._missing(self._usable):
-            starts = [self.next_start(role) for role in missing]
-            if any(start is None or start.is_late for start in starts):
+            starts = [self._start_of(role) for role in missing]
+            if any(start is None or start.is_late(self._start_timeout_s) for start in starts):
                 raise self._not_ready(missing)
             await wait_set(self._joined, _TICK_S)
 
+    def _start_of(self, role: str) -> Start | None:
+        """Return the start of the first worker of a role that will serve."""
+        starts = (one for one in self.starts if one.role in (role, "") and one.is_under_way)
+        # One that is not late goes before one that is.
+        by_time = lambda one: (one.is_late(self._start_timeout_s), one.left_s)  # noqa: E731
+        return min(starts, key=by_time, default=None)
+
     def _not_ready(self, roles: Sequence[str]) -> ApiError:
-        silent = "".join(
-            f", {name} is silent" for name, member in self.members.items()
-            if member.info.role in roles
-        )  # fmt: skip
-        starts = {role: start for role in roles if (start := self.next_start(role)) is not None}
-        coming = "".join(
-            f", a {role} worker is starting "
-            + ("and late" if start.is_late else f"(about {math.ceil(start.left_s)} s)")
-            for role, start in starts.items()
-        )
-        why = f"no {' and no '.join(roles)} worker is ready{silent}{coming}"
-        error = ApiError(503, why, "server_error", "not_ready")
-        error.retry_s = max((start.left_s for start in starts.values()), default=1.0)
+        said = [f"no {' and no '.join(roles)} worker is ready"]
+        said += [f"{info.name} is silent" for info in self.workers if info.role in roles]
+        waits_s = []
+        for role in roles:
+            if (start := self._start_of(role)) is not None:
+                waits_s.append(start.left_s)
+                is_late = start.is_late(self._start_timeout_s)
+                when = "and late" if is_late else f"(about {math.ceil(start.left_s)} s)"
+                said.append(f"a {role} worker is starting {when}")
+        error = ApiError(503, ", ".join(said), "server_error", "not_ready")
+        error.retry_s = max(waits_s, default=1.0)
         return error
 
-    @property
-    def takes_requests(self) -> bool:
-        """As `ready`, but silent workers count until they are given up."""
-        return not self._missing(self._usable)
-
-    def _missing(self, found: Callable[[str], list[str]]) -> list[str]:
+    def _missing(self, found: Callable[[str], list[_Member]]) -> list[str]:
         roles = [role for role in self.routers if not found(role)]
-        alone = any(self.workers[name].alone for name in found("decode"))
-        return [] if alone else roles
+        return [] if any(member.info.alone for member in found("decode")) else roles
 
     @property
     def silent(self) -> list[str]:
         return [name for name, member in self.members.items() if member.silent]
 
-    def _answering(self, role: str) -> list[str]:
-        return self._where(role, lambda member: not member.silent)
+    def _of_role(self, role: str) -> list[_Member]:
+        return [member for member in self.members.values() if member.info.role == role]
 
-    def _usable(self, role: str) -> list[str]:
+    def _answering(self, role: str) -> list[_Member]:
+        return [member for member in self._of_role(role) if not member.silent]
+
+    def _usable(self, role: str) -> list[_Member]:
         """Return the workers that are not silent; where all are, those that are not given up."""
-        return self._answering(role) or self._where(role, lambda member: not member.given_up)
-
-    def _where(self, role: str, holds: Callable[[_Member], bool]) -> list[str]:
-        members = self.members.items()
-        return [name for name, one in members if one.info.role == role and holds(one)]
+        waited_for = [member for member in self._of_role(role) if not member.given_up]
+        return self._answering(role) or waited_for
 
     @property
     def context(self) -> int:
         """Most tokens of a request that every worker accepts; 0 without a worker."""
-        return min((info.context for info in self.workers.values()), default=0)
+        return min((info.context for info in self.workers), default=0)
 
     @property
     def vocab_size(self) -> int:
         """Bound of token ids on every worker; 0 without a worker."""
-        return min((info.vocab_size for info in self.workers.values()), default=0)
+        return min((info.vocab_size for info in self.workers), default=0)
 
     # --- requests ---------------------------------------------------------------------------------
 
     async def generate(
-        self, ask: Ask, on_attempt: Callable[[str, str], object] = lambda decode, prefill: None
+        self, ask: Ask, on_attempt: Callable[..., object] = lambda decode, prefill="": None
     ) -> AsyncGenerator[TokenEvent, None]:
         """Yield the outputs of a request to the ends of all its samples. Chooses `prefill` and
         `prefill_url` of the `Ask`. Closing the generator aborts the request.
 
         An attempt that fails before its first output is repeated on other workers. `on_attempt`
-        gets the names of each attempt's decode and prefill worker.
+        gets the names of each attempt's decode worker, and of its prefill worker if it has one.
 
         Raises: ApiError 400 if a worker refuses the request; 500 if what was computed first is not
         finite; 503 if none accepts it or its worker is lost.
@@ -383,22 +381,31 @@ class Fleet:
             except TimeoutError:
                 raise self._not_ready(self._missing(self._usable)) from None
             with current().part("routing", {"prefixkv.attempt": attempt}) as step:
-                pair = self._choose_pair(ask, lost)
-                step.add(pair.facts)
+                chosen = self._choose(ask, lost)
+                facts: dict[str, Any] = {}
+                for member, route in chosen:
+                    facts[f"prefixkv.{member.info.role}"] = route.worker
+                    facts[f"prefixkv.{member.info.role}_matched_pages"] = route.matched_pages
+                step.add(facts)
+            members = [member for member, _ in chosen]
+            decode, *prefills = (member.info for member in members)
+            # A rid per attempt: an earlier one may still be ending on the same worker.
+            sent = replace(ask, rid=part_rid(ask.rid, attempt))
+            for prefill in prefills:
+                sent = replace(sent, prefill=prefill.endpoint, prefill_url=prefill.url)
             begun = False
             try:
-                on_attempt(pair.decode.name, "" if pair.prefill is None else pair.prefill.name)
-                with current().call(
-                    "generate", {"prefixkv.attempt": attempt, **pair.facts}
-                ) as step:
-                    tokens = self._stream(ask, pair, attempt, step.headers)
+                on_attempt(*(route.worker for _, route in chosen))
+                facts["prefixkv.attempt"] = attempt
+                with current().part("generate", facts, is_call=True) as step:
+                    tokens = self._stream(decode, sent, step.headers)
                     async with contextlib.aclosing(tokens) as stream:
-                        output = await pair.first(stream)
+                        output = await _first(stream, members)
                         if output.finish == "error":
                             # No worker is at fault by its place: the same may come of another try.
                             if is_not_finite(output.error):
                                 raise answer_ended(output.error)
-                            raise WorkerLostError(f"{pair.decode.name} failed", output.error)
+                            raise WorkerLostError(f"{decode.name} failed", output.error)
                         # From here on a repeat would send tokens twice: a failure now goes to the
                         # client.
                         begun = True
@@ -413,48 +420,44 @@ class Fleet:
                     detail = f"{error}: {error.detail}"
                     raise failed(503, str(error), detail, "worker_lost") from None
                 # Either of the two may be at fault: avoid both while there are others.
-                lost |= {*pair.names}
+                lost |= {member.info.name for member in members}
                 self.retried += 1
             finally:
-                pair.end()
+                for member, route in chosen:
+                    self.routers[member.info.role].ended(route, time.monotonic())
 
-    def _choose_pair(self, ask: Ask, lost: Collection[str]) -> _WorkerPair:
-        """Choose a decode and a prefill worker; only a decode worker, among those that answer
-        alone, where no prefill worker answers. After `wait_for_workers`."""
-        routes: list[Route] = []
+    def _choose(self, ask: Ask, lost: Collection[str]) -> list[tuple[_Member, Route]]:
+        """Choose a decode and a prefill worker, counted in their routers; only a decode worker,
+        among those that answer alone, where no prefill worker answers. After
+        `wait_for_workers`."""
+        chosen: list[tuple[_Member, Route]] = []
         data, namespace = RadixKey(ask.tokens).data, namespace_of(ask.namespace)
         is_down = not self._answering("prefill")
         for role, router in self.routers.items():
             among = self._usable(role)
             if is_down and role == "decode":
-                among = [name for name in among if self.workers[name].alone] or among
-            elif is_down and self.workers[routes[0].worker].alone:
+                among = [member for member in among if member.info.alone] or among
+            elif is_down and chosen[0][0].info.alone:
                 break
-            keys = page_keys(data, self.workers[among[0]].page_size)
+            keys = page_keys(data, among[0].info.page_size)
+            names = [member.info.name for member in among]
             # Lost ones come last, not never: with a single worker a repeat must be able to use it.
-            among = [name for name in among if name not in lost] or among
-            routes.append(router.route(keys, time.monotonic(), namespace=namespace, among=among))
-        return _WorkerPair(self, routes)
+            names = [name for name in names if name not in lost] or names
+            route = router.route(keys, time.monotonic(), namespace=namespace, among=names)
+            chosen.append((self.members[route.worker], route))
+        return chosen
 
     async def _stream(
-        self, ask: Ask, pair: _WorkerPair, attempt: int, headers: Mapping[str, str]
+        self, decode: WorkerInfo, ask: Ask, headers: Mapping[str, str]
     ) -> AsyncGenerator[TokenEvent, None]:
         """Yield the outputs of one attempt; `headers` carry its trace. Raises WorkerLostError, or
         ApiError if the worker refuses the request."""
-        body = msgspec.json.encode(
-            msgspec.structs.replace(
-                # A rid per attempt: an earlier one may still be ending on the same worker.
-                ask, rid=part_rid(ask.rid, attempt),
-                prefill="" if pair.prefill is None else pair.prefill.endpoint,
-                prefill_url="" if pair.prefill is None else pair.prefill.url,
-            )
-        )  # fmt: skip
-        url, left = f"{pair.decode.url}/generate", ask.num_samples
+        url, body, left = f"{decode.url}/generate", msgspec.json.encode(ask), ask.num_samples
         try:
             async with self._client.post(url, data=io.BytesIO(body), headers=headers) as answer:
                 if answer.status != 200:
-                    refusal = await read_some(pieces_of(self._client, answer), _REFUSAL_BYTES)
-                    raise _refusal_error(pair.decode.name, answer.status, refusal)
+                    refusal = await answer.read()
+                    raise _refusal_error(decode.name, answer.status, refusal)
                 rest = b""
                 async for piece in pieces_of(self._client, answer):
                     *lines, rest = (rest + piece).split(b"\n")
@@ -464,23 +467,18 @@ class Fleet:
                             left -= output.finish is not None
                             yield output
         except aiohttp.ClientError as error:
-            why = f"{pair.decode.name} was lost"
+            why = f"{decode.name} was lost"
             raise WorkerLostError(why, f"{type(error).__name__} {error}") from None
         # A stream that closes in order, but with samples that have not ended, is a lost worker too.
         if left:
-            raise WorkerLostError(f"{pair.decode.name} ended before its answer did")
+            raise WorkerLostError(f"{decode.name} ended before its answer did")
 
     async def announce(self, announcement: Announcement) -> None:
         """Tell each decode worker that answers: any of them may have had the session's last turn.
         What a worker does not hear costs time, no answer."""
         body = msgspec.json.encode(announcement)
-
-        async def tell(url: str) -> None:
-            with contextlib.suppress(aiohttp.ClientError):
-                async with self._client.post(f"{url}/announce", data=body):
-                    pass
-
-        await asyncio.gather(*(tell(self.workers[name].url) for name in self._answering("decode")))
+        urls = [f"{member.info.url}/announce" for member in self._answering("decode")]
+        await asyncio.gather(*(self._tell(url, body) for url in urls))
 
     def stats(self) -> dict[str, int]:
         """Return the numbers of repeats and silent workers, and each router's counters."""
@@ -492,9 +490,31 @@ class Fleet:
 
     async def close(self) -> None:
         self._closed = True
-        for name in list(self.workers):
+        for name in list(self.members):
             self.remove(name)
         await self._client.close()
+
+
+async def _first(
+    stream: AsyncGenerator[TokenEvent, None], members: Sequence[_Member]
+) -> TokenEvent:
+    """Return the first output of an attempt. Raises WorkerLostError if a worker falls silent and
+    another one can answer."""
+    # A decode worker that answers alone need not hear of its prefill worker's silence.
+    awaited = members[:1] if members[0].info.alone else members
+    try:
+        # No time limit of its own: the prompt may take long. Only silence ends the wait.
+        async with asyncio.timeout(None) as patience:
+            for member in awaited:
+                member.waiting.add(patience)
+            try:
+                return await anext(stream)
+            finally:
+                for member in awaited:
+                    member.waiting.discard(patience)
+    except TimeoutError:
+        silent = [member.info.name for member in awaited if member.silent]
+        raise WorkerLostError(f"{' and '.join(silent)} did not answer") from None
 
 
 def _refusal_error(worker: str, status: int, body: bytes) -> Exception:

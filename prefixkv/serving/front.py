@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
-from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable
 from functools import partial
+from itertools import chain
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -20,7 +21,7 @@ from prometheus_client import Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 
 from prefixkv import PrefixKVError
 from prefixkv.engines.hf.generation import OPENAI, SamplingDefaults
@@ -29,7 +30,6 @@ from prefixkv.serving.failures import answer_ended, refused
 from prefixkv.serving.fleet import Fleet
 from prefixkv.serving.hints import AnnouncedTurn
 from prefixkv.serving.http import (
-    BODIES,
     ApiError,
     Stream,
     count_samples,
@@ -38,10 +38,8 @@ from prefixkv.serving.http import (
     read_body,
     run_until_disconnect,
 )
-from prefixkv.serving.ids import id_of, take_id
-from prefixkv.serving.logprobs import AnswerLogprobs, TokenTexts, joined
+from prefixkv.serving.logprobs import AnswerLogprobs, TokenTexts
 from prefixkv.serving.openai import (
-    DONE,
     Answers,
     ChatRequest,
     CompletionRequest,
@@ -53,14 +51,23 @@ from prefixkv.serving.openai import (
     too_long,
     unknown_model,
 )
-from prefixkv.serving.outcomes import RequestLine, line_of
 from prefixkv.serving.page import PAGE_PATHS, page_routes
+from prefixkv.serving.record import current_record
 from prefixkv.serving.status import Entrance
 from prefixkv.serving.streams import numbered
-from prefixkv.serving.text import TextError, Texts, TooManyTokensError
-from prefixkv.serving.tracing import TracedEndpoint, current
-from prefixkv.serving.wire import Announcement, Ask, TokenEvent, part_rid, salt_digest
+from prefixkv.serving.text import TextError, Texts
+from prefixkv.serving.tracing import current
+from prefixkv.serving.wire import (
+    Announcement,
+    Ask,
+    FenceRequest,
+    TokenEvent,
+    part_rid,
+    salt_digest,
+)
 from prefixkv.spi import MAX_SESSION_CHARS
+
+logger = logging.getLogger("prefixkv.front")
 
 _SHORT: Final = 4096  # characters of a text that is tokenized in the event loop
 _MESSAGE: Final = 64  # template time of one message, in characters of tokenizer time
@@ -70,14 +77,12 @@ class Front(Entrance):
     """Raises ConfigError if an address cannot be bound.
 
     `answer_tokens` is the most tokens of a chat's answer without a bound of its own; 0: all the
-    room. `defaults` say how tokens are drawn for requests that do not. `routes` are Starlette's;
-    the paths in `open_paths` need no key. `status_routes` go to the status port.
+    room. `defaults` say how tokens are drawn for requests that do not.
     """
 
     def __init__(
         self, fleet: Fleet, texts: Texts, name: str, listen: ListenSettings,
-        answer_tokens: int = 0, routes: Sequence[BaseRoute] = (), open_paths: Sequence[str] = (),
-        status_routes: Sequence[BaseRoute] = (), defaults: SamplingDefaults = OPENAI,
+        answer_tokens: int = 0, defaults: SamplingDefaults = OPENAI,
     ) -> None:  # fmt: skip
         super().__init__("front", listen)
         self.fleet, self.texts, self.name = fleet, texts, name
@@ -85,27 +90,26 @@ class Front(Entrance):
         self._token_texts = TokenTexts(texts.tokenizer)
         self._answer_tokens = answer_tokens
         self._created = int(time.time())
-        # Held while a long text is tokenized in a thread, by the magnitude of its size: a text
-        # waits for those of its own size alone, at most 8 times as long as itself takes.
-        self._waiting_bytes = 0  # of bodies; see `_untokenized`
-        self._encoding: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
         self.metrics = _FrontMetrics(fleet)
         chat, complete = (
-            TracedEndpoint(self._tracing, handler) for handler in (self._chat, self._complete)
+            self._tracing.traced(partial(self._serve, kind))
+            for kind in (ChatRequest, CompletionRequest)
         )
-        everything = [
+        routes = [
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/completions", complete, methods=["POST"]),
             Route("/v1/sessions/{name:path}", self._announce, methods=["POST"]),
             Route("/v1/models", self._models, methods=["GET"]),
-            Route("/v1/models/{name:path}", self._model, methods=["GET"]),
+            Route("/v1/models/{name:path}", self._models, methods=["GET"]),
             Route("/health", self._show_health, methods=["GET"]),
             *page_routes(),
-            *routes,
         ]
-        open_paths = (*PAGE_PATHS, "/health", *open_paths)
-        status_routes = [Route("/sd", self._discover), *status_routes]
-        self._bind(everything, open_paths, self.metrics.collectors, status_routes)
+        status_routes = [
+            Route("/sd", self._discover),
+            Route("/lost", self._list_lost),
+            Route("/fence", self._fence, methods=["POST"]),
+        ]
+        self._bind(routes, (*PAGE_PATHS, "/health"), self.metrics.collectors, status_routes)
 
     def health(self) -> tuple[bool, dict[str, Any]]:
         ok = self.fleet.ready and not self.draining
@@ -121,7 +125,7 @@ class Front(Entrance):
                 "url": info.url, "status_url": info.status_url, "pid": info.pid,
                 "silent": info.name in silent,
             }
-            for info in self.fleet.workers.values()
+            for info in self.fleet.workers
         }  # fmt: skip
         return ok, {"status": state, "model": self.name, "workers": workers}
 
@@ -133,76 +137,88 @@ class Front(Entrance):
         of one that has ended, which is then down."""
         # A front bound to all addresses is reached under the name that it was asked by.
         front = request.url.netloc or urlsplit(self.status.url).netloc
-        targets = [_target(front, "front", "front")]
-        targets += [
-            _target(urlsplit(info.status_url).netloc, info.name, info.role)
-            for _, info in sorted(self.fleet.known.items())
-        ]
-        return json_response(targets)
+        places = [(front, "front", "front")]
+        for _, info in sorted(self.fleet.known.items()):
+            places.append((urlsplit(info.status_url).netloc, info.name, info.role))
+        return json_response(
+            [
+                {"targets": [address], "labels": {"worker": worker, "role": role}}
+                for address, worker, role in places
+            ]
+        )
+
+    async def _list_lost(self, _: Request) -> Response:
+        """Answer GET /lost: the lives that do not serve, and what each worker holds for them."""
+        held: dict[FenceRequest, dict[str, int]] = {}
+        for worker, peers in (await self.fleet.lost()).items():
+            for peer in peers:
+                held.setdefault(FenceRequest(peer.name, peer.life), {})[worker] = peer.held
+        return json_response(
+            [
+                {"name": life.name, "life": life.life, "held": held[life]}
+                for life in held.keys() - self.fleet.lives
+            ]
+        )
+
+    async def _fence(self, request: Request) -> Response:
+        asked = decode_body(await read_body(request, self._limits), FenceRequest)
+        # 1. It serves at this moment: fencing it would let others reuse pages that it writes.
+        # 2. It is fenced already: nothing to do.
+        # 3. It is unknown: refused, since a mistyped life must not pass for a fenced one.
+        # 4. It is lost: believe the operator.
+        name, life = asked.name, asked.life
+        if asked in self.fleet.lives:
+            raise ApiError(409, f"{name} life {life} serves", code="worker_lives")
+        if asked not in self.fleet.fenced:
+            peers = chain.from_iterable((await self.fleet.lost()).values())
+            if asked not in {FenceRequest(peer.name, peer.life) for peer in peers}:
+                raise ApiError(404, f"no life {life} of {name} is lost", code="no_such_life")
+            logger.warning("%s life %s is fenced: an operator said so", name, life)
+            self.fleet.fence(asked)
+        return Response(status_code=202)
 
     # --- what is asked ----------------------------------------------------------------------------
 
-    async def _models(self, _: Request) -> Response:
-        context = self.fleet.context
-        return json_response(models(self.name, self._created, context, self._defaults.temperature))
-
-    async def _model(self, request: Request) -> Response:
-        if request.path_params["name"] != self.name:
-            raise unknown_model(request.path_params["name"])
-        context = self.fleet.context
-        return json_response(model(self.name, self._created, context, self._defaults.temperature))
+    async def _models(self, request: Request) -> Response:
+        about = self.name, self._created, self.fleet.context, self._defaults.temperature
+        name = request.path_params.get("name")
+        if name is None:
+            return json_response(models(*about))
+        if name != self.name:
+            raise unknown_model(name)
+        return json_response(model(*about))
 
     async def _show_health(self, _: Request) -> Response:
         """Load balancers carry no key, so the workers are not listed here."""
         ok, state = self.health()
         return json_response({"status": state["status"]}, 200 if ok else 503)
 
-    async def _chat(self, request: Request) -> Response:
-        body = await read_body(request, self._limits)
-        asked, num_bytes = parse(body, ChatRequest), len(body)
-        del body
-        # Here, since what is set in the task below is not seen by what logs a failure.
-        take_id(request.scope, asked.request_id)
-        return await run_until_disconnect(request, self._answer_chat(request, asked, num_bytes))
+    async def _serve(
+        self, kind: type[ChatRequest] | type[CompletionRequest], request: Request
+    ) -> Response:
+        asked = parse(await read_body(request, self._limits), kind)
+        current_record().take_id(asked.request_id)
+        return await run_until_disconnect(request, self._answer(request, asked))
 
-    async def _answer_chat(self, request: Request, asked: ChatRequest, num_bytes: int) -> Response:
+    async def _chat_tokens(self, asked: ChatRequest) -> list[int]:
         messages, variables = asked.messages, asked.variables
         # Rendering costs time per message too, so a lot of short ones count as a long text; so do
         # variables, which the template may write as often as it likes.
         size = len(msgspec.json.encode((messages, variables))) + _MESSAGE * len(messages)
-        encode = partial(self.texts.chat, messages, variables=variables)
-        with self._untokenized(num_bytes):
-            await self._check(asked.model)
-            try:
-                tokens = await self._tokens(encode, size, "messages")
-            except TextError as error:
-                raise refused("messages", f"is refused: {error}") from None
-        return await self._answer(request, asked, [tokens], "messages")
+        try:
+            return await _tokens(partial(self.texts.chat, messages, variables), size)
+        except TextError as error:
+            raise refused("messages", f"is refused: {error}") from None
 
-    async def _complete(self, request: Request) -> Response:
-        body = await read_body(request, self._limits)
-        asked = parse(body, CompletionRequest, self.fleet.context or None)
-        # A prompt of many tokens takes as much again as JSON: drop that before it waits for its
-        # answer.
-        num_bytes = len(body)
-        del body
-        take_id(request.scope, asked.request_id)
-        return await run_until_disconnect(request, self._answer_prompts(request, asked, num_bytes))
-
-    async def _answer_prompts(
-        self, request: Request, asked: CompletionRequest, num_bytes: int
-    ) -> Response:
+    async def _prompt_tokens(self, asked: CompletionRequest) -> list[list[int]]:
         # Many short texts cost as much as a long one, so their sum counts for each.
-        size = sum(len(prompt) for prompt in asked.prompt if isinstance(prompt, str))
-        found: list[list[int]] = []
-        with self._untokenized(num_bytes):
-            await self._check(asked.model)
-            for prompt in asked.prompt:
-                if isinstance(prompt, str):
-                    encode = partial(self.texts.plain, prompt)
-                    prompt = await self._tokens(encode, size, "prompt")
-                found.append(prompt)
-        return await self._answer(request, asked, found, "prompt")
+        size = sum(len(prompt) for prompt in asked.prompts if isinstance(prompt, str))
+        return [
+            await _tokens(partial(self.texts.plain, prompt), size)
+            if isinstance(prompt, str)
+            else prompt
+            for prompt in asked.prompts
+        ]
 
     async def _announce(self, request: Request) -> Response:
         """Have what host memory has of a session loaded before its next turn comes."""
@@ -214,93 +230,52 @@ class Front(Entrance):
         await self.fleet.announce(Announcement(name, salt))
         return Response(status_code=202)
 
-    @contextlib.contextmanager
-    def _untokenized(self, num_bytes: int) -> Iterator[None]:
-        """Count the bytes of a body whose texts wait. Raises ApiError where too many do."""
-        most = BODIES * self._limits.max_body_bytes
-        if self._waiting_bytes and self._waiting_bytes + num_bytes > most:
-            raise ApiError(503, "too many long prompts wait", "server_error", "overloaded")
-        self._waiting_bytes += num_bytes
-        try:
-            yield
-        finally:
-            self._waiting_bytes -= num_bytes
-
-    async def _tokens(self, encode: Callable[..., list[int]], size: int, param: str) -> list[int]:
-        """Tokenize a text that costs the time of `size` characters. A long one is tokenized in a
-        thread, while its client is there, until it is certain not to fit. Raises ApiError 400."""
-        if size <= _SHORT:
-            return encode()
-        context, has_left = self.fleet.context, False
-
-        def go_on() -> None:
-            if has_left:
-                raise asyncio.CancelledError
-
-        async with self._encoding[size.bit_length() // 3]:
-            work = asyncio.ensure_future(asyncio.to_thread(encode, most=context, go_on=go_on))
-            try:
-                return await asyncio.shield(work)
-            except TooManyTokensError as error:
-                raise too_long(error.least, 0, context, param, at_least=True) from None
-            finally:
-                # The thread ends first: a client that comes and leaves has one at most.
-                has_left = True
-                await asyncio.wait((work,))
-
-    async def _check(self, name: str) -> None:
-        """Raise ApiError for another model, or if nothing can be served at the moment. Waits for
-        workers that are being started."""
-        if name != self.name:
-            raise unknown_model(name)
+    async def _answer(self, request: Request, asked: ChatRequest | CompletionRequest) -> Response:
+        """Bound the answers' length by the fleet's context, and answer. Raises ApiError."""
+        if asked.model != self.name:
+            raise unknown_model(asked.model)
+        if isinstance(asked, ChatRequest):
+            prompts, param = [await self._chat_tokens(asked)], "messages"
+        else:
+            prompts, param = await self._prompt_tokens(asked), "prompt"
         if self.draining:
             raise ApiError(503, "the server is ending", "server_error", "not_ready")
-        if not self.fleet.takes_requests:
-            await self.fleet.wait_for_workers()
-
-    async def _answer(
-        self,
-        request: Request,
-        asked: ChatRequest | CompletionRequest,
-        prompts: list[list[int]],
-        param: str,
-    ) -> Response:
-        """Bound the answers' length by the fleet's context, and answer. Raises ApiError."""
-        # What follows is of the workers that are there now: they may have gone meanwhile.
-        await self._check(asked.model)
-        if not all(token < self.fleet.vocab_size for token in asked.stop_token_ids or ()):
+        # What follows is of the workers that are there now.
+        await self.fleet.wait_for_workers()
+        if not all(token < self.fleet.vocab_size for token in asked.stop_token_ids):
             num = self.fleet.vocab_size
             raise refused("stop_token_ids", f"has tokens that are not in [0, {num})")
         sampling, hints = asked.sampling(**self._defaults._asdict()), asked.hints(request)
         # The salt is the client's secret: workers and their caches see only a digest of it.
         salt = salt_digest(asked.cache_salt) if asked.cache_salt else ""
         # Workers separate the parts of their own ids by "/".
-        rid = self._new_rid(id_of(request.scope).replace("/", "%2F"))
+        rid = self._new_rid(current_record().id.replace("/", "%2F"))
         # Checked here, since a worker would report it only after the request was placed.
         num = self.fleet.vocab_size
         if not all(0 <= min(tokens) <= max(tokens) < num for tokens in prompts if tokens):
             raise refused(param, f"has tokens that are not in [0, {num})")
         asks: list[Ask] = []
-        count_samples(request, len(prompts) * asked.num_samples)
+        count_samples(request, len(prompts) * asked.n)
         # All are checked before the first is asked: one that is refused refuses the call.
         for number, tokens in enumerate(prompts):
             most = self._most_tokens(len(tokens), asked, param)
+            drawn = {name: getattr(sampling, name) for name in SamplingDefaults._fields}
+            about = {"max_tokens": most, "n": asked.n, "stream": asked.stream, **drawn}
+            about |= {"model": self.name, "seed": sampling.seed}
+            current().describe_request(request.url.path, about, self.name)
             # All prompts have one id in the request log; workers need one for each.
             part = part_rid(rid, number) if len(prompts) > 1 else rid
-            ask = Ask(part, tokens, "", sampling, most, asked.num_samples, salt, hints=hints)
-            current().describe_ask(ask, self.name, isinstance(asked, ChatRequest), asked.streams)
+            ask = Ask(part, tokens, "", sampling, most, asked.n, salt, hints=hints)
             asks.append(ask)
-        answers = Answers(rid, self.name, int(time.time()), isinstance(asked, ChatRequest))
-        line = line_of(request.scope)
-        line.fields |= {
-            "id": rid, "stream": asked.streams, "prompts": len(asks),
-            "samples": asked.num_samples,
+        current_record().fields |= {
+            "id": rid, "stream": asked.stream, "prompts": len(asks), "samples": asked.n,
         }  # fmt: skip
-        extras = None
+        logprobs = None
         if sampling.logprobs is not None:
-            extras = AnswerLogprobs(self._token_texts, isinstance(asked, ChatRequest))
-        run = _FrontRequest(self, asks, answers, asked, line, extras)
-        return await (run.stream() if asked.streams else run.whole())
+            logprobs = AnswerLogprobs(self._token_texts, isinstance(asked, ChatRequest))
+        usage = Usage(sum(map(len, prompts)))
+        run = _FrontRequest(self, asks, usage, Answers(rid, asked, usage, logprobs))
+        return await (run.stream() if asked.stream else run.whole())
 
     def _most_tokens(
         self, num_prompt: int, asked: ChatRequest | CompletionRequest, param: str
@@ -308,7 +283,7 @@ class Front(Entrance):
         """Raises ApiError if the context has no room for an answer."""
         if not num_prompt:
             raise refused(param, "has no tokens")
-        most, least = asked.most_tokens, asked.min_tokens or 0
+        most, least = asked.most_tokens, asked.min_tokens
         room = self.fleet.context - num_prompt
         if room < 1 or max(most or 0, least) > room:
             raise too_long(num_prompt, max(most or 0, least), self.fleet.context, param)
@@ -320,44 +295,22 @@ class _FrontRequest:
     """One request that is being answered. It has one `Ask` per prompt. Answer number `i * n +
     sample` is of prompt `i`, as OpenAI counts."""
 
-    def __init__(
-        self, front: Front, asks: list[Ask], answers: Answers,
-        asked: ChatRequest | CompletionRequest, line: RequestLine,
-        extras: AnswerLogprobs | None = None,
-    ) -> None:  # fmt: skip
-        self._limits, self._metrics, self._line = front._limits, front.metrics, line
-        self._answers, self._tells_usage = answers, asked.streams_usage
-        self._tells_always = asked.streams_usage_always
-        self._num = sum(ask.num_samples for ask in asks)
-        self._extras = extras  # None: the texts are all that is shown
-        self._prompt_lens = [len(ask.tokens) for ask in asks]
-        self._usage = Usage(sum(self._prompt_lens))
+    def __init__(self, front: Front, asks: list[Ask], usage: Usage, answers: Answers) -> None:
+        self._limits, self._metrics = front._limits, front.metrics
+        self._line, self._asks, self._usage, self._answers = current_record(), asks, usage, answers
         self._begun_s = time.monotonic()
         streams = [front.fleet.generate(ask, self._note_attempt) for ask in asks]
-        self._outputs = self._measured(numbered(streams), asked.num_samples)
+        self._outputs = self._measured(numbered(streams))
 
-    def _note_attempt(self, decode: str, prefill: str) -> None:
+    def _note_attempt(self, decode: str, prefill: str = "") -> None:
         self._line.mark("asked")
         self._line.fields |= {"decode": decode, "prefill": prefill}
         self._line.add(attempts=1)
 
     async def whole(self) -> Response:
-        texts: list[list[str]] = [[] for _ in range(self._num)]
-        finishes: list[str | None] = [None] * self._num
-        bodies: list[list[dict[str, Any]]] = [[] for _ in range(self._num)]
         async with contextlib.aclosing(self._outputs):
-            async for output in self._outputs:
-                texts[output.sample].append(output.text)
-                logprobs = self._logprobs(output)
-                finishes[output.sample] = output.finish
-                if logprobs is not None:
-                    bodies[output.sample].append(logprobs)
-        whole = ["".join(text) for text in texts]
-        found = [joined(parts) if parts else None for parts in bodies]
-        return json_response(self._answers.whole(whole, finishes, self._usage, found))
-
-    def _logprobs(self, output: TokenEvent) -> dict[str, Any] | None:
-        return None if self._extras is None else self._extras.show(output)
+            outputs = [output async for output in self._outputs]
+        return json_response(self._answers.whole(outputs))
 
     async def stream(self) -> Response:
         """Begin once the first output has arrived: a failure before it has its own status."""
@@ -373,35 +326,22 @@ class _FrontRequest:
         )
 
     async def _events(self, first: TokenEvent) -> AsyncGenerator[bytes, None]:
-        """A failure midway ends the events by an error event, without `DONE`."""
-        begun: set[int] = set()
+        """A failure midway ends the events by an error event, without the last ones."""
         async with contextlib.aclosing(self._outputs):
             try:
-                if piece := self._event(first, begun):
+                if piece := self._answers.piece(first):
                     yield piece
                 async for output in self._outputs:
-                    if piece := self._event(output, begun):
+                    if piece := self._answers.piece(output):
                         yield piece
             # The status 200 has been sent, so the error travels as an event.
             except ApiError as error:
                 yield event(error.body())
                 return
-        if self._tells_usage:
-            yield self._answers.usage(self._usage)
-        yield DONE
-
-    def _event(self, output: TokenEvent, begun: set[int]) -> bytes:
-        """Return one output's events: its text, behind the sample's opening if it is the first."""
-        text, finish, logprobs = output.text, output.finish, self._logprobs(output)
-        usage = self._usage if self._tells_always else None
-        opening = b"" if output.sample in begun else self._answers.begin(output.sample, usage)
-        begun.add(output.sample)
-        if not text and finish is None and logprobs is None:
-            return opening
-        return opening + self._answers.piece(output.sample, text, finish, usage, logprobs)
+        yield self._answers.end()
 
     async def _measured(
-        self, stream: AsyncGenerator[tuple[int, TokenEvent], None], num_samples: int
+        self, stream: AsyncGenerator[tuple[int, TokenEvent], None]
     ) -> AsyncGenerator[TokenEvent, None]:
         """Number samples over all prompts, and count tokens, hits and outcome. Raises ApiError for
         an answer that its worker has ended."""
@@ -415,17 +355,17 @@ class _FrontRequest:
                             ttft_s = time.monotonic() - self._begun_s
                             metrics.ttft.observe(ttft_s)
                             self._line.mark("first_token")
-                        usage.completion_tokens += 1
+                        usage.output_tokens += 1
                         # All samples share one prompt, so its parts count once.
                         if output.sample == output.position == 0:
-                            usage.add_prompt(self._prompt_lens[number], output)
+                            usage.add_prompt(len(self._asks[number].tokens), output)
                     if output.finish is not None:
                         finishes.append(output.finish)
                     if output.finish in ("error", "abort"):
                         trace.fail(output.error)
                         raise answer_ended(output.error)
                     if number:
-                        sample = number * num_samples + output.sample
+                        sample = number * self._asks[0].num_samples + output.sample
                         output = msgspec.structs.replace(output, sample=sample)
                     yield output
             # Reached only at the end of the stream: a client that leaves raises at `yield`, and the
@@ -440,19 +380,13 @@ class _FrontRequest:
         finally:
             metrics.requests.labels(outcome).inc()
             metrics.count(usage)
-            self._line.fields["outcome"] = outcome
-            self._line.add(
-                prompt_tokens=usage.prompt_tokens, output_tokens=usage.completion_tokens,
-                decode_hit_tokens=usage.decode_hit_tokens, shared_tokens=usage.shared_tokens,
-                prefill_hit_tokens=usage.prefill_hit_tokens,
-                decode_host_tokens=usage.decode_host_tokens,
-                decode_computed_tokens=usage.decode_computed_tokens,
-            )  # fmt: skip
-            trace.describe_answer(usage, finishes, ttft_s)
+            self._line.fields |= {"outcome": outcome, **msgspec.structs.asdict(usage)}
+            trace.describe_answer(usage.body(), finishes, ttft_s)
 
 
-def _target(address: str, worker: str, role: str) -> dict[str, Any]:
-    return {"targets": [address], "labels": {"worker": worker, "role": role}}
+async def _tokens(encode: Callable[[], list[int]], size: int) -> list[int]:
+    """Tokenize a text that costs the time of `size` characters; a long one in a thread."""
+    return encode() if size <= _SHORT else await asyncio.to_thread(encode)
 
 
 class _FrontMetrics:
@@ -477,13 +411,10 @@ class _FrontMetrics:
         self.collectors = [self.requests, self.ttft, self._tokens, self]
 
     def count(self, usage: Usage) -> None:
-        for kind, number in (
-            ("prompt", usage.prompt_tokens), ("answer", usage.completion_tokens),
-            ("decode_hit", usage.decode_hit_tokens), ("prefill_hit", usage.prefill_hit_tokens),
-            ("decode_host", usage.decode_host_tokens),
-            ("decode_computed", usage.decode_computed_tokens),
-        ):  # fmt: skip
-            self._tokens.labels(kind).inc(number)
+        counts = msgspec.structs.asdict(usage)
+        for kind in ("prompt", "decode_hit", "prefill_hit", "decode_host", "decode_computed"):
+            self._tokens.labels(kind).inc(counts[f"{kind}_tokens"])
+        self._tokens.labels("answer").inc(usage.output_tokens)
 
     def collect(self) -> list[Metric]:
         family = GaugeMetricFamily(

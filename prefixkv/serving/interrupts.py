@@ -1,4 +1,4 @@
-"""A command and its event loop: `run` is `asyncio.run` that Ctrl-C never tears in the middle."""
+"""A command and its event loop: signals, its log on stderr, and what it never collects."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import asyncio
 import gc
 import logging
 import signal
-import threading
-from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
-
-T = TypeVar("T")
+from collections.abc import Coroutine
+from typing import Any
 
 
 class Signals:
@@ -54,55 +51,3 @@ def keep_what_is_loaded() -> None:
     the model's libraries, and all requests would wait meanwhile."""
     gc.collect()
     gc.freeze()
-
-
-def run(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Call `main` and run its coroutine as `asyncio.run` does.
-
-    asyncio heeds Ctrl-C only while the coroutine runs; before and after, KeyboardInterrupt comes in
-    the middle of making or closing the loop, whose destructor then prints an error of its own. Here
-    it comes as a cancellation of the coroutine, also where it was early, or at the end. A second
-    one comes at once, wherever that is.
-    """
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        return asyncio.run(main())
-    times = 0
-    task: asyncio.Task[T] | None = None
-
-    def on_interrupt(*_: object) -> None:
-        nonlocal times
-        times += 1
-        if times > 1:
-            raise KeyboardInterrupt
-        if task is not None:
-            # By way of the loop, which else goes on waiting for its sockets.
-            task.get_loop().call_soon_threadsafe(task.cancel)
-
-    async def heeding() -> T:
-        nonlocal task
-        # Named before it is asked whether one came: between the two none is lost.
-        task = asyncio.current_task()
-        if times:
-            raise asyncio.CancelledError
-        try:
-            return await main()
-        finally:
-            # The handlers that `main` gave the loop: asyncio closes the pipe by which it hears of
-            # signals first, and forgets the handlers last.
-            for number in (signal.SIGTERM, signal.SIGINT):
-                asyncio.get_running_loop().remove_signal_handler(number)
-            signal.signal(signal.SIGINT, on_interrupt)
-            task = None  # the loop may be closed before the next one comes
-
-    signal.signal(signal.SIGINT, on_interrupt)
-    try:
-        found = asyncio.run(heeding())
-    except asyncio.CancelledError:
-        if not times:
-            raise
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    if times:
-        raise KeyboardInterrupt
-    return found

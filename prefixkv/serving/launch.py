@@ -10,7 +10,6 @@ import os
 import secrets
 import signal
 import sys
-import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,6 @@ from typing import Any, Final, Generic, TypeVar
 
 import aiohttp
 import msgspec
-from starlette.routing import BaseRoute
 
 from prefixkv import PrefixKVError
 from prefixkv.engines.hf.folder import check_folder
@@ -30,7 +28,7 @@ from prefixkv.serving.config import KINDS, FrontConfig, FrontSettings, ServeConf
 from prefixkv.serving.fleet import Fleet, Start
 from prefixkv.serving.front import Front
 from prefixkv.serving.process import READY, REFUSED
-from prefixkv.serving.roles import role_settings, worker_environ
+from prefixkv.serving.roles import role_environs
 from prefixkv.serving.text import load_texts
 from prefixkv.serving.wire import WorkerInfo
 
@@ -40,7 +38,6 @@ _LINE_BYTES: Final = 1 << 20
 # Pause before a worker that has died is restarted; it doubles for each start that fails.
 _FIRST_PAUSE_S: Final = 0.5
 _LONGEST_PAUSE_S: Final = 30.0
-_FIRST_START_S: Final = 15.0  # expected, where none was measured
 _END_S: Final = 15.0  # for a worker to end, once its requests have ended
 _LOOK_S: Final = 1.0  # between two looks at a worker that was started by hand
 
@@ -51,44 +48,16 @@ class WorkerFailedError(PrefixKVError):
     """A worker does not start; its own output on stderr says why."""
 
 
-class StartClock:
-    """When a worker is expected to serve: as long after its start has begun as it took the last
-    time. Seconds of time.monotonic()."""
+class Kept(Start):
+    """One worker, which is brought back until it is ended. Used on one event loop. Each of its
+    lives is in `fleet`. `ready` is done at the first start, or has the error that ends the
+    launch."""
 
-    def __init__(self) -> None:
-        self._took_s = _FIRST_START_S
-        self._begun_s = time.monotonic()
-        # Since when it does not serve; None while it does, or where it is not started any more.
-        self._gone_s: float | None = self._begun_s
-
-    def begin(self, in_s: float = 0.0) -> None:
-        """The worker is started `in_s` seconds from now."""
-        self._begun_s = time.monotonic() + in_s
-        self._gone_s = time.monotonic() if self._gone_s is None else self._gone_s
-
-    def served(self) -> None:
-        self._took_s, self._gone_s = time.monotonic() - self._begun_s, None
-
-    def give_up(self) -> None:
-        self._gone_s = None
-
-    def start(self, timeout_s: float) -> Start | None:
-        """Return the start that is under way, late after `timeout_s`."""
-        if self._gone_s is None:
-            return None
-        now_s = time.monotonic()
-        left_s = max(0.0, self._begun_s + self._took_s - now_s)
-        return Start(left_s, now_s - self._gone_s > timeout_s)
-
-
-class Kept:
-    """One worker, which is brought back until it is ended. Used on one event loop. `ready` is done
-    at the first start: with the worker's info, or with the error that ends the launch."""
-
-    def __init__(self, role: str, name: str) -> None:
-        self.role, self._name, self._ending = role, name, False
-        self.clock = StartClock()
-        self.ready: asyncio.Future[WorkerInfo] = asyncio.get_running_loop().create_future()
+    def __init__(self, role: str, name: str, fleet: Any) -> None:
+        super().__init__(role)
+        self._name, self._fleet = name, fleet
+        self._has_served = self._ending = False
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._keep())
 
     async def _keep(self) -> None:
@@ -100,15 +69,22 @@ class Kept:
             elif not self._ending:
                 logger.exception("%s is given up", self._name)
         finally:
-            self.clock.give_up()
+            self.give_up()
 
     async def _live_on(self) -> None:
         raise NotImplementedError
 
     def _serves(self, info: WorkerInfo) -> None:
-        self.clock.served()
+        """Raises ConfigError where it cannot work with the others."""
+        self._fleet.add(info)
+        self.served()
+        self._has_served = True
         if not self.ready.done():
-            self.ready.set_result(info)
+            self.ready.set_result(None)
+
+    def _has_gone(self, info: WorkerInfo) -> None:
+        self.begin()  # first: requests that find it gone wait for the next
+        self._fleet.remove(info.name, info.life)
 
     async def end(self, grace_s: float) -> None:
         """End the worker, or leave one to itself that is not ours."""
@@ -118,12 +94,12 @@ class Kept:
 
 
 class Followed(Kept):
-    """A worker that was started by hand, at its URL: each of its lives is in the fleet. `model` is
-    the front's."""
+    """A worker that was started by hand, at its URL. `model` is the front's."""
 
     def __init__(self, url: str, fleet: Fleet, model: str) -> None:
-        self._url, self._fleet, self._model = url.strip().rstrip("/"), fleet, model
-        super().__init__("", self._url)
+        self._url, self._model = url.strip().rstrip("/"), model
+        super().__init__("", self._url, fleet)
+        self.ready.set_result(None)  # clients are served at once
 
     async def _live_on(self) -> None:
         info: WorkerInfo | None = None
@@ -142,18 +118,19 @@ class Followed(Kept):
     async def _look(self, former: WorkerInfo | None) -> WorkerInfo:
         """Return the worker's life, once it is in the fleet. Raises ConfigError until the worker,
         or those that it does not fit, are started with other settings."""
-        seen = await self._fleet.info_of(self._url)
-        if seen == self._fleet.workers.get(seen.name):
+        fleet: Fleet = self._fleet
+        seen = await fleet.info_of(self._url)
+        other = fleet.members.get(seen.name)
+        if other is not None and seen == other.info:
             return seen
         self.role = seen.role
         if bool(self._model) == seen.model.startswith(f"{NAME} model "):
             raise ConfigError(f"its model is {seen.model!r}, MODEL of the front {self._model!r}")
         if former is not None:  # it is over, and keeps no other worker out
-            self._fleet.remove(former.name, former.life)
-        other = self._fleet.workers.get(seen.name)
-        if other is not None and other.url != seen.url and other.name not in self._fleet.silent:
-            raise ConfigError(f"{other.url} has its name, {other.name!r}")
-        self._fleet.add(seen)
+            fleet.remove(former.name, former.life)
+        other = fleet.members.get(seen.name)
+        if other is not None and other.info.url != seen.url and not other.silent:
+            raise ConfigError(f"{other.info.url} has its name, {seen.name!r}")
         self._serves(seen)
         return seen
 
@@ -163,19 +140,15 @@ class Child(Kept):
 
     Args:
         environ: its whole environment, with its settings.
-        on_ready, on_gone: called each time it begins to serve, and has ended.
         within: a command that runs the rest of its command line, e.g. "ip netns exec NAME".
     """
 
     def __init__(
-        self, role: str, environ: Mapping[str, str], on_ready: Callable[[WorkerInfo], object],
-        on_gone: Callable[[WorkerInfo], object], within: Sequence[str] = (),
-    ) -> None:  # fmt: skip
+        self, role: str, environ: Mapping[str, str], fleet: Any, within: Sequence[str] = ()
+    ) -> None:
         self._environ, self._within = dict(environ), within
-        self._on_ready, self._on_gone = on_ready, on_gone
         self._process: Process | None = None
-        self._began = False
-        super().__init__(role, f"a {role} worker")
+        super().__init__(role, f"a {role} worker", fleet)
 
     async def _live_on(self) -> None:
         """A first start that fails is not repeated."""
@@ -184,11 +157,11 @@ class Child(Kept):
             info = await self._live()
             if not self.ready.done():
                 self.ready.set_exception(WorkerFailedError(f"{self._name} did not start"))
-            if self._ending or not self._began:
+            if self._ending or not self._has_served:
                 return
             # A life that served resets the pause; one that never did doubles it.
             pause_s = _FIRST_PAUSE_S if info is not None else min(2 * pause_s, _LONGEST_PAUSE_S)
-            self.clock.begin(pause_s)
+            self.begin(pause_s)
             await asyncio.sleep(pause_s)
 
     async def _live(self) -> WorkerInfo | None:
@@ -201,7 +174,7 @@ class Child(Kept):
                 limit=_LINE_BYTES,
             )  # fmt: skip
         except OSError as error:
-            if not self._began:
+            if not self._has_served:
                 raise
             logger.warning("%s does not start: %s", self._name, error)
             return None  # no descriptors, or no memory: at another time
@@ -213,9 +186,6 @@ class Child(Kept):
                 text = line.decode("utf-8", "replace")
                 if info is None and text.startswith(READY):
                     info = msgspec.json.decode(text[len(READY) :], type=WorkerInfo)
-                    self._began = True
-                    self.clock.served()
-                    self._on_ready(info)
                     self._serves(info)
                 elif info is None and text.startswith(REFUSED):
                     why, refused = msgspec.json.decode(text[len(REFUSED) :], type=str), True
@@ -234,8 +204,7 @@ class Child(Kept):
                 _signal(process, signal.SIGKILL)
                 await process.wait()
             if info is not None:
-                self.clock.begin()  # first: requests that find it gone wait for the next
-                self._on_gone(info)
+                self._has_gone(info)
         if not self._ending and not refused:
             name = info.name if info is not None else self._name
             logger.warning("%s has ended with status %d", name, status)
@@ -265,13 +234,13 @@ def _signal(process: Process, number: int) -> None:
 
 
 class Launch(Generic[C]):
-    """A front and its workers. Used on one event loop. `say` gets each line that is meant for a
-    person."""
+    """A front and its workers, which require `key`. Used on one event loop. `say` gets each line
+    that is meant for a person."""
 
-    def __init__(self, config: C, say: Callable[[str], object] = print) -> None:
-        self.config, self._say = config, say
+    def __init__(self, config: C, say: Callable[[str], object], key: str) -> None:
+        self.config, self._say, self._key = config, say, key
         self.signals = interrupts.Signals()
-        self._children: list[Kept] = []
+        self._workers: list[Kept] = []
 
     async def run(self) -> int:
         """Serve until a signal. Returns the exit status. Raises ConfigError, WorkerFailedError."""
@@ -285,12 +254,11 @@ class Launch(Generic[C]):
         # The small model is there to show hits: drawn tokens that are no words hit less.
         defaults = load_sampling_defaults(model) if model else SamplingDefaults(temperature=0.0)
         name = config.served_name or (Path(model).resolve().name if model else "small")
-        fleet = Fleet(self._workers_key())
-        fleet.next_start = self._next_start
+        fleet = Fleet(self._key, config.start_timeout_s)
         try:
             front = Front(
                 fleet, texts, name, config.listen, config.answer_tokens,
-                status_routes=self._routes(fleet), defaults=defaults,
+                defaults=defaults,
             )  # fmt: skip
         except BaseException:
             await fleet.close()
@@ -300,9 +268,9 @@ class Launch(Generic[C]):
         stopping = asyncio.create_task(stop.wait())
         try:
             await front.status.start()
-            await self._open(name)
-            self._begin(fleet)
-            ready = asyncio.gather(*(child.ready for child in self._awaited()))
+            await self._begin(fleet, name)
+            fleet.starts = self._workers
+            ready = asyncio.gather(*(worker.ready for worker in self._workers))
             await asyncio.wait(
                 (ready, stopping), return_when=asyncio.FIRST_COMPLETED,
                 timeout=config.start_timeout_s,
@@ -325,44 +293,18 @@ class Launch(Generic[C]):
             # once.
             stopping.cancel()
             if not await self.signals.end(self._end(front)):
-                await asyncio.gather(*(child.end(0) for child in self._children))
+                await asyncio.gather(*(worker.end(0) for worker in self._workers))
             await self._close()
 
     async def _end(self, front: Front) -> None:
         await front.stop(self.config.listen.drain_timeout_s if self.signals.stop.is_set() else 0)
-        await asyncio.gather(*(child.end(_END_S) for child in self._children))
-
-    def _next_start(self, role: str) -> Start | None:
-        """Return the start of the first worker of a role that will serve."""
-        timeout_s = self.config.start_timeout_s
-        starts = (
-            child.clock.start(timeout_s) for child in self._children if child.role in (role, "")
-        )
-        # One that is not late goes before one that is.
-        return min(
-            (start for start in starts if start is not None),
-            key=lambda start: (start.is_late, start.left_s), default=None,
-        )  # fmt: skip
+        await asyncio.gather(*(worker.end(_END_S) for worker in self._workers))
 
     # --- what the kinds of launch do otherwise ----------------------------------------------------
 
-    def _workers_key(self) -> str:
-        """Return what workers require."""
+    async def _begin(self, fleet: Fleet, name: str) -> None:
+        """Start `_workers`. `name` is what clients call the model."""
         raise NotImplementedError
-
-    def _routes(self, fleet: Fleet) -> list[BaseRoute]:
-        return []
-
-    async def _open(self, name: str) -> None:
-        """Called before the first worker starts. `name` is what clients call the model."""
-
-    def _begin(self, fleet: Fleet) -> None:
-        """Start the workers: `_children`."""
-        raise NotImplementedError
-
-    def _awaited(self) -> list[Kept]:
-        """Return the workers without which clients are not served yet."""
-        return self._children
 
     async def _close(self) -> None:
         """Called after the last worker has ended."""
@@ -372,41 +314,24 @@ class ServeLaunch(Launch[ServeConfig]):
     """The workers are children of this process."""
 
     def __init__(self, config: ServeConfig, say: Callable[[str], object] = print) -> None:
-        super().__init__(config, say)
-        self._settings = {role: role_settings(config, role, os.environ) for role in KINDS}
         # Of this run, so that no other user of the machine reaches the workers.
-        self._key = secrets.token_urlsafe(24)
+        super().__init__(config, say, secrets.token_urlsafe(24))
+        self.environs = {role: role_environs(config, role, self._key, os.environ) for role in KINDS}
 
-    def _workers_key(self) -> str:
-        return self._key
-
-    def _begin(self, fleet: Fleet) -> None:
-        for role, num in (("prefill", self.config.prefill), ("decode", self.config.decode)):
-            self._children += [self._child(role, number, fleet) for number in range(num)]
-
-    def _child(self, role: str, number: int, fleet: Fleet) -> Kept:
-        return Child(
-            role, self.environ(role, number), fleet.add,
-            lambda info: fleet.remove(info.name, info.life),
-        )  # fmt: skip
-
-    def environ(self, role: str, number: int) -> dict[str, str]:
-        return worker_environ(self.config, role, self._settings[role], number, self._key)
+    async def _begin(self, fleet: Fleet, name: str) -> None:
+        for role, environs in self.environs.items():
+            self._workers += [Child(role, environ, fleet) for environ in environs]
 
 
 class FrontLaunch(Launch[FrontConfig]):
-    """The workers were started by hand, and are left as they are. Clients are served at once."""
+    """The workers were started by hand, and are left as they are."""
 
-    def _workers_key(self) -> str:
-        return self.config.workers_key
+    def __init__(self, config: FrontConfig, say: Callable[[str], object] = print) -> None:
+        super().__init__(config, say, config.workers_key)
 
-    def _begin(self, fleet: Fleet) -> None:
-        config = self.config
-        urls = config.workers.split(",")
-        self._children += [Followed(url, fleet, config.models.model) for url in urls]
-
-    def _awaited(self) -> list[Kept]:
-        return []
+    async def _begin(self, fleet: Fleet, name: str) -> None:
+        model = self.config.models.model
+        self._workers += [Followed(url, fleet, model) for url in self.config.workers.split(",")]
 
 
 def run_front(launch: Callable[[], Launch[Any]], *, with_torch: bool = False) -> int:
@@ -425,7 +350,7 @@ def run_front(launch: Callable[[], Launch[Any]], *, with_torch: bool = False) ->
         return await made.run()
 
     try:
-        return interrupts.run(main)
+        return asyncio.run(main())
     finally:
         if is_without_torch:
             del sys.modules["torch"]

@@ -7,7 +7,9 @@ sampled has its entry, the one that stops the answer included, although it is no
 from __future__ import annotations
 
 import codecs
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 from prefixkv.engines.hf.requests import TokenLogprob
@@ -73,26 +75,16 @@ class TokenTexts:
         return text.encode()
 
 
-class _Offsets:
-    """The place of each token in a text: the number of characters before it."""
-
-    def __init__(self, texts: TokenTexts) -> None:
-        self._texts, self.num_chars = texts, 0
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def next(self, token: int) -> int:
-        at = self.num_chars
-        if self._texts.is_shown(token):
-            self.num_chars += len(self._decoder.decode(self._texts.data(token)))
-        return at
-
-
 class AnswerLogprobs:
     """Made only where asked for. `chat`: in the form of chat completions, not of completions."""
 
     def __init__(self, texts: TokenTexts, chat: bool) -> None:
         self._texts, self._chat = texts, chat
-        self._offsets: dict[int, _Offsets] = {}  # by sample
+        # By sample: the characters of its text so far, and what reads them.
+        self._num_chars: Counter[int] = Counter()
+        self._decoders: defaultdict[int, Any] = defaultdict(
+            partial(codecs.getincrementaldecoder("utf-8"), "replace")
+        )
 
     def show(self, output: TokenEvent) -> dict[str, Any] | None:
         """Return those of the next output of a sample; None: it has none."""
@@ -103,23 +95,26 @@ class AnswerLogprobs:
             top = [self._entry(*pair) for pair in one.top]
             entry = {**self._entry(one.token, one.logprob), "top_logprobs": top}
             return {"content": [entry], "refusal": None}
-        offsets = self._offsets.setdefault(output.sample, _Offsets(self._texts))
-        return self._legacy(one, offsets)
+        return self._legacy(one, output.sample)
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         data = self._texts.data(token)
         return {"token": self._texts.text(token), "logprob": logprob, "bytes": list(data)}
 
-    def _legacy(self, one: TokenLogprob, offsets: _Offsets) -> dict[str, list[Any]]:
+    def _legacy(self, one: TokenLogprob, sample: int) -> dict[str, list[Any]]:
         """Return the form of completions, which is one list per quantity."""
         text = self._texts.text
         # The token itself too, as OpenAI has it; of two with one text the likelier counts.
         likely: dict[str, float] = {}
         for token, logprob in (*one.top, (one.token, one.logprob)):
             likely.setdefault(text(token), logprob)
+        at = self._num_chars[sample]
+        if self._texts.is_shown(one.token):
+            data = self._texts.data(one.token)
+            self._num_chars[sample] += len(self._decoders[sample].decode(data))
         return {
             "tokens": [text(one.token)], "token_logprobs": [one.logprob],
-            "top_logprobs": [likely], "text_offset": [offsets.next(one.token)],
+            "top_logprobs": [likely], "text_offset": [at],
         }  # fmt: skip
 
 

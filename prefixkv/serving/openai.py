@@ -1,61 +1,57 @@
 """OpenAI's interface as plain values: requests and the bodies of their answers.
 
 A field of a request is a parameter, and its type what is taken. A parameter that is unknown is an
-error that names it; so is one of `_UNSERVED` that asks for something. `top_k`, `ignore_eos` and
+error that names it; so is one of `_NEUTRAL` that asks for something. `top_k`, `ignore_eos` and
 others are those of other engines. `null` is as good as nothing.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Annotated, Any, ClassVar, Final, TypeVar
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from functools import cache
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta, Raw
+from msgspec import Meta
 
 from prefixkv.engines.hf.requests import MAX_LOGPROBS, AnswerToken, Name, Sampling
 from prefixkv.serving.failures import refused
 from prefixkv.serving.hints import SessionFields
-from prefixkv.serving.http import ApiError, decode_body
-from prefixkv.serving.text import Arguments
+from prefixkv.serving.http import ApiError, decode_body, not_decoded
+from prefixkv.serving.logprobs import AnswerLogprobs, joined
+from prefixkv.serving.wire import TokenEvent
 
 logger = logging.getLogger("prefixkv.http")
 
 MAX_SAMPLES: Final = 128
 """Most answers of one call: its prompts, times `n`."""
 MAX_MESSAGES: Final = 4096
-"""Most messages of a chat and their parts, together. A template takes some 10 us for each."""
+"""Most messages of a chat, and parts of a message."""
 BATCH_TOKENS: Final = 1 << 20
 """Most tokens of several prompts in one call, together."""
 
-_EXTRA_BYTES: Final = 1 << 20  # JSON of what a chat template is given beside the messages
 _DEFAULT_TOKENS: Final = 16  # most of an answer of /v1/completions, as OpenAI has it
 
-# Parameters that are not served, and the values that ask for nothing; null always does.
-_UNSERVED: Final[dict[str, tuple[Any, ...]]] = {
+# Values that ask for nothing, of parameters that are not served. Clients send them all the same.
+_NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     # OpenAI's
-    "audio": (), "best_of": (1,), "echo": (False,), "frequency_penalty": (0,),
+    "best_of": (1,), "echo": (False,), "frequency_penalty": (0,),
     "function_call": ("none", "auto"), "functions": ([],), "logit_bias": ({},),
-    "modalities": (["text"],), "prediction": (), "presence_penalty": (0,),
-    "response_format": ({"type": "text"},), "suffix": ("",), "tool_choice": ("none", "auto"),
-    "tools": ([],), "top_logprobs": (0,), "verbosity": ("medium",), "web_search_options": (),
-    # of vLLM and SGLang: what is drawn
-    "allowed_token_ids": (), "bad_words": ([],), "custom_logit_processor": (),
-    "custom_params": ({},), "ebnf": (), "guided_choice": (),
-    "guided_grammar": (), "guided_json": (), "guided_regex": (), "guided_whitespace_pattern": (),
-    "json_schema": (), "length_penalty": (1,), "logits_processors": ([],), "min_p": (0,),
-    "regex": (), "repetition_detection": (), "repetition_penalty": (1,), "structured_outputs": (),
-    "thinking_token_budget": (), "typical_p": (1,), "use_beam_search": (False,),
-    # how it is shown, and where it ends
-    "detokenize": (True,), "include_stop_str_in_output": (False,), "logprob_token_ids": (),
-    "no_stop_trim": (False,),
-    "prompt_logprobs": (), "return_hidden_states": (False,), "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,), "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,), "stop_regex": (),
-    # what is asked, and how it is served
-    "add_special_tokens": (), "chat_template": (), "continue_final_message": (False,),
-    "kv_transfer_params": (), "lora_path": (), "prompt_embeds": (), "session_params": ({},),
-    "truncate_prompt_tokens": (), "vllm_xargs": ({},),
+    "modalities": (["text"],), "presence_penalty": (0,), "response_format": ({"type": "text"},),
+    "suffix": ("",), "tool_choice": ("none", "auto"), "tools": ([],), "top_logprobs": (0,),
+    "verbosity": ("medium",),
+    # of vLLM and SGLang
+    "add_special_tokens": (False,), "bad_words": ([],), "continue_final_message": (False,),
+    "custom_params": ({},),
+    "detokenize": (True,), "include_stop_str_in_output": (False,), "length_penalty": (1,),
+    "logits_processors": ([],), "min_p": (0,), "no_stop_trim": (False,),
+    "repetition_penalty": (1,), "return_hidden_states": (False,), "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,), "session_params": ({},),
+    "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "typical_p": (1,),
+    "use_beam_search": (False,), "vllm_xargs": ({},),
 }  # fmt: skip
 
 # Parameters whose value changes no answer here, whatever it is.
@@ -67,13 +63,12 @@ _IGNORED: Final = frozenset({
     "mm_processor_kwargs", "priority", "rid", "separate_reasoning", "stream_interval",
     "stream_reasoning",
 })  # fmt: skip
-_warned: Final[set[str]] = set()  # of these, the ones that the log has named
 
 T = TypeVar("T", bound="_RequestBase")
 _Many = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+_Token = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 _Likely = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 _NotEmpty = Annotated[str, Meta(min_length=1, max_length=1024)]
-_PROMPT: Any = str | list[str | int | list[int]]
 
 
 # --- what is asked --------------------------------------------------------------------------------
@@ -87,45 +82,26 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     continuous_usage_stats: bool | None = None
 
 
-class _RequestBase(SessionFields, kw_only=True):
+class _RequestBase(SessionFields, kw_only=True, forbid_unknown_fields=True):
     """Parameters of both kinds of request."""
 
     model: Name
     max_tokens: _Many | None = None
-    min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    min_tokens: _Token = 0
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    n: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)] = 1
     seed: int | None = None
-    stop: _NotEmpty | Annotated[list[_NotEmpty], Meta(max_length=16)] | None = None
-    stop_token_ids: (
-        Annotated[list[Annotated[int, Meta(ge=0, le=2**31 - 1)]], Meta(max_length=128)] | None
-    ) = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    ignore_eos: bool | None = None
-    cache_salt: _NotEmpty | None = None
+    stop: _NotEmpty | Annotated[list[_NotEmpty], Meta(max_length=16)] = []
+    stop_token_ids: Annotated[list[_Token], Meta(max_length=128)] = []
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    ignore_eos: bool = False
+    cache_salt: _NotEmpty = ""
     request_id: Name | None = None
     user: Name | None = None
     safety_identifier: Name | None = None
-
-    @property
-    def num_samples(self) -> int:
-        return 1 if self.n is None else self.n
-
-    @property
-    def streams(self) -> bool:
-        return bool(self.stream)
-
-    @property
-    def streams_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    @property
-    def streams_usage_always(self) -> bool:
-        options = self.stream_options
-        return options is not None and bool(options.continuous_usage_stats)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -139,16 +115,15 @@ class _RequestBase(SessionFields, kw_only=True):
 
     def sampling(self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Sampling:
         """The arguments count where the request has none of its own."""
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return Sampling(
             temperature=temperature if self.temperature is None else self.temperature,
             top_k=top_k if self.top_k is None else max(self.top_k, 0),
             top_p=top_p if self.top_p is None else self.top_p,
             seed=None if self.seed is None else self.seed % 2**64,
-            stop_tokens=tuple(self.stop_token_ids or ()),
-            ignore_end=bool(self.ignore_eos),
-            stop=tuple(stop),
-            min_tokens=self.min_tokens or 0,
+            stop_tokens=tuple(self.stop_token_ids),
+            ignore_end=self.ignore_eos,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
+            min_tokens=self.min_tokens,
             logprobs=self.num_logprobs,
         )
 
@@ -156,57 +131,48 @@ class _RequestBase(SessionFields, kw_only=True):
         """Raise ApiError 400, with the parameter's name, for what the types do not express."""
         if self.seed is not None and not -(2**63) <= self.seed < 2**64:  # more than JSON's own
             raise refused("seed", f"must be in [{-(2**63)}, {2**64 - 1}]")
-        if (self.min_tokens or 0) > (self.most_tokens or 2**31):
+        if self.min_tokens > (self.most_tokens or 2**31):
             why = f"is {self.min_tokens}, more than the {self.most_tokens} that an answer may have"
             raise refused("min_tokens", why)
 
 
 class ChatRequest(_RequestBase, kw_only=True):
-    """A body of /v1/chat/completions; `_plain_messages` makes `messages`."""
+    """A body of /v1/chat/completions; `check` gives `messages` the form that templates take."""
 
-    messages: list[dict[str, Any]]
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: _Many | None = None
     tools: list[dict[str, Any]] | None = None
     documents: list[dict[str, Any]] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] = {}
     reasoning_effort: Name | None = None
-    logprobs: bool | None = None
-    top_logprobs: _Likely | None = None
+    logprobs: bool = False
+    top_logprobs: _Likely = 0
     add_generation_prompt: bool | None = None
-
-    NEUTRAL: ClassVar = {"add_special_tokens": (False,)}
-    """Values of a parameter that ask for nothing in this kind of request, beside `_UNSERVED`."""
 
     @property
     def num_logprobs(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
+        return self.top_logprobs if self.logprobs else None
 
     @property
     def variables(self) -> dict[str, Any]:
         """Variables of the chat template beside the messages: only those that are given."""
         found = {
-            "tools": self.tools or None, "documents": self.documents or None,
+            "tools": self.tools or None, "documents": self.documents,
             "reasoning_effort": self.reasoning_effort,
             "add_generation_prompt": self.add_generation_prompt,
         }  # fmt: skip
         given = {name: value for name, value in found.items() if value is not None}
-        return given | (self.chat_template_kwargs or {})
+        return given | self.chat_template_kwargs
 
     def check(self) -> None:
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise refused("top_logprobs", "needs logprobs to be true")
-        if "messages" in (self.chat_template_kwargs or {}):
-            why = "has messages, which are a parameter of their own"
-            raise refused("chat_template_kwargs", why)
-        num_bytes = len(msgspec.json.encode(self.variables))
-        if num_bytes > _EXTRA_BYTES:
-            name = next(
-                one for one in ("tools", "documents", "chat_template_kwargs") if getattr(self, one)
-            )
-            why = f"and the like have {num_bytes} bytes, at most {_EXTRA_BYTES} are taken"
-            raise refused(name, why)
-        self.messages = _plain_messages(self.messages)
+        checked = _converted(self.messages, list[_Message], "messages")
+        pairs = zip(self.messages, checked, strict=True)
+        self.messages = [
+            one.plain(f"messages[{i}]", fields) for i, (fields, one) in enumerate(pairs)
+        ]
 
     @property
     def most_tokens(self) -> int | None:
@@ -215,12 +181,16 @@ class ChatRequest(_RequestBase, kw_only=True):
 
 
 class CompletionRequest(_RequestBase, kw_only=True):
-    """A body of /v1/completions; `_decode_prompts` makes the list `prompt`, also of one."""
+    """A body of /v1/completions."""
 
-    prompt: list[str] | list[list[int]]
+    prompt: str | list[str | int | list[int]]
     logprobs: _Likely | bool | None = None
 
-    NEUTRAL: ClassVar = {"add_special_tokens": (True,)}
+    @property
+    def prompts(self) -> list[Any]:
+        """Texts, or lists of tokens."""
+        is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if is_one else list(self.prompt)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -236,198 +206,100 @@ class CompletionRequest(_RequestBase, kw_only=True):
 
     def check(self) -> None:
         super().check()
-        num = len(self.prompt)
-        if num * self.num_samples > MAX_SAMPLES:
-            why = f"has {num} prompts for n={self.num_samples} answers each: at most {MAX_SAMPLES}"
+        kinds = {str} if isinstance(self.prompt, str) else {*map(type, self.prompt)}
+        if len(kinds) != 1:
+            how = "has texts, tokens and lists of them together" if kinds else "is an empty list"
+            raise refused("prompt", how)
+        num = len(self.prompts)
+        if num * self.n > MAX_SAMPLES:
+            why = f"has {num} prompts for n={self.n} answers each: at most {MAX_SAMPLES}"
             raise refused("prompt", f"{why} answers are given in one call")
+        num_tokens = sum(len(one) for one in self.prompts if kinds == {list})
+        if num > 1 and num_tokens > BATCH_TOKENS:
+            why = f"has {num_tokens} tokens in its prompts, at most {BATCH_TOKENS} are taken"
+            raise refused("prompt", f"{why} together")
 
 
-def _body_of(kind: type[Any]) -> Any:
-    """Make the type of a body: `kind`, with what is not served, and prompts, as raw JSON."""
-    names = (_UNSERVED.keys() | _IGNORED) - {*kind.__struct_fields__}
-    fields: list[Any] = [(name, Raw, msgspec.field(default=Raw(b""))) for name in names]
-    if kind is CompletionRequest:
-        fields.append(("prompt", Raw))
-    return msgspec.defstruct(
-        "Body", fields, bases=(kind,), kw_only=True, forbid_unknown_fields=True
-    )
+def parse(body: bytes, kind: type[T]) -> T:
+    """Decode and check a request. Raises ApiError 400, which names the wrong parameter."""
+    found = decode_body(body, dict[str, Any])
+    given = {name: value for name, value in found.items() if value is not None}
+    for name in given.keys() & _IGNORED:
+        del given[name]
+        _warn(name)
+    for name in given.keys() & (_NEUTRAL.keys() - {*kind.__struct_fields__}):
+        taken = _NEUTRAL[name]
+        # To draw as many as are shown asks for nothing; a template has its special tokens itself.
+        if name == "best_of":
+            taken = (given.get("n", 1),)
+        elif name == "add_special_tokens":
+            taken = (kind is CompletionRequest,)
+        if given.pop(name) not in taken:
+            shown = msgspec.json.encode(taken[0]).decode()
+            why = f"{name} is not served here but for {shown}: leave it out"
+            raise ApiError(400, why, code="unsupported_parameter", param=name)
+    asked: T = _converted(given, kind)
+    asked.check()
+    return asked
 
 
-_BODIES: Final[dict[type[Any], Any]] = {
-    kind: _body_of(kind) for kind in (ChatRequest, CompletionRequest)
-}
+@cache
+def _warn(name: str) -> None:
+    logger.warning("%s changes no answer here: it is ignored wherever it is sent", name)
 
 
-def parse(body: bytes, kind: type[T], context: int | None = None) -> T:
-    """Decode and check a request. Raises ApiError 400, which names the wrong parameter.
-
-    Prompts of tokens are decoded once they are known to have at most `context`, or `BATCH_TOKENS`
-    together: a body may hold millions.
-    """
-    found = decode_body(body, _BODIES[kind])
-    for name in found.__struct_fields__:
-        if name in kind.__struct_fields__ or (raw := bytes(getattr(found, name))) in (b"", b"null"):
-            continue
-        if name not in _IGNORED:
-            _check_neutral(name, raw, found)
-        elif name not in _warned:
-            _warned.add(name)
-            logger.warning("%s changes no answer here: it is ignored wherever it is sent", name)
-    values = {name: getattr(found, name) for name in kind.__struct_fields__}
-    if "prompt" in values:
-        values["prompt"] = _decode_prompts(bytes(values["prompt"]).strip(), context)
-    # Without the raw values, which would keep the whole body.
-    made = kind(**values)
-    made.check()
-    return made
-
-
-def _check_neutral(name: str, raw: bytes, asked: Any) -> None:
-    """Raise ApiError for a parameter that is not served, unless its value asks for nothing."""
-    taken = (*_UNSERVED[name], *asked.NEUTRAL.get(name, ()))
-    if name == "best_of":  # it asks for nothing where it is `n`
-        taken = (asked.num_samples,)
-    value = decode_body(raw, Any, name) if len(raw) <= 256 else ...
-    if value not in taken:
-        # The first of them says what a client may send instead.
-        shown = f" but for {msgspec.json.encode(taken[0]).decode()}" if taken else ""
-        raise ApiError(
-            400, f"{name} is not served here{shown}: leave it out", code="unsupported_parameter",
-            param=name,
-        )  # fmt: skip
-
-
-def _decode_prompts(raw: bytes, context: int | None) -> list[str] | list[list[int]]:
-    """Raises ApiError 400 for too many prompts, or for more tokens than `context`, undecoded."""
-    first = raw[1:].lstrip()[:1] if raw[:1] == b"[" else b""
-    if first and first not in b'"]':
-        num = raw.count(b",") + 1
-        if first == b"[":  # no text is in it, so each bracket is a list
-            _check_prompts(raw.count(b"[") - 1)
-            if num > max(BATCH_TOKENS, context or 0):
-                why = f"has {num} tokens in its prompts, at most {BATCH_TOKENS} are taken together"
-                raise refused("prompt", why)
-        elif context is not None and num > context:
-            raise too_long(num, 0, context, "prompt")
-    found: Any = decode_body(raw, _PROMPT, "prompt")
-    if isinstance(found, str):
-        return [found]
-    kinds = {*map(type, found)}
-    if len(kinds) != 1:
-        how = "is an empty list" if not kinds else "has texts, tokens and lists of them together"
-        raise refused("prompt", how)
-    if kinds == {int}:
-        return [found]
-    _check_prompts(len(found))
-    return list(found)
-
-
-def _check_prompts(num: int) -> None:
-    if num > MAX_SAMPLES:
-        raise refused("prompt", f"has {num} prompts, at most {MAX_SAMPLES} are taken in one call")
+def _converted(value: Any, kind: Any, name: str = "") -> Any:
+    """Return a value of JSON as one of `kind`. Raises ApiError 400, with a place below `name`."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise not_decoded(error, name) from None
 
 
 # --- messages -------------------------------------------------------------------------------------
 
-# Kinds of parts that are text, and where; those of OpenAI's other interface too.
-_PARTS: Final = {
-    "text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal",
-}  # fmt: skip
-_OTHER_NAMES: Final = {
-    "developer": "system"
-}  # OpenAI renamed the role; templates know the old name
+
+class _Part(msgspec.Struct):
+    """Kinds of parts that are text; those of OpenAI's other interface too."""
+
+    type: Literal["text", "input_text", "output_text", "refusal"]
+    text: str | None = None
+    refusal: str | None = None
 
 
-def _plain_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages as chat templates take them, with all their fields. Raises ApiError 400."""
-    if not messages:
-        raise refused("messages", "is empty")
-    lists = (one["content"] for one in messages if isinstance(one.get("content"), list))
-    num = len(messages) + sum(map(len, lists))
-    if num > MAX_MESSAGES:
-        raise refused("messages", f"has {num} messages and parts, {MAX_MESSAGES} at most")
-    return [_plain_message(f"messages[{i}]", fields) for i, fields in enumerate(messages)]
+class _Message(msgspec.Struct):
+    """What is checked of a message; templates may use further fields."""
+
+    role: Annotated[str, Meta(min_length=1, max_length=64)]
+    content: str | Annotated[list[_Part], Meta(max_length=MAX_MESSAGES)] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+    def plain(self, where: str, fields: dict[str, Any]) -> dict[str, Any]:
+        """Return `fields` as chat templates take them: a content that is a text, or None where an
+        assistant or a tool said nothing. Raises ApiError 400."""
+        content = self.content
+        if isinstance(content, list):
+            texts = [one.refusal if one.type == "refusal" else one.text for one in content]
+            if None in texts:
+                raise refused(f"{where}.content", "has a part without its text")
+            content = "".join(map(str, texts))
+        if content is None and self.role in ("system", "developer", "user"):
+            raise refused(f"{where}.content", "is missing")
+        # Clients send null for fields that they do not use, and no calls as an empty list;
+        # templates ask whether a field is there.
+        kept = {
+            name: value for name, value in fields.items()
+            if value is not None and (name != "tool_calls" or value)
+        }  # fmt: skip
+        # OpenAI renamed the role; templates know the old name.
+        role = "system" if self.role == "developer" else self.role
+        return {**kept, "role": role, "content": content}
 
 
-def _plain_message(where: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """Raises ApiError, with `where`, for a message without a role, and for parts without text."""
-    role = fields.get("role")
-    if not isinstance(role, str) or not role or len(role) > 64:
-        raise refused(f"{where}.role", "has to be a role, such as system, user, assistant or tool")
-    name = fields.get("name")
-    if name is not None and not isinstance(name, str):
-        raise refused(f"{where}.name", "has to be a text")
-    # Clients send null for fields that they do not use; templates ask whether a field is there.
-    kept = {key: value for key, value in fields.items() if value is not None}
-    kept["role"] = _OTHER_NAMES.get(role, role)
-    kept["content"] = _text_of(where, fields)
-    # Clients send back an answer without calls as it was: some templates ask whether the field is
-    # there.
-    if kept.get("tool_calls") == []:
-        del kept["tool_calls"]
-    if "tool_calls" in kept:
-        kept["tool_calls"] = _calls_of(f"{where}.tool_calls", kept["tool_calls"])
-    return kept
-
-
-def _text_of(where: str, fields: dict[str, Any]) -> str | None:
-    """Return the text of a message, its parts joined. None where an assistant said nothing, for
-    instance since it called tools, or a tool answered nothing. Raises ApiError."""
-    content = fields.get("content")
-    if content is None:
-        if fields["role"] not in ("system", "developer", "user"):
-            return None
-        raise refused(f"{where}.content", "is missing")
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise refused(f"{where}.content", "has to be a text or a list of parts")
-    texts = []
-    for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if not isinstance(kind, str):
-            raise refused(f"{where}.content[{i}]", "has to be an object with a type")
-        if kind not in _PARTS:
-            raise refused(
-                f"{where}.content", f"has a part of type {kind[:100]!r}, only text is taken"
-            )
-        text = part.get(_PARTS[kind])
-        if not isinstance(text, str):
-            raise refused(f"{where}.content[{i}].{_PARTS[kind]}", "has to be a text")
-        texts.append(text)
-    return "".join(texts)
-
-
-def _calls_of(where: str, calls: Any) -> list[dict[str, Any]]:
-    """Return the tool calls of a message. OpenAI has their arguments as a text of JSON; templates
-    write them as JSON themselves, so an object in such a text is decoded. Raises ApiError."""
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise refused(where, "has to be a list of objects")
-    found = []
-    for call in calls:
-        function = call.get("function")
-        text = function.get("arguments") or "{}" if isinstance(function, dict) else None
-        if isinstance(function, dict) and isinstance(text, str):
-            try:
-                arguments = msgspec.json.decode(text)
-            except (msgspec.DecodeError, RecursionError):
-                arguments = None
-            # A model may have written what is no object: the template then has its text.
-            if isinstance(arguments, dict):
-                decoded = Arguments(arguments, text)
-                call = {**call, "function": {**function, "arguments": decoded}}
-        found.append(call)
-    return found
-
-
-def too_long(
-    num_prompt: int, num_answer: int, context: int, param: str, at_least: bool = False
-) -> ApiError:
-    """Make the error for a prompt that, with its answer, exceeds the context. `at_least`: the
-    prompt was not tokenized to its end, so its count is a lower bound."""
-    asked = f"{'at least ' * at_least}{num_prompt} tokens" + (
-        f" and {num_answer} of an answer" if num_answer else ""
-    )
+def too_long(num_prompt: int, num_answer: int, context: int, param: str) -> ApiError:
+    """Make the error for a prompt that, with its answer, exceeds the context."""
+    asked = f"{num_prompt} tokens" + (f" and {num_answer} of an answer" if num_answer else "")
     return ApiError(
         400, f"the prompt has {asked}, the model takes {context} together",
         code="context_length_exceeded", param=param,
@@ -441,12 +313,6 @@ def unknown_model(name: str) -> ApiError:
 # --- what is answered -----------------------------------------------------------------------------
 
 
-_USAGE_PARTS: Final = (
-    "decode_hit_tokens", "decode_host_tokens", "shared_tokens", "decode_computed_tokens",
-    "prefill_hit_tokens", "computed_tokens", "sent_tokens",
-)  # fmt: skip
-
-
 class Usage(msgspec.Struct):
     """Tokens of a request, over all its prompts and answers. Of the prompts' KV `decode_hit_tokens`
     were cached on decode (`decode_host_tokens` of these were loaded from its host memory),
@@ -456,7 +322,7 @@ class Usage(msgspec.Struct):
     computed all that it lacked."""
 
     prompt_tokens: int
-    completion_tokens: int = 0
+    output_tokens: int = 0
     decode_hit_tokens: int = 0
     shared_tokens: int = 0
     prefill_hit_tokens: int = 0
@@ -481,82 +347,85 @@ class Usage(msgspec.Struct):
 
     def body(self) -> dict[str, Any]:
         """Return OpenAI's `usage`, with a field `prefixkv`."""
-        prompt = self.prompt_tokens
+        parts = msgspec.structs.asdict(self)
+        prompt, output = parts.pop("prompt_tokens"), parts.pop("output_tokens")
+        # OpenAI has one number for two caches: the longer hit is what the client was spared.
+        cached = max(self.decode_hit_tokens, self.prefill_hit_tokens)
         return {
             "prompt_tokens": prompt,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": prompt + self.completion_tokens,
-            "prompt_tokens_details": {
-                # OpenAI has one number for two caches: the longer hit is what the client was
-                # spared.
-                "cached_tokens": max(self.decode_hit_tokens, self.prefill_hit_tokens)
-            },
-            "prefixkv": {name: getattr(self, name) for name in _USAGE_PARTS},
+            "completion_tokens": output,
+            "total_tokens": prompt + output,
+            "prompt_tokens_details": {"cached_tokens": cached},
+            "prefixkv": parts,
         }
 
 
 class Answers:
-    """Bodies of one request's answer, in one piece or as events. `rid` is without OpenAI's prefix;
-    `created` is in seconds since 1970."""
+    """Bodies of the answers to one request, in one piece or as events, made of their outputs. `rid`
+    is without OpenAI's prefix. `logprobs`: None where they are not asked for."""
 
-    def __init__(self, rid: str, model: str, created: int, chat: bool) -> None:
-        self.chat = chat
+    def __init__(
+        self, rid: str, asked: ChatRequest | CompletionRequest, usage: Usage,
+        logprobs: AnswerLogprobs | None = None,
+    ) -> None:  # fmt: skip
+        self._chat, self._usage = isinstance(asked, ChatRequest), usage
+        self._options, self._logprobs = asked.stream_options, logprobs
         self._head = {
-            "id": f"{'chatcmpl' if chat else 'cmpl'}-{rid}", "created": created, "model": model,
+            "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{rid}", "created": int(time.time()),
+            "model": asked.model,
         }  # fmt: skip
+        self._begun: set[int] = set()  # samples with a piece
 
-    def whole(
-        self, texts: list[str], finishes: list[str | None], usage: Usage,
-        logprobs: list[Any] | None = None,
-    ) -> dict[str, Any]:  # fmt: skip
-        """`logprobs` of each sample have their final form (`AnswerLogprobs`)."""
+    def whole(self, outputs: Iterable[TokenEvent]) -> dict[str, Any]:
+        samples: defaultdict[int, list[TokenEvent]] = defaultdict(list)
+        for output in outputs:
+            samples[output.sample].append(output)
         choices = []
-        for i, (text, finish) in enumerate(zip(texts, finishes, strict=True)):
-            content: dict[str, Any] = (
-                {"message": {"role": "assistant", "content": text, "refusal": None}}
-                if self.chat
-                else {"text": text}
+        for sample, parts in sorted(samples.items()):
+            text = "".join(one.text for one in parts)
+            message = {"role": "assistant", "content": text, "refusal": None}
+            content = {"message": message} if self._chat else {"text": text}
+            shown = [body for body in map(self._show, parts) if body is not None]
+            choices.append(_choice(sample, content, parts[-1].finish, joined(shown) or None))
+        kind = "chat.completion" if self._chat else "text_completion"
+        return {**self._head, "object": kind, "choices": choices, "usage": self._usage.body()}
+
+    def piece(self, output: TokenEvent) -> bytes:
+        """Return the events of an output, behind those that open its sample if it is the first;
+        empty if it shows nothing."""
+        sample, text, opening = output.sample, output.text, b""
+        if sample not in self._begun and self._chat:  # completions have no role to announce
+            opening = self._event(
+                [_choice(sample, {"delta": {"role": "assistant", "content": ""}})]
             )
-            found = logprobs[i] if logprobs else None
-            choices.append({"index": i, **content, "logprobs": found, "finish_reason": finish})
-        kind = "chat.completion" if self.chat else "text_completion"
-        return {**self._head, "object": kind, "choices": choices, "usage": usage.body()}
-
-    def begin(self, sample: int, usage: Usage | None = None) -> bytes:
-        """Return the event that opens a sample; empty for /v1/completions."""
-        # Completions have no role to announce.
-        if not self.chat:
-            return b""
-        more = {} if usage is None else {"usage": usage.body()}
-        opening = {"role": "assistant", "content": ""}
-        return self._event([self._choice(sample, opening, None)], **more)
-
-    def piece(
-        self, sample: int, text: str, finish: str | None, usage: Usage | None = None,
-        logprobs: Any = None,
-    ) -> bytes:  # fmt: skip
-        """Return the event for text that has arrived, and for the end of a sample."""
-        more = {} if usage is None else {"usage": usage.body()}
+        self._begun.add(sample)
+        logprobs = self._show(output)
+        if not text and output.finish is None and logprobs is None:
+            return opening
         delta = {"content": text} if text else {}
-        return self._event([self._choice(sample, delta, finish, logprobs)], **more)
+        content = {"delta": delta} if self._chat else {"text": text}
+        return opening + self._event([_choice(sample, content, output.finish, logprobs)])
 
-    def usage(self, usage: Usage) -> bytes:
-        return self._event([], usage=usage.body())
+    def end(self) -> bytes:
+        """Return the last events."""
+        told = self._event([], True) if self._options.include_usage else b""
+        return told + b"data: [DONE]\n\n"
 
-    def _choice(
-        self, sample: int, delta: dict[str, str], finish: str | None, logprobs: Any = None
-    ) -> dict[str, Any]:
-        content: dict[str, Any] = (
-            {"delta": delta} if self.chat else {"text": delta.get("content", "")}
-        )
-        return {"index": sample, **content, "logprobs": logprobs, "finish_reason": finish}
+    def _show(self, output: TokenEvent) -> dict[str, Any] | None:
+        return None if self._logprobs is None else self._logprobs.show(output)
 
-    def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        kind = "chat.completion.chunk" if self.chat else "text_completion"
-        return event({**self._head, "object": kind, "choices": choices, **more})
+    def _event(self, choices: list[dict[str, Any]], tells_usage: bool = False) -> bytes:
+        kind = "chat.completion.chunk" if self._chat else "text_completion"
+        body = {**self._head, "object": kind, "choices": choices}
+        if tells_usage or self._options.continuous_usage_stats:
+            body["usage"] = self._usage.body()
+        return event(body)
 
 
-DONE: Final = b"data: [DONE]\n\n"
+def _choice(
+    sample: int, content: dict[str, Any], finish: str | None = None, logprobs: Any = None
+) -> dict[str, Any]:
+    return {"index": sample, **content, "logprobs": logprobs, "finish_reason": finish}
 
 
 def event(body: Any) -> bytes:

@@ -1,22 +1,16 @@
-"""The chat page: `chat.html` with its script and its style, and nothing else.
-
-Its headers restrict it: only what the server sends runs, and requests go only to that server.
-"""
+"""The chat page: `chat.html` with its script and its style. Its headers restrict it: only what the
+server sends runs, and requests go only to that server."""
 
 from __future__ import annotations
 
-from importlib import resources
+from pathlib import Path
 from typing import Final
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-_FILES: Final = {
-    "/": ("chat.html", "text/html"),
-    "/chat.js": ("chat.js", "text/javascript"),
-    "/chat.css": ("chat.css", "text/css"),
-}
+_FILES: Final = {"/": "chat.html", "/chat.js": "chat.js", "/chat.css": "chat.css"}
 PAGE_PATHS: Final = tuple(_FILES)
 """Paths of the page. They hold nothing secret, so they need no key."""
 
@@ -27,21 +21,13 @@ _HEADERS: Final = {
         "require-trusted-types-for 'script'"
     ),
     "cache-control": "no-cache",
-    "cross-origin-opener-policy": "same-origin",
-    "cross-origin-resource-policy": "same-origin",
-    "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
 }
 
 
 def page_routes() -> list[Route]:
-    return [_route(path, *file) for path, file in _FILES.items()]
+    return [Route(path, _show, methods=["GET"]) for path in PAGE_PATHS]
 
 
-def _route(path: str, name: str, media_type: str) -> Route:
-    content = resources.files(__package__).joinpath(name).read_bytes()
-
-    async def show(_: Request) -> Response:
-        return Response(content, headers=_HEADERS, media_type=media_type)
-
-    return Route(path, show, methods=["GET"])
+async def _show(request: Request) -> Response:
+    return FileResponse(Path(__file__).with_name(_FILES[request.url.path]), headers=_HEADERS)

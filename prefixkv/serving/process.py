@@ -7,7 +7,6 @@ import ctypes
 import os
 import signal
 import sys
-from functools import partial
 from typing import Final
 
 import msgspec
@@ -34,7 +33,7 @@ def run_worker(config: WorkerConfig) -> int:
         die_with(config.worker.parent)
     interrupts.log_to_stderr()
     try:
-        return interrupts.run(partial(_run_worker, config))
+        return asyncio.run(_run_worker(config))
     except (CallerError, CapacityError) as error:
         if not config.worker.parent:
             raise

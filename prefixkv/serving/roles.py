@@ -20,9 +20,12 @@ _ADDRESSES: Final = (
 _HOST_SIZES: Final = {"host_memory_times", "host_memory_num_bytes", "host_memory_num_pages"}
 
 
-def role_settings(config: ServeConfig, role: str, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return the settings of each worker of a role. A variable that `serve` has too is its own.
-    Raises ConfigError, with the place, for what `serve` sets, or workers cannot have."""
+def role_environs(
+    config: ServeConfig, role: str, key: str, environ: Mapping[str, str]
+) -> list[dict[str, str]]:
+    """Return the environments of the workers of a role, with their settings in place of this
+    process's. A variable that `serve` has too is its own. `key` is what workers require. Raises
+    ConfigError, with the place, for what `serve` sets, or workers cannot have."""
     kind, file = KINDS[role], config.prefill_config if role == "prefill" else config.decode_config
     ours = {setting.variable for setting in settings_of(ServeConfig)}
     theirs = {name: text for name, text in environ.items() if name not in ours}
@@ -34,7 +37,17 @@ def role_settings(config: ServeConfig, role: str, environ: Mapping[str, str]) ->
     if _HOST_SIZES & found.keys():
         settings = {name: one for name, one in settings.items() if name not in _HOST_SIZES}
     build(kind, settings | found)
-    return {name: one.value for name, one in (settings | found).items()}
+    values = {name: one.value for name, one in (settings | found).items()}
+    num = config.prefill if role == "prefill" else config.decode
+    of_all = {
+        "host": "127.0.0.1", "status_host": "127.0.0.1", "api_key": key,
+        # An actor's process is the raylet's child, on another machine perhaps.
+        "parent": 0 if config.ray else os.getpid(),
+    }  # fmt: skip
+    return [
+        without_settings(environ) | as_environ(kind, numbered(values, number, num) | of_all)
+        for number in range(num)
+    ]
 
 
 def _of_serve(config: ServeConfig, role: str) -> dict[str, Any]:
@@ -58,20 +71,6 @@ def _of_serve(config: ServeConfig, role: str) -> dict[str, Any]:
     if config.carry_on:
         settings["failure_policy"] = "local"
     return settings | dict([size] if (size := config.host_size()) else [])
-
-
-def worker_environ(
-    config: ServeConfig, role: str, settings: Mapping[str, Any], number: int, key: str
-) -> dict[str, str]:
-    """Return the environment of one worker of a role, whose number is from 0, with its settings in
-    place of this process's. `key` is what workers require."""
-    num = config.prefill if role == "prefill" else config.decode
-    made = numbered(settings, number, num) | {
-        "host": "127.0.0.1", "status_host": "127.0.0.1", "api_key": key,
-        # An actor's process is the raylet's child, on another machine perhaps.
-        "parent": 0 if config.ray else os.getpid(),
-    }  # fmt: skip
-    return without_settings(os.environ) | as_environ(KINDS[role], made)
 
 
 def without_settings(environ: Mapping[str, str]) -> dict[str, str]:

@@ -16,20 +16,20 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Final
 
 from msgspec import Meta
 
-from prefixkv.errors import CallerError, shown
+from prefixkv.errors import CallerError
 from prefixkv.settings import CountOrZero, Number, Seconds, SecondsOrZero, check_fields, check_time
 from prefixkv.spi import CheckpointRemoved, CheckpointStored, Cleared, EventBatch, Removed, Stored
 
 _STORED = math.inf  # until when a page counts that the worker has reported
+_NOTHING: Final[dict[bytes, float]] = {}
 _COUNTERS = (
-    "routed", "routed_by_prefix", "routed_by_load", "overflowed", "batches",
-    "batches_of_unknown_workers", "out_of_sync",
+    "routed", "routed_by_prefix", "routed_by_load", "overflowed", "batches", "out_of_sync",
 )  # fmt: skip
 
 
@@ -41,76 +41,6 @@ class Route:
     matched_pages: int
     work: float
     _home: _RoutedWorker | None = field(repr=False)  # None once the request has ended
-
-
-class _HeldPages:
-    """Pages that one worker holds in one kind of memory, by its events. They are whole prefixes, so
-    a match is found by bisection."""
-
-    def __init__(self) -> None:
-        self.in_sync = False
-        self.forget()
-
-    def forget(self) -> None:
-        # By namespace and page key: until when the page counts; `_STORED` once it was reported.
-        self._held: dict[Hashable, dict[bytes, float]] = {}
-        self.num_pages = 0
-        self.skipped_pages = 0  # reported as stored, but beyond the bound or below such a page
-
-    def of(self, namespace: Hashable) -> dict[bytes, float]:
-        """Return until when each page of a namespace counts; not to be changed."""
-        return self._held.get(namespace, {})
-
-    def depth(self, namespace: Hashable, keys: Sequence[bytes]) -> int:
-        held = self.of(namespace)
-        if not keys or keys[0] not in held:
-            return 0
-        return bisect_left(keys, True, 1, key=lambda page_key: page_key not in held)
-
-    def apply(self, event: Stored | Removed | Cleared, room: int) -> None:
-        """Add `room` pages at most. A `Cleared` repairs any gap: all that there is follows it."""
-        if isinstance(event, Cleared):
-            self.forget()
-            self.in_sync = True
-        elif isinstance(event, Stored) and self.in_sync:
-            self._store(event, room)
-        elif isinstance(event, Removed) and self.in_sync:
-            self._remove(event)
-
-    def _store(self, event: Stored, room: int) -> None:
-        keys = event.page_keys[:room]
-        if event.parent and self.of(event.namespace).get(event.parent) != _STORED:
-            # If any page was skipped before, the parent may be one of those. Otherwise an event is
-            # missing.
-            self.in_sync = self.skipped_pages > 0
-            keys = ()
-        self.skipped_pages += len(event.page_keys) - len(keys)
-        self.hold(event.namespace, keys, _STORED)
-
-    def _remove(self, event: Removed) -> None:
-        # From the end, so that what is left is a whole prefix at every moment.
-        for key in reversed(event.page_keys):
-            if self.of(event.namespace).get(key) == _STORED:
-                self.drop(event.namespace, key)
-            elif self.skipped_pages:
-                self.skipped_pages -= 1
-            else:
-                self.in_sync = False
-                return
-
-    def hold(self, namespace: Hashable, keys: Sequence[bytes], until_s: float) -> None:
-        if keys:
-            held = self._held.setdefault(namespace, {})
-            before = len(held)
-            held.update(dict.fromkeys(keys, until_s))
-            self.num_pages += len(held) - before
-
-    def drop(self, namespace: Hashable, key: bytes) -> None:
-        held = self._held[namespace]
-        del held[key]
-        self.num_pages -= 1
-        if not held:
-            del self._held[namespace]
 
 
 class WorkerIndex:
@@ -125,9 +55,12 @@ class WorkerIndex:
         self.forget()
 
     def forget(self) -> None:
-        self._pool = _HeldPages()
-        # By `is_host`: host memory once the worker has told of it.
-        self._memories = {False: self._pool}
+        self.num_pages = 0  # a page in both kinds of memory counts twice
+        # By kind of memory (`is_host`) and namespace, then by page key: until when the page counts;
+        # `_STORED` once it was reported. Whole prefixes, so a match is found by bisection.
+        self._held: dict[tuple[bool, Hashable], dict[bytes, float]] = {}
+        # By kind of memory; of host memory once the worker has told of it.
+        self._in_sync = {False: False}
         # The worker goes on at checkpoints alone: the pages that these end on, by namespace.
         self._at_checkpoints = False
         self._ends: dict[Hashable, set[bytes]] = {}
@@ -136,21 +69,11 @@ class WorkerIndex:
 
     @property
     def in_sync(self) -> bool:
-        """True if no event is missing."""
-        return all(memory.in_sync for memory in self._memories.values())
-
-    @property
-    def num_pages(self) -> int:
-        """A page in both kinds of memory counts twice."""
-        return sum(memory.num_pages for memory in self._memories.values())
-
-    @property
-    def skipped_pages(self) -> int:
-        """Pages that were reported and that are not known, for the bound."""
-        return sum(memory.skipped_pages for memory in self._memories.values())
+        """True if no batch is missing."""
+        return all(self._in_sync.values())
 
     def apply(self, batch: EventBatch) -> bool:
-        """Returns False if an event is missing, until a `Cleared` begins a new snapshot."""
+        """Returns False if a batch is missing, until a `Cleared` begins a new snapshot."""
         # 1. A late batch of an earlier incarnation, or one that was applied already: ignored.
         # 2. A new incarnation: its cache is another, so everything known is dropped.
         # 3. A gap in the numbers: out of sync. What is known stays, as it is better than nothing.
@@ -162,53 +85,86 @@ class WorkerIndex:
             self._former.append(self.incarnation)
             self.incarnation = batch.incarnation
         elif batch.seq != self.next_seq:
-            for memory in self._memories.values():
-                memory.in_sync = False
+            self._in_sync = dict.fromkeys(self._in_sync, False)
         self.next_seq = batch.seq + 1
         self._at_checkpoints |= batch.at_checkpoints
         for event in batch.events:
             if isinstance(event, CheckpointStored | CheckpointRemoved):
                 self._note_checkpoint(event)
-                continue
-            if isinstance(event, Cleared) and not event.is_host:
-                self._expected.clear()
-                self._ends.clear()
-            memory = self._memories.setdefault(event.is_host, _HeldPages())
-            memory.apply(event, self.max_pages - self.num_pages)
+            elif isinstance(event, Cleared):
+                self._clear(event.is_host)
+            elif self._in_sync.get(event.is_host):
+                self._change(event)
         return self.in_sync
+
+    def _clear(self, is_host: bool) -> None:
+        """Repairs any gap: all that there is follows it."""
+        for place in [place for place in self._held if place[0] == is_host]:
+            self.num_pages -= len(self._held.pop(place))
+        self._in_sync[is_host] = True
+        if not is_host:
+            self._expected.clear()
+            self._ends.clear()
+
+    def _change(self, event: Stored | Removed) -> None:
+        place = event.is_host, event.namespace
+        held = self._held.get(place, _NOTHING)
+        if isinstance(event, Stored):
+            # A parent that is not known lies beyond the bound, and so do the pages behind it.
+            if not event.parent or held.get(event.parent) == _STORED:
+                room = self.max_pages - self.num_pages
+                self._hold(place, event.page_keys[:room], _STORED)
+            return
+        # From the end, so that what is left is a whole prefix at every moment.
+        for key in reversed(event.page_keys):
+            if held.get(key) == _STORED:
+                self._drop(place, key)
+
+    def _hold(self, place: tuple[bool, Hashable], keys: Sequence[bytes], until_s: float) -> None:
+        if keys:
+            held = self._held.setdefault(place, {})
+            before = len(held)
+            held.update(dict.fromkeys(keys, until_s))
+            self.num_pages += len(held) - before
+
+    def _drop(self, place: tuple[bool, Hashable], key: bytes) -> None:
+        del self._held[place][key]
+        self.num_pages -= 1
+        if not self._held[place]:
+            del self._held[place]
 
     def _note_checkpoint(self, event: CheckpointStored | CheckpointRemoved) -> None:
         """Of a worker that uses pages without checkpoints none is kept."""
+        held = self._held.get((False, event.namespace), _NOTHING)
         if isinstance(event, CheckpointRemoved):
             ends = self._ends.get(event.namespace, set())
             ends.discard(event.page_key)
             if not ends:
                 self._ends.pop(event.namespace, None)
         # Of a page beyond the bound it is of no use, and costs as much.
-        elif self._at_checkpoints and self._pool.of(event.namespace).get(event.page_key) == _STORED:
+        elif self._at_checkpoints and held.get(event.page_key) == _STORED:
             self._ends.setdefault(event.namespace, set()).add(event.page_key)
 
     def depth(self, namespace: Hashable, keys: Sequence[bytes]) -> int:
         """Count how many of these pages, from the first on, are held or expected. O(log pages). Of
         a worker that goes on at checkpoints alone those up to the deepest of them; O(pages behind
         it). What is expected counts in full: a checkpoint is saved at a prompt's end."""
-        depth = self._pool.depth(namespace, keys)
+        pool, host = (self._held.get((is_host, namespace), _NOTHING) for is_host in (False, True))
+        depth = _depth(pool, keys)
         # What is expected lies behind all that is stored.
-        held = self._pool.of(namespace)
-        if self._at_checkpoints and depth and held[keys[depth - 1]] == _STORED:
+        if self._at_checkpoints and depth and pool[keys[depth - 1]] == _STORED:
             ends = self._ends.get(namespace, ())
             depth = next((at for at in range(depth, 0, -1) if keys[at - 1] in ends), 0)
         # A whole prefix in either memory, so the longer one counts.
-        host = self._memories.get(True)
-        return depth if host is None else max(depth, host.depth(namespace, keys))
+        return max(depth, _depth(host, keys))
 
     def expect(self, namespace: Hashable, keys: Sequence[bytes], until_s: float) -> None:
         """Count these pages, a prefix, as held until `until_s`, unless events say more by then."""
-        held = self._pool.of(namespace)
+        held = self._held.get((False, namespace), _NOTHING)
         # Pages that are reported must not be turned into expected ones, which expire.
         keys = [key for key in keys if held.get(key) != _STORED][: self.max_pages - self.num_pages]
         if keys:
-            self._pool.hold(namespace, keys, until_s)
+            self._hold((False, namespace), keys, until_s)
             self._expected.append((until_s, namespace, keys))
 
     def expire(self, now_s: float) -> None:
@@ -217,8 +173,14 @@ class WorkerIndex:
             _, namespace, keys = self._expected.popleft()
             for key in keys:
                 # It may have been reported meanwhile, or be expected for longer by a later request.
-                if self._pool.of(namespace).get(key, _STORED) <= now_s:
-                    self._pool.drop(namespace, key)
+                if self._held.get((False, namespace), _NOTHING).get(key, _STORED) <= now_s:
+                    self._drop((False, namespace), key)
+
+
+def _depth(held: Mapping[bytes, float], keys: Sequence[bytes]) -> int:
+    if not keys or keys[0] not in held:
+        return 0
+    return bisect_left(keys, True, 1, key=lambda page_key: page_key not in held)
 
 
 @dataclass(slots=True, eq=False)
@@ -290,12 +252,11 @@ class BoundedAffinityRouter:
         `EventFeed.take(snapshot=True)`.
 
         Until that comes, what was known of it still counts. A new incarnation starts from nothing.
-        A batch that was applied already, or of a worker that was not added, is counted and dropped;
-        that returns True, since nothing is missing.
+        A batch that was applied already, or of a worker that was not added, is dropped; that
+        returns True, since nothing is missing.
         """
         worker = self._workers.get(batch.worker)
         if worker is None:
-            self.counters["batches_of_unknown_workers"] += 1
             return True
         in_sync = worker.index.apply(batch)
         self.counters["batches"] += 1
@@ -304,23 +265,20 @@ class BoundedAffinityRouter:
 
     def route(
         self, keys: Sequence[bytes], now_s: float, *, namespace: Hashable = None,
-        work: float | None = None, among: Collection[str] | None = None,
+        among: Collection[str] | None = None,
     ) -> Route:  # fmt: skip
-        """Choose a worker, and count the request there until `ended`. O(workers * log pages of the
-        prompt).
+        """Choose a worker, and count the request there until `ended`: its work is the pages of its
+        prompt, plus one. O(workers * log pages of the prompt).
 
         Args:
             keys: of the prompt's whole pages, `cache.events.page_keys`; empty for a request that is
                 not to be cached.
-            work: what it adds to a load; by default the pages of its prompt, plus one.
             among: only these workers may be chosen (the others drain, say).
-        Raises CallerError, with nothing changed: no worker to choose from, or an unknown one; work
-        that is no number from 0 on; a time that is none.
+        Raises CallerError, with nothing changed: no worker to choose from, or an unknown one; a
+        time that is no number.
         """
         check_time(now_s)
-        work = len(keys) + 1.0 if work is None else work
-        if not 0 <= work < math.inf:
-            raise CallerError(f"work is {shown(work)}, a number of at least 0 is needed")
+        work = len(keys) + 1.0
         names = self._workers if among is None else map(self._known, among)
         workers = {name: self._workers[name] for name in names}
         if not workers:
@@ -341,22 +299,17 @@ class BoundedAffinityRouter:
         self.counters["routed"] += 1
         return Route(chosen, depths[chosen], work, worker)
 
-    def ended(self, route: Route, now_s: float) -> bool:
-        """Move a request's work from open to fading, whatever became of it. Returns False, and does
-        nothing, the second time or after its worker was removed. Raises CallerError, with nothing
-        changed, for a time that is no number."""
+    def ended(self, route: Route, now_s: float) -> None:
+        """Move a request's work from open to fading, whatever became of it. No-op the second time.
+        Raises CallerError, with nothing changed, for a time that is no number."""
         check_time(now_s)
-        # By identity: a worker that was removed and added again has the same name, but another
-        # load.
-        worker = route._home
-        if worker is None or self._workers.get(route.worker) is not worker:
-            return False
-        route._home = None
-        # Before the work is added: it starts to fade now, not when the load was last computed.
-        worker.fade(now_s, self.fade_s)
-        worker.open_work = max(0.0, worker.open_work - route.work)
-        worker.faded += route.work
-        return True
+        # Not by its name: a worker that was removed and added again has another load.
+        worker, route._home = route._home, None
+        if worker is not None:
+            # Before the work is added: it starts to fade now, not when the load was last computed.
+            worker.fade(now_s, self.fade_s)
+            worker.open_work = max(0.0, worker.open_work - route.work)
+            worker.faded += route.work
 
     def expire(self, now_s: float) -> None:
         """Forget pages that have not come, for `stats`; `route` does it too."""
@@ -373,7 +326,6 @@ class BoundedAffinityRouter:
             "workers": len(indexes),
             "workers_out_of_sync": sum(not index.in_sync for index in indexes),
             "known_pages": sum(index.num_pages for index in indexes),
-            "skipped_pages": sum(index.skipped_pages for index in indexes),
         }
 
     def _choose(self, loads: dict[str, float], depths: dict[str, int], num_pages: int) -> str:

@@ -1,38 +1,21 @@
-"""Reading answers of other servers: with a bound on the bytes, and several at once."""
+"""Waits on the event loop: for an event, and for several streams at once."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
 
 
-class TooMuchError(Exception):
-    """A server sent more bytes than the reader has room for."""
-
-
-async def read_some(pieces: AsyncIterable[bytes], most: int) -> bytes:
-    """Return the first `most` bytes; the rest is not read."""
-    found: list[bytes] = []
-    left = most
-    async for piece in pieces:
-        found.append(piece[:left])
-        left -= len(piece)
-        if left <= 0:
-            break
-    return b"".join(found)
-
-
-async def read_all(pieces: AsyncIterable[bytes], most: int) -> bytes:
-    """Raises TooMuchError for more than `most` bytes."""
-    # One byte beyond the bound tells "exactly full" from "too much", and is all that is read.
-    found = await read_some(pieces, most + 1)
-    if len(found) > most:
-        raise TooMuchError(f"an answer of more than {most} bytes")
-    return found
+async def wait_set(event: asyncio.Event, timeout_s: float) -> None:
+    """Wait until an event is set. A cancellation is always raised: `asyncio.wait_for` of Python
+    3.11 drops it if it arrives in the turn of the loop in which the event is set."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
 
 
 async def numbered(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from traceback import walk_tb
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
+from prefixkv.engines.hf.folder import one_line
 from prefixkv.errors import CallerError, ConfigError
 
 PLAIN_TEMPLATE: Final = (
@@ -21,42 +22,13 @@ PLAIN_TEMPLATE: Final = (
 """For a model without a template of its own."""
 
 _SHORT: Final = 4096  # characters of a text that is tokenized at once
-_PIECE: Final = 1 << 16  # characters, or more, of a long text that are counted together
 _DEFAULT: Final = "default"
 _TOOLS: Final = "tool_use"  # transformers' name of the template for chats with tools
 _NONE: Final[Mapping[str, Any]] = MappingProxyType({})
-# Arguments of transformers' functions that are no variables of the template.
-_NOT_TAKEN: Final = (
-    "conversation", "conversations", "messages", "continue_final_message", "tokenize",
-    "return_dict", "return_tensors", "return_assistant_tokens_mask", "padding", "truncation",
-    "max_length", "tokenizer_kwargs", "sanitize_control_tokens",
-)  # fmt: skip
 
 
 class TextError(CallerError):
     """The model's chat template refuses the messages."""
-
-
-class TooManyTokensError(CallerError):
-    """A text has more tokens than there is room for; its beginning alone has at least `least`."""
-
-    def __init__(self, least: int) -> None:
-        super().__init__(f"at least {least} tokens")
-        self.least = least
-
-
-class Arguments(dict[str, Any]):
-    """Arguments of a tool call, and `json_text`, which they were decoded from."""
-
-    __slots__ = ("json_text",)
-
-    def __init__(self, decoded: Mapping[str, Any], json_text: str) -> None:
-        super().__init__(decoded)
-        self.json_text = json_text
-
-
-def _go_on() -> None:
-    """Let a text be tokenized to its end."""
 
 
 class Texts:
@@ -66,7 +38,7 @@ class Texts:
     sends is only data to it. Its time has no bound but `range`'s of 100,000 numbers a loop. Several
     templates have names, "default" for most chats. `tokens` are special tokens that templates name.
 
-    Raises ConfigError for a template that is not read, with the line.
+    Raises ConfigError for a template that is not read.
     """
 
     def __init__(
@@ -75,35 +47,23 @@ class Texts:
     ) -> None:  # fmt: skip
         from prefixkv.engines.hf.text import template_renderer
 
-        render = template_renderer()
-
         # Else texts of all threads share as many threads of the package as there are cores, and a
         # short text waits for long ones.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self.tokenizer = tokenizer
-        self._longest = max(map(len, tokenizer.get_vocab()), default=1)
-        # So long that what its cuts change is a fourth of its tokens at most.
-        self._piece = max(_PIECE, 4 * self._longest**2)
         self._templates = {_DEFAULT: template} if isinstance(template, str) else dict(template)
-        self._tokens, self._render_with = dict(tokens or {}), render
+        self._tokens, self._render_with = dict(tokens or {}), template_renderer()
         for name, source in self._templates.items():
-            of = "" if name == _DEFAULT else f"{name!r} "
             try:
-                render([], chat_template=source)
-            except RecursionError:
-                why = "it is nested too deep"
-                raise ConfigError(f"the chat template {of}is not read: {why}") from None
+                self._render_with([], chat_template=source)
             except Exception as error:
-                line = _line(error)
-                where = "" if line is None else f"line {line}: "
-                raise ConfigError(f"the chat template {of}is not read: {where}{error}") from None
+                why = f"line {getattr(error, 'lineno', '?')}: {one_line(error)}"
+                raise ConfigError(f"the chat template {name!r} is not read: {why}") from None
 
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], most: int = 0,
-        variables: Mapping[str, Any] = _NONE, go_on: Callable[[], None] = _go_on,
-    ) -> list[int]:  # fmt: skip
-        """Return the tokens of a chat up to where the answer begins. Raises TextError, with the
-        line of the template, and as `plain`.
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] = _NONE
+    ) -> list[int]:
+        """Return the tokens of a chat up to where the answer begins. Raises TextError.
 
         Args:
             messages: of any JSON values (`content`, `tool_calls`, ...). Keys that are None count as
@@ -111,86 +71,47 @@ class Texts:
             variables: what a client gives the template: `tools`, `documents`, and others by name;
                 `chat_template` is the name of one of several templates.
         """
-        return self._ids(self._render(messages, variables), False, most, go_on)
+        return self._encode(self._render(messages, variables), False)
 
-    def plain(self, text: str, most: int = 0, go_on: Callable[[], None] = _go_on) -> list[int]:
-        """Return the tokens, with the special ones that the model puts before a text. Raises
-        TooManyTokensError if they are certain to be more than `most` (0: no bound), without
-        tokenizing all of a long text. `go_on` is called between its pieces: what it raises ends the
-        work."""
-        return self._ids(text, True, most, go_on)
-
-    # --- tokens -----------------------------------------------------------------------------------
-
-    def _ids(self, text: str, special: bool, most: int, go_on: Callable[[], None]) -> list[int]:
-        if most and len(text) > self._piece:
-            # A cut changes the tokens near it, and their number by `longest` at most.
-            least = 0
-            for begin in range(0, len(text), self._piece):
-                go_on()
-                piece = text[begin : begin + self._piece]
-                least += max(len(self._encode(piece, False)) - self._longest, 0)
-                if least > most:
-                    raise TooManyTokensError(most + 1)
-            go_on()
-        return self._encode(text, special)
+    def plain(self, text: str) -> list[int]:
+        """Return the tokens, with the special ones that the model puts before a text."""
+        return self._encode(text, True)
 
     def _encode(self, text: str, special: bool) -> list[int]:
         # `encode` keeps Python's lock all the while, and offsets that nothing reads; a short text
         # costs less that way.
-        if len(text) <= _SHORT:
-            short: list[int] = self.tokenizer.encode(text, add_special_tokens=special).ids
-            return short
-        (found,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        if len(text) > _SHORT:
+            (found,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        else:
+            found = self.tokenizer.encode(text, add_special_tokens=special)
         ids: list[int] = found.ids
         return ids
 
-    # --- chats ------------------------------------------------------------------------------------
-
     def _render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
-        given = {"add_generation_prompt": True, **variables}
-        for name in _NOT_TAKEN:
-            if name in given:
-                raise TextError(f"{name} is no variable of a chat template")
-        for name in ("tools", "documents"):
-            some = given.get(name)
-            if some is not None and not (
-                isinstance(some, list) and all(isinstance(one, dict) for one in some)
-            ):
-                raise TextError(f"{name} is no list of objects")
-        source = self._choose(given.pop("chat_template", None), given.get("tools"))
-        given = {**self._tokens, **given, "chat_template": source}
-
-        def render(chat: list[dict[str, Any]]) -> str:
-            ((text,), _) = self._render_with([chat], **given)
-            return str(text)
-
+        given = {"add_generation_prompt": True, **self._tokens, **variables}
+        given["chat_template"] = self._choose(variables)
+        texts: list[str] = []
         errors: list[Exception] = []
         for chat in _readings(messages):
             try:
-                text = render(chat)
+                ((text,), _) = self._render_with([chat], **given)
             except Exception as error:  # a template can raise any: 1 / 0, a missing key, too deep
                 errors.append(error)
                 continue
+            texts.append(text)
             # A template that does not look whether there is a content may write null as a text.
-            if "None" in text and any(_has_none(message) for message in chat):
-                with_texts = [_with_content(message) for message in chat]
-                try:
-                    other = render(with_texts)
-                except Exception:
-                    return text
-                return min(text, other, key=lambda one: one.count("None"))
-            return text
+            if "None" not in text:
+                break
+        if texts:
+            return min(texts, key=lambda text: text.count("None"))
         # What the template says by itself is more than what happened to it.
         worst = next((one for one in errors if type(one).__name__ == "TemplateError"), errors[0])
-        line = _line(worst)
-        where = "" if line is None else f" (line {line})"
         why = str(worst) or type(worst).__name__
-        raise TextError(f"the model's chat template refuses it{where}: {why}") from None
+        raise TextError(f"the model's chat template refuses it: {why}") from None
 
-    def _choose(self, name: Any, tools: Any) -> str:
-        if name is None:
-            name = _TOOLS if tools is not None and _TOOLS in self._templates else _DEFAULT
+    def _choose(self, variables: Mapping[str, Any]) -> str:
+        has_tools = variables.get("tools") is not None and _TOOLS in self._templates
+        name = variables.get("chat_template") or (_TOOLS if has_tools else _DEFAULT)
         if not isinstance(name, str) or name not in self._templates:
             # A client's own template would run here: it may only name one of the model's.
             names = ", ".join(sorted(self._templates))
@@ -204,58 +125,35 @@ def _readings(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[dict[str, 
     texts of JSON. Those come first that lose nothing: a template that asks for null may leave out
     the calls of a message that has a text."""
     chat = [
-        {key: value for key, value in message.items() if value is not None or key == "content"}
-        for message in messages
+        {"content": None, **{key: value for key, value in one.items() if value is not None}}
+        for one in messages
     ]
-    has_calls, has_none = any("tool_calls" in one for one in chat), any(map(_has_none, chat))
-    yield chat
-    if has_calls:
-        yield [_with_text_arguments(message) for message in chat]
-    if has_none:
-        chat = [_with_content(message) for message in chat]
-        yield chat
-        if has_calls:
-            yield [_with_text_arguments(message) for message in chat]
+    has_calls = any(one.get("tool_calls") for one in chat)
+    has_none = any(one["content"] is None for one in chat)
+    for text in (None, "") if has_none else (None,):
+        for decode in (_with_objects, dict) if has_calls else (dict,):
+            yield [
+                decode(one if one["content"] is not None else {**one, "content": text})
+                for one in chat
+            ]
 
 
-def _has_none(message: Mapping[str, Any]) -> bool:
-    return message.get("content") is None
-
-
-def _with_content(message: dict[str, Any]) -> dict[str, Any]:
-    return {**message, "content": ""} if _has_none(message) else message
-
-
-def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
+    """OpenAI has the arguments of calls as a text of JSON; templates write them as JSON themselves,
+    so an object in such a text is decoded. A model may have written what is no object."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message
     found = []
     for call in calls:
         function = call.get("function") if isinstance(call, dict) else None
-        arguments = function.get("arguments") if isinstance(function, dict) else None
-        if isinstance(function, dict) and isinstance(arguments, dict):
-            text = getattr(arguments, "json_text", None) or _to_json(arguments)
-            call = {**call, "function": {**function, "arguments": text}}
+        if isinstance(function, dict):
+            with contextlib.suppress(ValueError, TypeError, RecursionError):
+                arguments = json.loads(function.get("arguments") or "{}")
+                if isinstance(arguments, dict):
+                    call = {**call, "function": {**function, "arguments": arguments}}
         found.append(call)
     return {**message, "tool_calls": found}
-
-
-def _to_json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _line(error: BaseException) -> int | None:
-    """Return the line of a chat template that an error comes from; None: it comes from no line."""
-    line = getattr(error, "lineno", None)
-    if isinstance(line, int):
-        return line
-    # Jinja names its frames so. The last is the innermost: of a macro, not of its call.
-    lines = [
-        line for frame, line in walk_tb(error.__traceback__)
-        if frame.f_code.co_filename == "<template>"
-    ]  # fmt: skip
-    return lines[-1] if lines else None
 
 
 def load_texts(folder: str) -> Texts:

@@ -14,7 +14,9 @@ import logging
 import os
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import aiohttp
@@ -28,7 +30,7 @@ from starlette.routing import Route
 from prefixkv import DecodeConfig, PrefillConfig, PrefixKVError
 from prefixkv.engines.hf.requests import AnswerToken, Generate, PrefillJob
 from prefixkv.errors import CallerError, CapacityError, ClosedError, DrainingError
-from prefixkv.serving.client import make_client, pieces_of
+from prefixkv.serving.client import make_client
 from prefixkv.serving.config import (
     OPTION_NAMES,
     DecodeWorkerConfig,
@@ -39,19 +41,15 @@ from prefixkv.serving.config import (
 from prefixkv.serving.feed import EventTap
 from prefixkv.serving.http import (
     ApiError,
-    HttpServer,
     Stream,
     decode_body,
     json_response,
-    make_app,
     read_body,
 )
-from prefixkv.serving.outcomes import Outcomes, line_of
-from prefixkv.serving.request_file import RequestFile
-from prefixkv.serving.status import bind, status_app
-from prefixkv.serving.streams import read_some
-from prefixkv.serving.tracing import NodeSpans, make_tracing
-from prefixkv.serving.waits import wait_set
+from prefixkv.serving.record import current_record
+from prefixkv.serving.status import Entrance
+from prefixkv.serving.streams import wait_set
+from prefixkv.serving.tracing import NodeSpans
 from prefixkv.serving.wire import (
     LIFE_SIGN_S,
     AbortJobs,
@@ -77,59 +75,42 @@ S = TypeVar("S", bound=Generate | PrefillJob)
 C = TypeVar("C", DecodeConfig, PrefillConfig)
 
 
-class Worker:
+class Worker(Entrance):
     """Serves on the running event loop, from `start` to the end of `run`. It may be made in any
     thread; everything else belongs to the loop. `info` exists once `start` has returned."""
 
     role: str
     info: WorkerInfo
+    loop: Any = None  # the `EngineLoop`; None until the model is loaded
 
     def __init__(self, config: WorkerConfig) -> None:
         self.config, self.settings = config, config.worker
-        self._stop = asyncio.Event()  # set once the grace of `drain` is over
-        self._servers: list[HttpServer] = []
-        self._file: RequestFile | None = None
-        self._spans = NodeSpans(make_tracing(self.role, config.node.name), self.role)
+        super().__init__(self.role, config.worker.listen, config.node.name)
+        self._ended = asyncio.Event()  # the grace of `drain` is over
+        self._spans = NodeSpans(self._tracing, self.role)
 
     async def start(self) -> None:
         """Load the model and serve. Raises ConfigError, with nothing left open."""
         try:
-            await self._start()
+            # Loading takes seconds to minutes: in a thread, so that the loop answers signals
+            # meanwhile.
+            self.engine = await asyncio.to_thread(self._make_engine)
+            try:
+                await self._serve()
+            except BaseException:
+                # The engine's thread does not run yet, so this thread may close the engine.
+                self.engine.close()
+                raise
         except BaseException:
-            # Its thread is the constructor's, so each way out of a start has to end it.
-            await self._spans.close()
+            await self.stop()
             raise
 
-    async def _start(self) -> None:
-        # Loading takes seconds to minutes: in a thread, so that the loop answers signals meanwhile.
-        self.engine = await asyncio.to_thread(self._make_engine)
+    async def _serve(self) -> None:
         from prefixkv.engines.hf import EngineLoop
 
-        self._asyncio = asyncio.get_running_loop()
-        try:
-            self.loop: EngineLoop[Any] = EngineLoop(self.engine, self._after_step, name=self.role)
-            self._bind()
-            self._spans.follow(self.engine.node, self._asyncio)
-            self.loop.start()
-        except BaseException:
-            # The engine's thread does not run yet, so this thread may close the engine.
-            self.engine.close()
-            for server in self._servers:
-                server.close()
-            raise
-        try:
-            # From here on the engine belongs to its thread: a failure goes through `close`, which
-            # joins it.
-            for server in self._servers:
-                await server.start()
-        except BaseException:
-            await self.close()
-            raise
-
-    def _bind(self) -> None:
-        """Set `info`. Raises ConfigError where an address cannot be bound."""
-        listen, engine = self.settings.listen, self.engine
-        self._events = EventTap(engine.node.take_cache_events, self._asyncio.call_soon_threadsafe)
+        self._asyncio, engine, node = asyncio.get_running_loop(), self.engine, self.engine.node
+        self.loop = EngineLoop(engine, self._after_step, name=self.role)
+        self._events = EventTap(node.take_cache_events, self._asyncio.call_soon_threadsafe)
         routes = [
             Route("/info", self._info),
             Route("/events", self._stream_events),
@@ -138,38 +119,31 @@ class Worker:
             Route("/fence", self._fence, methods=["POST"]),
             *self._routes(),
         ]
-        app = make_app(routes, listen.api_key)
-        name = engine.node.peer_id.name
-        self._file = RequestFile(listen.request_log) if listen.request_log else None
-        who = {"node": name, "side": self.role}
-        outcomes = Outcomes("worker", who, self._file, refused_only=True)
-        status_of = status_app(self.health, [engine.node], listen, [outcomes])
-        asked, status = bind(outcomes.watch(app), status_of, listen, self._limits)
+        self._bind(routes, node=node)
         if (file := self._file) is not None:
-            engine.node.on_ended(
-                lambda record, _: file.write({"id": front_rid(record["rid"]), **record})
-            )
-        # Both or neither are bound (`bind`); from here on `close` gives them back.
-        self._servers += [asked, status]
-        model, layout = engine.model, engine.node.pool.layout
+            node.on_ended(lambda record, _: file.write({"id": front_rid(record["rid"]), **record}))
+        model, layout = engine.model, node.pool.layout
         # After binding, since a port of 0 has become a number only now.
         self.info = WorkerInfo(
             role=self.role,  # type: ignore[arg-type]
-            name=name, url=asked.url, status_url=status.url,
+            name=node.peer_id.name, url=self.server.url, status_url=self.status.url,
             endpoint=getattr(engine, "endpoint", ""), model=model.name,
             identity=f"{model.identity.model} {model.identity.weights_version}",
             page_size=layout.page_size, num_pages=layout.num_pages,
             context=min(model.context, layout.num_pages * layout.page_size),
-            vocab_size=model.vocab_size, pid=os.getpid(),
-            life=f"{engine.node.peer_id.incarnation:x}",
+            vocab_size=model.vocab_size, pid=os.getpid(), life=f"{node.peer_id.incarnation:x}",
             alone=getattr(self.config.node, "failure_policy", "") == "local",
         )  # fmt: skip
+        self._spans.follow(node, self._asyncio)
+        await self.server.start()
+        await self.status.start()
+        self.loop.start()
 
     async def run(self) -> bool:
         """Serve until drained or stopped. Returns False if the engine has failed."""
-        while self.loop.alive and not self._stop.is_set():
+        while self.loop.alive and not self._ended.is_set():
             # The engine's thread cannot set an event of this loop when it dies, so it is polled.
-            await wait_set(self._stop, _TICK_S)
+            await wait_set(self._ended, _TICK_S)
         await self.close()
         return self.loop.error is None
 
@@ -177,10 +151,10 @@ class Worker:
         """Accept no more requests; `run` returns when all in progress have ended, or after
         `drain_timeout_s`. A second call ends the wait at once."""
         if self.loop.draining:
-            self._stop.set()
+            self._ended.set()
             return
         self.loop.drain()
-        self._asyncio.call_later(self.settings.listen.drain_timeout_s, self._stop.set)
+        self._asyncio.call_later(self.settings.listen.drain_timeout_s, self._ended.set)
 
     async def close(self) -> None:
         """End the engine and HTTP servers now. Idempotent."""
@@ -190,14 +164,10 @@ class Worker:
         # After the engine's thread has ended, so that no output follows; before the servers stop,
         # so that every open stream still gets its last line.
         self._after_engine_end()
-        servers, self._servers = self._servers, []
-        for server in servers:
-            await server.stop(grace_s=1.0)
-        # Last: requests end with the engine, refusals with the servers.
-        file, self._file = self._file, None
-        if file is not None:
-            await asyncio.to_thread(file.close)
-        # Last: the ends of requests that the engine's thread has reported are handled by now.
+        await self.stop(grace_s=1.0)
+
+    async def _close(self) -> None:
+        # The ends of requests that the engine's thread has reported are handled by now.
         await self._spans.close()
 
     def health(self) -> tuple[bool, dict[str, Any]]:
@@ -207,8 +177,7 @@ class Worker:
             else "draining" if self.loop.draining
             else "ok"
         )  # fmt: skip
-        about = msgspec.to_builtins(self.info)
-        return state == "ok", {"status": state, **about}
+        return state == "ok", {"status": state, **msgspec.to_builtins(self.info)}
 
     # --- for its kinds ----------------------------------------------------------------------------
 
@@ -218,16 +187,20 @@ class Worker:
     def _routes(self) -> list[Route]:
         raise NotImplementedError
 
+    def _make_pool(self, model: Any, shared: bool = False, **windows: int) -> Any:
+        """`windows`: what `make_pool` gets of a group of layers with a window."""
+        settings = self.settings
+        return model.make_pool(
+            settings.num_pages, settings.page_size, settings.layout, shared,
+            window_pages=settings.window_pages, **windows,
+        )  # fmt: skip
+
     def _after_step(self) -> None:
         """Called on the engine's thread."""
         self._events.after_step()
 
     def _after_engine_end(self) -> None:
         """The engine produces nothing more."""
-
-    @property
-    def _limits(self) -> Any:
-        return self.settings.listen.limits
 
     async def _info(self, _: Request) -> Response:
         return json_response(self.info)
@@ -237,8 +210,7 @@ class Worker:
         return Response(status_code=204)
 
     async def _stream_events(self, _: Request) -> Response:
-        limits = self.settings.listen.limits
-        return Stream(self._events.frames(), limits, "application/octet-stream")
+        return Stream(self._events.frames(), self._limits, "application/octet-stream")
 
     async def _list_lost_peers(self, _: Request) -> Response:
         lost = await self._call(lambda engine: engine.node.lost_peers())
@@ -264,35 +236,28 @@ class Worker:
     async def _call(self, call: Callable[[Any], T]) -> T:
         """Run `call(engine)` on the engine's thread. Raises ApiError for errors of prefixkv: 503
         for load and shutdown, 400 for a caller's mistake, 500 for others."""
-        done: asyncio.Future[T] = self._asyncio.create_future()
-
-        def settle(result: Any, error: BaseException | None) -> None:
-            # The client has left: nothing awaits the result.
-            if done.cancelled():
-                return
-            done.set_exception(error) if error is not None else done.set_result(result)
+        made: Future[T] = Future()
 
         def run(engine: Any) -> None:
             try:
-                result, error = call(engine), None
-            except PrefixKVError as raised:
-                result, error = None, raised
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                self._asyncio.call_soon_threadsafe(settle, result, error)
+                made.set_result(call(engine))
+            except PrefixKVError as error:
+                made.set_exception(error)
 
         try:
-            # A thread that dies never runs what was posted, so the wait looks once a second.
             self.loop.post(run)
+            done = asyncio.wrap_future(made)
+            # A thread that dies never runs what was posted, so the wait looks once a second.
             while not (await asyncio.wait((done,), timeout=1.0))[0]:
                 if not self.loop.alive:
                     raise ClosedError("the engine has ended")
             return done.result()
-        except (DrainingError, ClosedError, CapacityError) as error:
-            raise ApiError(503, str(error), "server_error", _name(error)) from None
-        except CallerError as error:
-            raise ApiError(400, str(error), code=_name(error)) from None
         except PrefixKVError as error:
-            raise ApiError(500, str(error), "server_error", _name(error)) from None
+            is_busy = isinstance(error, DrainingError | ClosedError | CapacityError)
+            if isinstance(error, CallerError) and not is_busy:
+                raise ApiError(400, str(error), code=_name(error)) from None
+            status = 503 if is_busy else 500
+            raise ApiError(status, str(error), "server_error", _name(error)) from None
 
 
 class PrefillWorker(Worker):
@@ -306,10 +271,10 @@ class PrefillWorker(Worker):
 
         chunk_tokens = self.config.chunk_tokens
         model, node = _model(self.settings, self.config.node)
-        pool = _pool(
-            self.settings, model, step_tokens=chunk_tokens, checkpoints=node.checkpoints,
-            requests=min(node.max_running, _WINDOWS_OF_PREFILL),
-        )  # fmt: skip
+        requests = min(node.max_running, _WINDOWS_OF_PREFILL)
+        pool = self._make_pool(
+            model, requests=requests, step_tokens=chunk_tokens, checkpoints=node.checkpoints
+        )
         return PrefillEngine(model, pool, node, chunk_tokens)
 
     def _routes(self) -> list[Route]:
@@ -320,7 +285,7 @@ class PrefillWorker(Worker):
 
     async def _job(self, request: Request) -> Response:
         job = await self._read(request, PrefillJob)
-        line_of(request.scope).fields["id"] = front_rid(job.rid)
+        current_record().fields["id"] = front_rid(job.rid)
         job = _for_engine(job)
         with self._spans.begin(request.headers, job.rid):
             await self._call(lambda engine: engine.submit(job))
@@ -372,24 +337,22 @@ class DecodeWorker(Worker):
     async def start(self) -> None:
         key = self.settings.listen.api_key
         self._client = make_client(key, _JOB_TIMEOUT_S, _JOB_TIMEOUT_S)
-        try:
-            await super().start()
-        except BaseException:
-            await self._client.close()
-            raise
+        await super().start()
 
     def _make_engine(self) -> Any:
-        from prefixkv.engines.hf import DecodeEngine
+        from prefixkv.engines.hf import DecodeEngine, load_tokenizer
+        from prefixkv.engines.hf.small import small_tokenizer
 
+        models = self.settings.models
         model, node = _model(self.settings, self.config.node)
         # Prefill copies into decode's memory, where it may map it.
-        shared = node.transport.backend != "nixl" and self.settings.models.device == "cpu"
-        pool = _pool(
-            self.settings, model, shared, requests=node.max_running,
-            step_tokens=1 if node.compute is None else node.compute.chunk_tokens,
+        shared = node.transport.backend != "nixl" and models.device == "cpu"
+        step_tokens = 1 if node.compute is None else node.compute.chunk_tokens
+        pool = self._make_pool(
+            model, shared, requests=node.max_running, step_tokens=step_tokens,
             checkpoints=node.checkpoints,
         )  # fmt: skip
-        tokenizer = _tokenizer(self.settings.models.model)
+        tokenizer = load_tokenizer(models.model) if models.model else small_tokenizer()
         return DecodeEngine(model, pool, node, tokenizer, self.config.thinking, shared)
 
     def _routes(self) -> list[Route]:
@@ -398,17 +361,17 @@ class DecodeWorker(Worker):
             Route("/announce", self._announce, methods=["POST"]),
         ]
 
-    async def close(self) -> None:
-        await super().close()
+    async def _close(self) -> None:
         for task in list(self._tasks):
             task.cancel()
         await self._client.close()
+        await super()._close()
 
     # --- a request --------------------------------------------------------------------------------
 
     async def _generate(self, request: Request) -> Response:
         ask = await self._read(request, Ask)
-        line_of(request.scope).fields["id"] = front_rid(ask.rid)
+        current_record().fields["id"] = front_rid(ask.rid)
         if ask.rid in self._open:
             raise ApiError(400, f"request {ask.rid!r} is here already", code="RequestError")
         wanted = _for_engine(ask)
@@ -421,10 +384,8 @@ class DecodeWorker(Worker):
         except BaseException:
             await self._end_request(one)
             raise
-        limits = self.settings.listen.limits
-        return Stream(
-            self._lines(one), limits, "application/x-ndjson", end=lambda: self._end_request(one)
-        )
+        end = partial(self._end_request, one)
+        return Stream(self._lines(one), self._limits, "application/x-ndjson", end=end)
 
     async def _announce(self, request: Request) -> Response:
         said = await self._read(request, Announcement)
@@ -498,8 +459,8 @@ class DecodeWorker(Worker):
             body = io.BytesIO(msgspec.json.encode(sent))
             asked = self._client.post(f"{url}/jobs", data=body, headers=one.headers)
             async with asked as answer:
-                said = await read_some(pieces_of(self._client, answer), _REASON_CHARS)
-            why = "" if answer.status == 202 else f"{answer.status} {said.decode(errors='replace')}"
+                said = (await answer.read())[:_REASON_CHARS].decode(errors="replace")
+            why = "" if answer.status == 202 else f"{answer.status} {said}"
         except (aiohttp.ClientError, TimeoutError) as error:
             how, why = "does not answer", f"{type(error).__name__} {error}"
         if why:
@@ -558,38 +519,20 @@ def _model(settings: WorkerSettings, node: C) -> tuple[Any, C]:
     from prefixkv.engines.hf.models import ExtraState, check_extra, extra_state_of
     from prefixkv.engines.hf.small import small_model
 
-    models = settings.models
-    extra = ExtraState.NONE
-    if models.model:
-        extra = extra_state_of(models.model, models.context or None)
+    models, context = settings.models, settings.models.context or None
+    extra = extra_state_of(models.model, context) if models.model else ExtraState.NONE
     check_extra(extra, node.checkpoints, settings.window_pages)
     if models.threads:
         torch.set_num_threads(models.threads)
-    options: dict[str, Any] = {"device": models.device, "context": models.context or None}
+    options: dict[str, Any] = {"device": models.device, "context": context}
     if models.dtype:
         options["dtype"] = models.dtype
-    if models.model:
-        model = load_model(models.model, **options)
-    else:
-        model = small_model(models.seed, **options)
+    model: Any = (
+        load_model(models.model, **options) if models.model else small_model(models.seed, **options)
+    )
     # Two workers that differ then name the option of ours that sets the field they differ in.
     model.identity = replace(model.identity, option_names=OPTION_NAMES)
     return model, model.configured(node, settings.num_pages, settings.page_size)
-
-
-def _pool(settings: WorkerSettings, model: Any, shared: bool = False, **windows: int) -> Any:
-    """`windows`: what is said to `make_pool` of a group of layers with a window."""
-    return model.make_pool(
-        settings.num_pages, settings.page_size, settings.layout, shared,
-        window_pages=settings.window_pages, **windows,
-    )  # fmt: skip
-
-
-def _tokenizer(folder: str) -> Any:
-    from prefixkv.engines.hf import load_tokenizer
-    from prefixkv.engines.hf.small import small_tokenizer
-
-    return load_tokenizer(folder) if folder else small_tokenizer()
 
 
 def _event_of(output: Any) -> TokenEvent:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.mesh import Shard
@@ -102,6 +102,37 @@ class WriteJob:
     ready: DeviceEvent | None = None
     route: Route = "pages"
     units: Pages | None = None
+
+
+class Stamp:
+    """What goes with the notifications of the parts of writes to a peer: nothing by itself."""
+
+    ahead = 16  # parts that are worked out at once
+
+    def least_parts(self, job: WriteJob) -> int:
+        """Return of how many parts a job has to be. Raises PageStateError for pages that cannot be
+        read."""
+        return 1
+
+    def put(self, job: WriteJob, tag: ChunkTag) -> ChunkTag:
+        """Return the tag of a part, which is posted next."""
+        return tag
+
+
+class Checks(NamedTuple):
+    """What compares pages that arrive with what was sent: the algorithms to offer, the best first,
+    and the makers of a peer's `Stamp`, of a link's plan (of both sides' Hello), of what reads a
+    part of a pool by an algorithm, and of a control thread's part."""
+
+    algorithms: tuple[str, ...]
+    stamp: Callable[[RankMemory, PeerMemory], Stamp]
+    plan: Callable[[Any, Any], Any]
+    reader: Callable[..., Any]
+    threads: Callable[..., Any]
+
+
+CHECKS: list[Checks] = []
+"""The one there is, if any; `assembly.py` puts it here."""
 
 
 @dataclass(frozen=True, slots=True)

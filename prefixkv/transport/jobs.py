@@ -10,14 +10,12 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator
 
 from prefixkv.errors import AbortedError, CallerError, ClosedError, PageStateError
-from prefixkv.memory.page_sums import PageSums
 from prefixkv.paging import Pages, checked_pages
-from prefixkv.protocol.ids import MAX_SUMS, ChunkTag, RoomKey
-from prefixkv.transport.base import Sink, WriteDone, WriteFailed, WriteJob
+from prefixkv.protocol.ids import ChunkTag, RoomKey
+from prefixkv.transport.base import Sink, Stamp, WriteDone, WriteFailed, WriteJob
 from prefixkv.transport.runs import Part, Routes, Runs, cut_parts, next_indices, runs_of
 
 _MAX_PARTS = 2**16 - 1  # a tag counts parts in 16 bits
-_PARTS_AHEAD = 16  # parts that `ActiveJob.next_post` works out at once
 _COUNTED = {"staging": "block", "state": "slot"}  # else pages
 
 
@@ -36,7 +34,6 @@ class ActiveJob:
         self.runs: Runs | None = None  # None: not cut yet
         self.src_pages: Pages = job.src_pages
         self.dst_pages: Pages = job.dst_pages
-        self._summed: Pages = job.src_pages if job.units is None else job.units
         self.parts: list[Part] = []
         # Parts [0, next_part) are posted; `in_flight` of them have not ended.
         self._ready = job.ready
@@ -62,12 +59,11 @@ class ActiveJob:
             )
         self.runs = runs
         self.parts = cut_parts(runs, *pages, max_bytes, max_descriptors)
-        if (sums := self.outbox.sums) is not None:
-            self._summed = sums.checked(self.job.tag.group, self._summed)
-            # Smaller parts rather than too few: each brings a share of the checksums.
-            while len(self.parts) * MAX_SUMS < len(self._summed):
-                max_bytes //= 2
-                self.parts = cut_parts(runs, *pages, max_bytes, max_descriptors)
+        # Smaller parts rather than too few: each brings a share of the stamp.
+        least = self.outbox.stamp.least_parts(self.job)
+        while len(self.parts) < least:
+            max_bytes //= 2
+            self.parts = cut_parts(runs, *pages, max_bytes, max_descriptors)
         # Larger parts rather than too many: the tag could not count them.
         while len(self.parts) > _MAX_PARTS:
             max_bytes, max_descriptors = 2 * max_bytes, 2 * max_descriptors
@@ -90,22 +86,16 @@ class ActiveJob:
         tag = self.job.tag._replace(
             part=part, num_parts=len(self.parts), num_pages=len(self.dst_pages)
         )
-        if (sums := self.outbox.sums) is None:
-            return tag
-        # From the source, just before the part goes: it is in the caches then.
-        start, end = (len(self._summed) * nth // len(self.parts) for nth in (part, part + 1))
-        share = sums.of(tag.group, self._summed[start:end])
-        return tag._replace(first=tag.first + start, sums=share.tobytes())
+        return self.outbox.stamp.put(self.job, tag)
 
     def next_post(self) -> tuple[Pages, Pages, bytes]:
         """Return the next part's block indices in the lists of both sides, and its tag; once per
         part, before it counts as posted."""
         if not self._ahead:
             assert self.runs is not None
-            most = _PARTS_AHEAD if self.outbox.sums is None else 1
-            pairs = next_indices(
-                self.runs, self.parts, self.next_part, most, self.src_pages, self.dst_pages
-            )
+            pages = self.src_pages, self.dst_pages
+            most = self.outbox.stamp.ahead
+            pairs = next_indices(self.runs, self.parts, self.next_part, most, *pages)
             numbers = range(self.next_part, self.next_part + len(pairs))
             tags = [self.part_tag(number).pack() for number in numbers]
             self._ahead = [(*pair, tag) for pair, tag in zip(pairs, tags, strict=True)]
@@ -117,7 +107,7 @@ class Outbox:
     """The jobs to one peer with parts to post. Rooms take turns, jobs of a room go in order."""
 
     def __init__(self) -> None:
-        self.sums: PageSums | None = None  # of what is sent to the peer; None: it compares none
+        self.stamp = Stamp()
         # Only rooms with jobs, the next in turn first.
         self._rooms: OrderedDict[RoomKey, deque[ActiveJob]] = OrderedDict()
 

@@ -24,11 +24,17 @@ from prefixkv.errors import (
     TransferError,
     TransferTimeoutError,
 )
-from prefixkv.memory.mesh import Shard
-from prefixkv.memory.page_sums import PageSums, SumPlan
 from prefixkv.protocol.ids import PeerId
 from prefixkv.threads import Inbox
-from prefixkv.transport.base import PeerMemory, RankMemory, Sink, TransportEvent, WriteJob
+from prefixkv.transport.base import (
+    CHECKS,
+    PeerMemory,
+    RankMemory,
+    Sink,
+    Stamp,
+    TransportEvent,
+    WriteJob,
+)
 from prefixkv.transport.jobs import ActiveJob, JobTable, Outbox
 from prefixkv.transport.runs import Routes
 
@@ -136,7 +142,7 @@ class TransportLoop(ABC, Generic[P]):
         peer = self._peers.get(peer_id)
         if peer is None:
             peer = self._peers[peer_id] = self.peer_type(peer_id, metadata, memory)
-            peer.outbox.sums = self._sums_for(memory)
+            self._set_stamp(peer)
             self._connect(peer)
         elif peer.removed or (peer.metadata, peer.memory) != (metadata, memory):
             # Its jobs were checked against the bounds of the former memory.
@@ -144,19 +150,12 @@ class TransportLoop(ABC, Generic[P]):
                 lost = PeerLostError(f"the memory of {peer_id.name} is another now")
                 self._jobs.drop(peer.outbox, lost)
             peer.metadata, peer.memory, peer.removed = metadata, memory, False
-            peer.outbox.sums = self._sums_for(memory)
+            self._set_stamp(peer)
             self._connect_again(peer)
 
-    def _sums_for(self, memory: PeerMemory) -> PageSums | None:
-        """Return what sums our pages for a peer, None for one that compares no checksums."""
-        if not memory.checksum:
-            return None
-        layout, state = self._memory.layout, self._memory.state
-        part = Shard.whole(layout) if memory.parts is None else memory.parts[0]
-        unit_tokens = min(layout.page_size, memory.layout.page_size)
-        blocks = () if memory.state is None else memory.state.blocks
-        ours = tuple((block.src_entry, block.src_offset, block.num_bytes) for block in blocks)
-        return PageSums(layout, state, SumPlan(memory.checksum, part, unit_tokens, ours))
+    def _set_stamp(self, peer: P) -> None:
+        makes = CHECKS[0].stamp if peer.memory.checksum else lambda *_: Stamp()
+        peer.outbox.stamp = makes(self._memory, peer.memory)
 
     def remove_peer(self, peer_id: PeerId) -> None:
         """Remove a peer: its jobs that are not posted end now."""

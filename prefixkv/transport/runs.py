@@ -70,9 +70,8 @@ class Positions(NamedTuple):
     @classmethod
     def stepping(cls, num_pages: int, fold: int, step: int) -> Positions:
         """Return the positions with this step, as many as reach the last unit."""
-        return cls(
-            num_pages, fold, step, (num_pages - 1) * step + fold if step else num_pages * fold
-        )
+        most = (num_pages - 1) * step + fold if step else num_pages * fold
+        return cls(num_pages, fold, step, most)
 
     def of(self, units: Pages) -> Pages:
         """Return the positions (int32) of unit pages that were checked to lie in the pool."""
@@ -153,10 +152,8 @@ def paired_runs(
 
     # 2. The smallest pieces of both sides, both in the order of the source's addresses.
     unit_tokens = min(src.page_size, dst.page_size)
-    src_pieces, dst_pieces = (
-        _pieces(src, src_part, unit_tokens),
-        _pieces(dst, dst_part, unit_tokens),
-    )
+    src_pieces = _pieces(src, src_part, unit_tokens)
+    dst_pieces = _pieces(dst, dst_part, unit_tokens)
     order = np.argsort(src_pieces.address, kind="stable")
     src_pieces, dst_pieces = src_pieces.take(order), dst_pieces.take(order)
     head_bytes = src.head_bytes
@@ -223,10 +220,8 @@ def _pieces(layout: KVLayout, part: Shard, unit_tokens: int) -> _Pieces:
         kind = kinds.setdefault((page, unit, bisect_right(starts, slab.base)), len(kinds))
         columns.append((slab.base, token, head, kind))
     base, token, head, kind = np.array(columns, dtype=np.int64).T[:, :, None, None]
-    tokens = np.arange(unit_tokens, dtype=np.int64)[None, :, None]
-    heads = np.arange(part.first_head, part.first_head + part.num_heads, dtype=np.int64)[
-        None, None, :
-    ]
+    tokens = np.arange(unit_tokens, dtype=np.int64)[:, None]
+    heads = np.arange(part.first_head, part.first_head + part.num_heads, dtype=np.int64)
     address = base + tokens * token + heads * head
     return _Pieces(
         address.ravel(),
@@ -242,13 +237,12 @@ def _side(
     layout: KVLayout, firsts: _Pieces, lengths: Int64s, unit_tokens: int
 ) -> tuple[Positions, RunTable]:
     num_runs, num_pages, fold = len(lengths), layout.num_pages, layout.page_size // unit_tokens
-    positions = Positions.stepping(
-        num_pages, fold, _position_step(firsts, num_pages, fold, num_runs)
-    )
+    step = _position_step(firsts, num_pages, fold, num_runs)
+    positions = Positions.stepping(num_pages, fold, step)
     check_index_range(num_runs, positions.num_positions)
-    rows = 1 if positions.step else fold  # of each run
+    rows = 1 if step else fold  # of each run
     page, unit = firsts.steps
-    stride = unit if fold > 1 and positions.step else page
+    stride = unit if fold > 1 and step else page
     table = np.empty((num_runs, rows, 5), dtype=np.uint64)
     table[:, :, 0] = firsts.address[:, None] + np.arange(rows, dtype=np.int64) * unit[:, None]
     table[:, :, 1] = lengths[:, None]

@@ -6,6 +6,8 @@ Each structure checks itself (`check_invariants`); here they are held against ea
 
 from __future__ import annotations
 
+from typing import Any
+
 from prefixkv.control.decode.control import DecodeControl
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.pages.allocator import PageState
@@ -134,13 +136,14 @@ def assert_at_rest(scheduler: DecodeScheduler | PrefillScheduler) -> None:
     assert pages.allocator.owned_pages == 0
     assert pages.allocator.held_pages == 0
     assert pages.allocator.quarantined_pages == 0
-    if pages.checkpoints is not None:
-        assert not pages.checkpoints.num_locks, "H13: nothing is locked"
-        assert not pages.checkpoints.taken, "H12: each slot is a checkpoint's, or free"
+    saves: Any = pages.saves
+    if saves.num_slots:
+        assert not saves.num_locks, "H13: nothing is locked"
+        assert not saves.taken, "H12: each slot is a checkpoint's, or free"
     for group in pages.groups:
         states = group.allocator
         assert states.free_pages + states.cached_pages == states.num_pages, f"H11: {group.name}"
         assert not group.pins.any(), "nothing is pinned"
-        assert pages.checkpoints is not None or not states.cached_pages
+        assert saves.num_slots or not states.cached_pages
     assert pages.table.free_rows + pages.table.free_spare_rows == len(pages.table.array)
     assert pages.cache.num_pages == pages.allocator.cached_pages

@@ -230,7 +230,7 @@ class SchedulerSim(PairSim):
         num_pages, self.log = self.decode_pages, RankLog()
         windows = () if (last := self.sides[1].last) is None else (last,)
         options = self.config.for_page_manager(num_pages)._replace(
-            num_slots=self.num_slots, num_checkpoints=self.num_checkpoints, windows=windows
+            num_slots=self.num_slots, num_saved=self.num_checkpoints, windows=windows
         )
         rows = self.config.max_running
         pages = PageManager(num_pages, PAGE_SIZE, rows, options=options)

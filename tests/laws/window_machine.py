@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from prefixkv.cache.checkpoints import NO_SLOT, Checkpoint
+from prefixkv.cache.checkpoints import NO_SLOT, Checkpoint, Checkpoints
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.config import PageOptions
 from prefixkv.pages.groups import GroupSpec, GroupStart
@@ -65,11 +65,11 @@ class Machine:
             P,
             4,
             options=PageOptions(
-                policy="lru", num_checkpoints=chance.choice([1, 3, 8, 30]), windows=specs
+                policy="lru", num_saved=chance.choice([1, 3, 8, 30]), windows=specs
             ),
         )
-        assert self.pages.checkpoints is not None
-        self.real = self.pages.checkpoints
+        assert isinstance(self.pages.saves, Checkpoints)
+        self.real = self.pages.saves
         self.groups = self.pages.windows
         self.memory: list[dict[int, dict[int, Tokens]]] = [{} for _ in self.groups]
         self.points: dict[Tokens, Point] = {}

@@ -90,7 +90,7 @@ class Storm:
 
 def checkpoint_counts(world: World) -> list[int]:
     """What a storm of a model whose prefill goes on from checkpoints is to have seen."""
-    points = world.prefill.node.pages.checkpoints
+    points = world.prefill.node.pages.saves
     stats = world.decode.stats()
     counts = [stats[name] for name in ("retractions", "skipped_tokens", "evicted_pages")]
     return [points.evicted, world.prefill.stats()["evicted_pages"], *counts]

@@ -115,6 +115,20 @@ def client_of(serve: Serve, key: str = "none") -> openai.OpenAI:
     return openai.OpenAI(base_url=serve.url, api_key=key, timeout=PATIENCE_S, max_retries=0)
 
 
+def greedy(
+    client: openai.OpenAI, messages: list[dict[str, str]], num_tokens: int, **more: Any
+) -> Any:
+    """The answer to a chat, or its stream."""
+    return client.chat.completions.create(
+        model="small", messages=messages, max_tokens=num_tokens, temperature=0, **more
+    )
+
+
+def said_by(client: openai.OpenAI, messages: list[dict[str, str]], num_tokens: int) -> str:
+    said: str = greedy(client, messages, num_tokens).choices[0].message.content
+    return said
+
+
 def get(url: str) -> tuple[int, Any]:
     """Status and JSON of what is there."""
     try:

@@ -69,9 +69,7 @@ class PrefillEngine:
             side.num_pages,
             side.page_size,
             ROWS,
-            options=PageOptions(
-                policy=sim.policy, num_checkpoints=side.checkpoints, windows=windows
-            ),
+            options=PageOptions(policy=sim.policy, num_saved=side.checkpoints, windows=windows),
         )
         pages.hash_every_pages = 1
         self.scheduler = prefill_scheduler(
@@ -540,7 +538,7 @@ class DecodeEngine:
         """Overwrite all free pages, so that one freed too early shows."""
         pages = self.scheduler.pages
         slots = [] if pages.slots is None else pages.slots.pages_in(PageState.FREE).tolist()
-        if (points := pages.checkpoints) is not None and pages.slots is not None:
+        if (points := pages.saves).num_slots and pages.slots is not None:
             for slot in points.free_slots:
                 self.kept.pop(pages.slots.num_pages + slot, None)
         for rank in self.ranks:

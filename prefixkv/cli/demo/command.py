@@ -3,6 +3,7 @@ answer is compared with that of transformers by itself."""
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
@@ -29,7 +30,6 @@ from prefixkv.cli.demo.workload import Workload, chat
 from prefixkv.cli.outputs import write_json
 from prefixkv.engines.hf.reference import Reference
 from prefixkv.engines.hf.small import small_model, small_tokenizer
-from prefixkv.serving import interrupts
 
 # A Llama of 6.6 million parameters; its KV is 32 KiB per token.
 SIZES: Final = {
@@ -118,7 +118,7 @@ def run_chats(
         for link in (HERE, *links):
             # Workers of their own for each link: the rate is a setting of theirs.
             screen.begin("starting a prefill and two decode workers")
-            interrupts.run(partial(_play_passes, folder, workload, screen, link, passes, report))
+            asyncio.run(_play_passes(folder, workload, screen, link, passes, report))
     # After the workers have ended, so that the comparison takes no time from the figures.
     console.print("comparing every answer with transformers' generate()")
     compare(report, reference)

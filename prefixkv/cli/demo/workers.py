@@ -60,6 +60,21 @@ class ChatAnswer:
         return len(self.prompt) - self.hit_tokens - self.shared_tokens
 
 
+class _Fleets:
+    """Those that a worker is in."""
+
+    def __init__(self, fleets: Sequence[Fleet]) -> None:
+        self._fleets = fleets
+
+    def add(self, info: WorkerInfo) -> None:
+        for fleet in self._fleets:
+            fleet.add(info)
+
+    def remove(self, name: str, life: str) -> None:
+        for fleet in self._fleets:
+            fleet.remove(name, life)
+
+
 class ModelWorkers:
     """An asynchronous context: entering waits for all workers, leaving ends them.
 
@@ -87,7 +102,6 @@ class ModelWorkers:
         # sent.
         self._fleets = {name: Fleet(self._key) for name in decode}
         self._children: list[Child] = []
-        self._infos: dict[str, WorkerInfo] = {}
 
     async def __aenter__(self) -> Self:
         self._client = make_client(self._key, _SETTLE_S)
@@ -123,17 +137,7 @@ class ModelWorkers:
         }  # fmt: skip
         environ = without_settings(os.environ) | as_environ(KINDS[role], settings)
         fleets = [*self._fleets.values()] if is_prefill else [self._fleets[name]]
-
-        def ready(info: WorkerInfo) -> None:
-            self._infos[name] = info
-            for fleet in fleets:
-                fleet.add(info)
-
-        def gone(info: WorkerInfo) -> None:
-            for fleet in fleets:
-                fleet.remove(info.name, info.life)
-
-        return Child(role, environ, ready, gone, self._within[name])
+        return Child(role, environ, _Fleets(fleets), self._within[name])
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -178,8 +182,12 @@ class ModelWorkers:
 
     # --- figures ----------------------------------------------------------------------------------
 
+    def _status_url(self, name: str) -> str:
+        known = (fleet.known.get(name) for fleet in self._fleets.values())
+        return next(info.status_url for info in known if info is not None)
+
     async def figures(self, name: str) -> dict[str, float]:
-        async with self._client.get(f"{self._infos[name].status_url}/metrics") as answer:
+        async with self._client.get(f"{self._status_url(name)}/metrics") as answer:
             text = await answer.text()
         lines = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
         return {metric: float(number) for metric, _, number in lines}

@@ -1,10 +1,10 @@
 """All inputs that a decode rank takes, and the effects that follow. Pure.
 
 `DecodeControl.on` takes one input and the time, and returns effects (`effects.py`). It holds the
-links to prefill workers (`links.py`), the rooms (`rooms.py`), each a `ReceiverMachine`, and what is
-compared with checksums (`looks.py`); a room that will not be opened is one without pages. It knows
-what machines cannot: the incarnation that a room was promised to. Frames of another incarnation do
-not count, since a restarted worker knows nothing of earlier writes.
+links to prefill workers (`links.py`) and the rooms (`rooms.py`), each a `ReceiverMachine`; a room
+that will not be opened is one without pages. It knows what machines cannot: the incarnation that a
+room was promised to. Frames of another incarnation do not count, since a restarted worker knows
+nothing of earlier writes.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Any, ClassVar, assert_never
 from prefixkv.config import ControlConfig
 from prefixkv.control import handshake
 from prefixkv.control.decode.links import Link, Links
-from prefixkv.control.decode.looks import PageLooks
-from prefixkv.control.decode.rooms import ReceiverRooms, Room, lost_peers
+from prefixkv.control.decode.rooms import Landings, ReceiverRooms, Room, lost_peers
 from prefixkv.control.effects import (
     RELAYS,
     AgentDestroyed,
@@ -27,14 +26,13 @@ from prefixkv.control.effects import (
     FrameReceived,
     LeadersChanged,
     Left,
-    PagesLookedAt,
     Reached,
     Tick,
     Unreached,
 )
 from prefixkv.control.effects import DecodeEffect as DecodeEffect
 from prefixkv.control.effects import DecodeInput as DecodeInput
-from prefixkv.control.inbox import ControlInbox, Takes
+from prefixkv.control.inbox import ControlInbox
 from prefixkv.control.lives import FENCED, FENCED_DEAD, LEFT, IncarnationHistory, LostPeers
 from prefixkv.errors import (
     AbortedError,
@@ -95,6 +93,8 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
     began, on the clock of `on`; None on ranks other than 0, and where it is not to be said.
     """
 
+    landings: ClassVar[type[Landings]] = Landings  # `assembly.py` may put another here
+
     def __init__(
         self,
         me: PeerId,
@@ -109,7 +109,7 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
         self._page_size = hello.topology.page_size
         self._links = Links(hello, self, born_s)
         self._rooms = ReceiverRooms(self, self._links, self.relay)
-        self._looks = PageLooks(self._rooms, self._page_size, self.say)
+        self._landings = self.landings(self._rooms, self, self._page_size)
         self._lives = IncarnationHistory(self.news)
         # By address that the scheduler asked about: was PrefillReady the last answer?
         self._asked_workers: dict[str, bool] = {}
@@ -168,9 +168,8 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
         """Report once whether a worker that the scheduler asks about answers."""
         address = command.address
         link = self._links.open(address, now_s)
-        self._asked_workers[address] = (
-            False  # so that the present state is reported, though it was before
-        )
+        # So that the present state is reported, though it was before.
+        self._asked_workers[address] = False
         self._links.note_change(link)
 
     def _refuse(self, command: RefuseRoom, now_s: float) -> None:
@@ -253,19 +252,13 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
         ):
             self.counters["tags_dropped"] += 1
             return
-        # lease_id < 0: straight into our pages. Else into a lease, from where it is to be
-        # scattered; its checksums are compared behind that.
-        if room.sums:
+        if tag.sums:
             self.counters["checksums"] += len(tag.sums) // SUM_BYTES
-        if tag.lease_id < 0 and tag.rank in room.sums:
-            self._looks.on_landed(room, tag, now_s)
-        elif tag.lease_id < 0:
-            self._rooms.on(room, receiver.ChunkLanded.of(tag), now_s)
+        # Straight into our pages; or into a lease, from where it is to be scattered.
+        if tag.lease_id < 0:
+            self._landings.on_landed(room, tag, now_s)
         elif self.relay is not None:
             self.relay.on_arrival(tag)
-
-    def _looked_at(self, looked: PagesLookedAt, now_s: float) -> None:
-        self._looks.on_looked_at(looked, now_s)
 
     def _scattered(self, done: CopyDone, now_s: float) -> None:
         if self.relay is not None:
@@ -529,8 +522,7 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
             for rank, link in links.items():
                 assert link.peer is not None
                 room.peers[rank] = link.peer
-                if link.sums is not None:
-                    room.sums[rank] = link.sums
+            self._landings.promised(room)
             # The relay knows the room before the promise is out: a lease may be asked for at once.
             if leader.plan is not None and not room.poll.ended:
                 assert self.relay is not None
@@ -588,7 +580,7 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
 
     # --- the method for each input, and for what is said inside -----------------------------------
 
-    INPUTS: ClassVar[Takes] = {
+    INPUTS: ClassVar[dict[type, Any]] = {
         OpenRoom: _open,
         MeetPrefill: _watch_worker,
         RefuseRoom: _refuse,
@@ -601,7 +593,6 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
         Settled: _settled,
         PeerUnreachable: _unreachable,
         CopyDone: _scattered,
-        PagesLookedAt: _looked_at,
         ConnectFailed: _connect_failed,
         Reached: _heard_of,
         Unreached: _heard_of,

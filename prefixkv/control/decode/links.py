@@ -25,7 +25,6 @@ from prefixkv.control.effects import (
 from prefixkv.control.inbox import ControlInbox
 from prefixkv.control.lives import DeathWatch, PeerClock
 from prefixkv.errors import FormerLifeError, PeerLostError
-from prefixkv.memory.page_sums import SumPlan
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.messages import (
     AnyBody,
@@ -38,6 +37,7 @@ from prefixkv.protocol.messages import (
     HelloWanted,
 )
 from prefixkv.protocol.timers import Backoff
+from prefixkv.transport.base import CHECKS
 
 _MOST_ANSWERED: Final = 256
 """Addresses of which it is remembered what answered there last, for the message of a later loss."""
@@ -52,7 +52,7 @@ class Link:
     of this leader is promised to; `leaders` are the addresses of the links that have this one among
     theirs. `nonce` is that of the last HelloWanted. `is_local`: the address is on this machine.
     `plan` says how the ranks of this leader stage what they write to us, once `planned`.
-    `sums` says what is summed of what this rank writes to us, None where nothing is.
+    `checks` says how what this rank writes to us is compared, None where it is not.
     `waiting`: the rooms of this leader that are to be promised, in the order of admission.
     """
 
@@ -68,7 +68,7 @@ class Link:
     rank_addresses: dict[int, str] = field(default_factory=dict)
     plan: Any = None  # the relay's
     planned: bool = False
-    sums: SumPlan | None = None
+    checks: Any = None  # of `CHECKS`
     leaders: set[str] = field(default_factory=set)
     nonce: int = 0
     is_local: bool = False
@@ -257,7 +257,7 @@ class Links(dict[str, Link]):
         ConfigError, with the link unchanged, if the two cannot work together."""
         # Both checks before anything is changed.
         handshake.check_reply(self._hello, reply)
-        link.sums = handshake.sum_plan(self._hello, reply)
+        link.checks = CHECKS[0].plan(self._hello, reply) if reply.checksum else None
         is_leader = reply.rank == 0
         link.rank_addresses = (
             handshake.addresses_told(self._hello, link.address, reply) if is_leader else {}

@@ -23,8 +23,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from prefixkv.config import ControlConfig
 from prefixkv.control.decode.links import Link, Links
@@ -32,7 +30,6 @@ from prefixkv.control.effects import Left, Settle
 from prefixkv.control.inbox import ControlInbox
 from prefixkv.control.lives import LostPeers, PeerChanges
 from prefixkv.errors import TransferError
-from prefixkv.memory.page_sums import SumPlan
 from prefixkv.protocol import messages
 from prefixkv.protocol import receiver_machine as receiver
 from prefixkv.protocol.events import RoomOverdue
@@ -65,11 +62,6 @@ class Room(ReceiverMachine):
         self.link = link
         self.links: dict[int, Link] = {}
         self.peers: dict[int, PeerId] = {}
-        self.sums: dict[int, SumPlan] = {}  # by rank, of those whose pages have checksums
-        # Of these: notifications, by rank, chunk and part; and which pages have had a checksum, by
-        # rank and group.
-        self.parts: dict[tuple[int, int], dict[int, ChunkTag]] = {}
-        self.summed: dict[tuple[int, int], npt.NDArray[np.bool_]] = {}
         self.settling: set[Token] = set()  # what drains ranks of it once the transport has read
 
     def ranks_of(self, peer: PeerId, address: str | None = None) -> list[int]:
@@ -122,12 +114,7 @@ class ReceiverRooms(dict[RoomKey, Room]):
     `timers` wake rooms by key; links share them. `relay`: None where all goes straight into pages.
     """
 
-    def __init__(
-        self,
-        inbox: ControlInbox[Any, Any],
-        links: Links,
-        relay: Any,
-    ) -> None:
+    def __init__(self, inbox: ControlInbox[Any, Any], links: Links, relay: Any) -> None:
         self.num_expected = 0  # rooms with pages that a peer may be writing now
         self._timing = inbox.timing
         self._timers = inbox.timers
@@ -230,3 +217,18 @@ class ReceiverRooms(dict[RoomKey, Room]):
         if room in room.link.waiting:
             room.link.waiting.remove(room)
         self._timers.forget(room.key)
+
+
+class Landings:
+    """How a chunk lands whose notification has come: it counts at once. Owned by a
+    `DecodeControl`. A part that compares its pages before overrides this."""
+
+    def __init__(self, rooms: ReceiverRooms, inbox: ControlInbox[Any, Any], page_size: int) -> None:
+        self._rooms, self._say, self._page_size = rooms, inbox.say, page_size
+
+    def promised(self, room: Room) -> None:
+        """The pages of a room are promised next, over its links."""
+
+    def on_landed(self, room: Room, tag: ChunkTag, now_s: float) -> None:
+        """Take the notification of a part that went straight into our pages."""
+        self._rooms.on(room, receiver.ChunkLanded.of(tag), now_s)

@@ -4,40 +4,37 @@ both servers. All of it comes from a client or a router, so all of it is checked
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from msgspec import Meta, Struct, ValidationError, convert
 
 from prefixkv import Hints, prompt_digest
 from prefixkv.engines.envelope import hints_of
 from prefixkv.errors import RequestError
-from prefixkv.spi import shortened, whole_number
+from prefixkv.spi import shortened
 
-MAX_NAME_CHARS = 256
-MAX_NONCE_CHARS = 64
+_Room = Annotated[int, Meta(ge=0)]
+_Name = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
-@dataclass(frozen=True, slots=True)
-class LoadAsk:
+class LoadAsk(Struct, frozen=True):
     """On decode: load from the prefill server at `prefill`. `nonce` is the secret of a room that
-    prefill has drawn; "" where a router drew the room."""
+    prefill has drawn; null or "" where a router drew the room."""
 
-    room: int
-    prefill: str
-    nonce: str = ""
+    room: _Room
+    prefill: _Name
+    nonce: Annotated[str, Meta(max_length=64)] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RoomSendAsk:
+class RoomSendAsk(Struct, frozen=True):
     """On prefill: send to the decode server named `decode`."""
 
-    room: int
-    decode: str
+    room: _Room
+    decode: _Name
 
 
-@dataclass(frozen=True, slots=True)
-class DrawAsk:
+class DrawAsk(Struct, frozen=True):
     """On prefill: draw a room, and send to the decode server that opens it."""
 
 
@@ -66,32 +63,17 @@ def ask_of(params: Any, is_producer: bool, is_consumer: bool) -> Ask | None:
     # 2. Contradictions, and roles that this server does not have.
     if loads and sends:
         raise RequestError("kv_transfer_params has do_remote_prefill and do_remote_decode")
-    flag, key = ("do_remote_prefill", "prefill") if loads else ("do_remote_decode", "decode")
     if not (is_consumer if loads else is_producer):
-        role = "kv_consumer" if loads else "kv_producer"
-        raise RequestError(f"kv_transfer_params has {flag}; this server is no {role}")
+        flag, role = ("prefill", "kv_consumer") if loads else ("decode", "kv_producer")
+        raise RequestError(f"kv_transfer_params has do_remote_{flag}; this server is no {role}")
     # 3. Prefill draws the room. Only if both are missing: half of a router's answer is an error.
     if sends and params.get("room") is None and params.get("decode") is None:
         return DrawAsk()  # routers of NixlConnector's kind add fields that are null
     # 4. A router has drawn the room: it must name the other server too.
-    if params.get("room") is None:
-        raise RequestError("kv_transfer_params has no room")
-    room = whole_number("room", params["room"], 0, 2**64)
-    where = _text(params, key, 1, MAX_NAME_CHARS)
-    if not loads:
-        return RoomSendAsk(room, where)
-    nonce = "" if params.get("nonce") is None else _text(params, "nonce", 0, MAX_NONCE_CHARS)
-    return LoadAsk(room, where, nonce)
-
-
-def _text(params: Mapping[str, Any], key: str, least: int, most: int) -> str:
-    text = params.get(key)
-    if not isinstance(text, str) or not least <= len(text) <= most:
-        raise RequestError(
-            f"{key} in kv_transfer_params is {repr(text)[:200]}, a string of {least} to {most} "
-            "characters is needed"
-        )
-    return text
+    try:
+        return convert(params, LoadAsk) if loads else convert(params, RoomSendAsk)
+    except ValidationError as error:
+        raise RequestError(f"kv_transfer_params: {error}") from None
 
 
 def hints_of_request(request: Any) -> Hints:
@@ -131,7 +113,7 @@ def computes_all(request: Any) -> bool:
     return bool(request.skip_reading_prefix_cache)
 
 
-def digest_of(request: Any, nonce: str = "") -> bytes:
+def digest_of(request: Any, nonce: str | None = None) -> bytes:
     """Return the digest of a prompt, in which both servers have to agree. Raises RequestError for a
     prompt of embeddings, or one that is still growing.
 

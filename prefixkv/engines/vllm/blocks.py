@@ -1,13 +1,20 @@
 """References that keep blocks from reuse while a peer may still write or read them (`Holds`), and
 the blocks that are being loaded, by vLLM's hash, so that a request that lacks one of them waits for
-it instead of loading it a second time (`Flights`)."""
+it instead of loading it a second time (`Flights`). `Ledger`: what the parts of the scheduler's side
+share."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+import time
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from prefixkv.engines.vllm.groups import BlockGroups
+from prefixkv.engines.vllm.orders import StepOrders
+from prefixkv.engines.vllm.stats import Counters
 from prefixkv.errors import check_laws
+from prefixkv.spi import secret_number
 
 
 class BlockPool(Protocol):
@@ -99,3 +106,21 @@ class Flights:
     def check_invariants(self) -> None:
         carried = {block: rid for rid, blocks in self._blocks.items() for block in blocks}
         check_laws({"each block has one carrier": carried == self._carrier}, self._carrier)
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Blocks that are held, counts, and the orders of the next step. Used in the engine's loop.
+
+    Args:
+        num_ranks: number of workers, each of which has a share of every block.
+        draw: returns a new random ticket.
+    """
+
+    groups: BlockGroups
+    num_ranks: int = 1
+    draw: Callable[[], int] = secret_number
+    now_s: Callable[[], float] = time.time
+    holds: Holds = field(default_factory=Holds)
+    counters: Counters = field(default_factory=Counters)
+    orders: StepOrders = field(default_factory=StepOrders)

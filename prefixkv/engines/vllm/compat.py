@@ -27,22 +27,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tp_group
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.utils.network_utils import get_ip
-from vllm.v1.core.kv_cache_utils import (
-    FreeKVCacheBlockQueue,
-    get_block_hash,
-    maybe_convert_block_hash,
-)
+from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequestType
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.request import RequestStatus
 
 from prefixkv.engines.vllm.groups import BlockGroups
 from prefixkv.engines.vllm.host_events import HostEvent
-from prefixkv.engines.vllm.shadow import GovernedQueue
-from prefixkv.engines.vllm.versions import check_takes, installed_version
+from prefixkv.engines.vllm.versions import installed_version
 
-check_takes(GovernedQueue.popleft_n, FreeKVCacheBlockQueue.popleft_n, "popleft_n")
+WAKEUP = (EngineCoreRequestType.WAKEUP, None)  # an input of which the engine does nothing
 
 
 def unwatched() -> AbstractContextManager[None]:

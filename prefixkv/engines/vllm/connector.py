@@ -19,10 +19,10 @@ from prefixkv.engines.vllm.metrics import PrefixKVMetrics, PrefixKVStats
 from prefixkv.engines.vllm.options import OPTION_NAMES, ConnectorOptions, ServerSetup
 from prefixkv.engines.vllm.orders import NO_ORDERS, StepOrders, WorkerReport
 from prefixkv.engines.vllm.scheduler import SchedulerSide
-from prefixkv.engines.vllm.shadow import GovernedQueue, Shadow
+from prefixkv.engines.vllm.shadow import Shadow, govern
 from prefixkv.engines.vllm.stats import share_log
 from prefixkv.engines.vllm.versions import check_overrides
-from prefixkv.engines.vllm.wakeup import EngineWait, WakeupListener
+from prefixkv.engines.vllm.wakeup import WakeupListener
 from prefixkv.engines.vllm.worker import WorkerSide
 from prefixkv.errors import ConfigError
 from prefixkv.spi import check_environ
@@ -69,14 +69,13 @@ class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._kv_caches: dict[str, torch.Tensor] = {}
-        self._wakeups: WakeupListener | None = None
-        self.rest = EngineWait()
+        self.wakeups: WakeupListener | None = None
         if role is compat.KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(options, self._setup, self._groups)
             self._scheduler.sends.proves = bool(compat.envs.VLLM_COMPUTE_NANS_IN_LOGITS)
             hooks.install(compat.Scheduler, compat.EngineCore, compat.EngineCoreProc)
-            self._wakeups = WakeupListener(self.rest.ring)
-            self._scheduler.rest.address = self._wakeups.address
+            self.wakeups = WakeupListener(compat.WAKEUP)
+            self._scheduler.rest.address = self.wakeups.address
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
@@ -109,12 +108,11 @@ class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         shadow: Shadow | None = None
-        # The queue is replaced before any block is cached, so the shadow misses none.
         if self._options.policy and not gpu_block_pool.enable_caching:
             _log.warning("the policy is not used: vLLM's prefix cache is off")
         elif self._options.policy:
             shadow = Shadow(self._groups.block_size, self._options.policy, time.monotonic)
-            GovernedQueue.install(gpu_block_pool, shadow, self.scheduler.counters)
+            govern(gpu_block_pool, shadow, self.scheduler.counters)
         self.scheduler.bind(gpu_block_pool, shadow)
 
     def on_new_request(self, request: Any) -> None:
@@ -216,7 +214,7 @@ class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         calls after the forward where nothing is loaded in this step."""
         super().bind_connector_metadata(connector_metadata)
         orders = connector_metadata
-        has_copies = bool(orders.copies or orders.before) or self.worker.has_work_after(NO_ORDERS)
+        has_copies = bool(orders.copies or orders.late) or self.worker.has_work_after(NO_ORDERS)
         self.worker.before_forward(orders, event_on(self._kv_caches) if has_copies else None)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
@@ -268,7 +266,7 @@ class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         return PrefixKVMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        for part in (self._wakeups, self._worker):
+        for part in (self.wakeups, self._worker):
             if part is not None:
                 part.close()
 

@@ -20,54 +20,58 @@ from prefixkv.engines.vllm.compat import (
     unwatched,
 )
 from prefixkv.engines.vllm.scheduler import SchedulerSide
+from prefixkv.engines.vllm.wakeup import rest
 
 
 def install(scheduler: Any, core: Any, process: Any) -> None:
     """Wrap the methods, once a process."""
-    if not hasattr(scheduler.update_from_output, "prefixkv"):
-        scheduler.update_from_output = _wrap_update_from_output(scheduler.update_from_output)
-        core.set_weight_version = _wrap_set_weight_version(core.set_weight_version)
-        process._process_engine_step = _wrap_process_engine_step(process._process_engine_step)
+    for owner, around in (
+        (scheduler, update_from_output), (core, set_weight_version), (process, _process_engine_step)
+    ):  # fmt: skip
+        name = around.__name__
+        if not hasattr(getattr(owner, name), "prefixkv"):
+            setattr(owner, name, wrapped(getattr(owner, name), around))
 
 
-def _wrap_update_from_output(original: Any) -> Any:
+def wrapped(original: Any, around: Any) -> Any:
+    """Return a method that calls `around(side, original, self, ...)`, where there is a side."""
+
     @functools.wraps(original)
-    def update_from_output(
-        self: Any, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        side = _side(self)
-        if side is None:
-            return original(self, scheduler_output, model_runner_output, *args, **kwargs)
-        # Before vLLM's own work: a step ends when its result comes, and a token that was drawn from
-        # NaN is never an answer's.
-        side.compute.step_ended()
-        counts = model_runner_output.num_nans_in_logits or {}
-        errors, ended_hashes = side.take_logits(scheduler_output, counts)
-        failed: list[Any] = []
-        if errors:
-            failed, blocks = _fail_requests(self, errors, ended_hashes)
-            side.spoilt(blocks)
-        # After it: the report that decode has refused a request was taken in there.
-        outputs = original(self, scheduler_output, model_runner_output, *args, **kwargs)
-        for request in failed:
-            _answer(request, {"prefixkv": {"error": errors[request.request_id]}}, outputs)
-        # Only now is it known that this scheduler passes here: from the first call on
-        # `ScheduledSends` keeps such requests waiting until they are ended, instead of computing
-        # them.
-        side.sends.can_end = True
-        for rid, params in side.take_ended().items():
-            _end_request(self, rid, params, outputs)
-        side.clear_spoilt()
-        return outputs
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        connector = getattr(getattr(self, "scheduler", self), "connector", None)
+        if not getattr(connector, "is_prefixkv", False):
+            return original(self, *args, **kwargs)
+        return around(connector.scheduler, original, self, *args, **kwargs)  # type: ignore[union-attr]
 
-    update_from_output.prefixkv = True  # type: ignore[attr-defined]
-    return update_from_output
+    method.prefixkv = True  # type: ignore[attr-defined]
+    return method
 
 
-def _end_request(scheduler: Any, rid: str, params: dict[str, Any], outputs: Any) -> None:
-    """End a request as if its client had left, and answer it."""
-    for request in scheduler.finish_requests([rid], RequestStatus.FINISHED_ABORTED):
-        _answer(request, params, outputs)
+def update_from_output(
+    side: SchedulerSide, original: Any, scheduler: Any, step: Any, result: Any, *args: Any,
+    **kwargs: Any,
+) -> Any:  # fmt: skip
+    # Before vLLM's own work: a step ends when its result comes, and a token that was drawn from
+    # NaN is never an answer's.
+    side.compute.step_ended()
+    errors, ended_hashes = side.take_logits(step, result.num_nans_in_logits or {})
+    failed: list[Any] = []
+    if errors:
+        failed, blocks = _fail_requests(scheduler, errors, ended_hashes)
+        side.spoilt(blocks)
+    # After it: the report that decode has refused a request was taken in there.
+    outputs = original(scheduler, step, result, *args, **kwargs)
+    for request in failed:
+        _answer(request, {"prefixkv": {"error": errors[request.request_id]}}, outputs)
+    # Only now is it known that this scheduler passes here: from the first call on `ScheduledSends`
+    # keeps such requests waiting until they are ended, instead of computing them.
+    side.sends.can_end = True
+    for rid, params in side.take_ended().items():
+        # As if its client had left.
+        for request in scheduler.finish_requests([rid], RequestStatus.FINISHED_ABORTED):
+            _answer(request, params, outputs)
+    side.clear_spoilt()
+    return outputs
 
 
 def _answer(request: Any, params: dict[str, Any], outputs: Any) -> None:
@@ -107,31 +111,22 @@ def _fail_requests(
     return scheduler.finish_requests(rids, RequestStatus.FINISHED_ERROR), blocks
 
 
-def _wrap_set_weight_version(original: Any) -> Any:
-    @functools.wraps(original)
-    def set_weight_version(self: Any, weight_version: str, *args: Any, **kwargs: Any) -> Any:
-        side = _side(self.scheduler)
-        if side is not None:
-            side.move_weights(weight_version)  # first, since it raises for what is no version
-        return original(self, weight_version, *args, **kwargs)
-
-    return set_weight_version
+def set_weight_version(
+    side: SchedulerSide, original: Any, core: Any, weight_version: str, *args: Any, **kwargs: Any
+) -> Any:
+    side.move_weights(weight_version)  # first, since it raises for what is no version
+    return original(core, weight_version, *args, **kwargs)
 
 
-def _wrap_process_engine_step(original: Any) -> Any:
-    @functools.wraps(original)
-    def _process_engine_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        executed = original(self, *args, **kwargs)
-        # After the step, so that its orders and reports are out before the engine sleeps.
-        side = None if executed else _side(self.scheduler)
-        if side is not None and _may_rest(self):
-            timeout_s = side.rest_s()
-            if timeout_s > 0.0:
-                with unwatched():
-                    self.scheduler.connector.rest.wait(self.input_queue, timeout_s)
-        return executed
-
-    return _process_engine_step
+def _process_engine_step(side: SchedulerSide, original: Any, engine: Any) -> Any:
+    # Before the step, so that no ring is lost that comes behind it.
+    engine.scheduler.connector.wakeups.inputs = engine.input_queue
+    executed = original(engine)
+    # After it, so that its orders and reports are out before the engine sleeps.
+    if not executed and _may_rest(engine) and (timeout_s := side.rest_s()):
+        with unwatched():
+            rest(engine.input_queue, timeout_s)
+    return executed
 
 
 def _may_rest(engine: Any) -> bool:
@@ -147,11 +142,3 @@ def _may_rest(engine: Any) -> bool:
         and scheduler.ec_connector is None
         and all(request.status != compiling for request in scheduler.requests.values())
     )
-
-
-def _side(scheduler: Any) -> SchedulerSide | None:
-    connector = getattr(scheduler, "connector", None)
-    if not getattr(connector, "is_prefixkv", False):
-        return None
-    side: SchedulerSide = connector.scheduler  # type: ignore[union-attr]
-    return side

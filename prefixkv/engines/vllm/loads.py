@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prefixkv.engines.vllm.asks import LoadAsk, computes_all, digest_of
+from prefixkv.engines.vllm.blocks import Ledger
 from prefixkv.engines.vllm.groups import Tables
-from prefixkv.engines.vllm.ledger import Ledger
 from prefixkv.engines.vllm.orders import Open, Refuse, WorkerReport
 from prefixkv.errors import CallerError, RequestError, check_laws
 from prefixkv.spi import pages_for
@@ -53,12 +53,11 @@ class ScheduledLoads:
     wanted: dict[str, tuple[LoadAsk, bytes]] = field(default_factory=dict)
     pending: dict[str, _PendingLoad] = field(default_factory=dict)
     followers: set[str] = field(default_factory=set)  # other choices of a prompt that is loaded
-    rooms: dict[int, bytes] = field(default_factory=dict)  # of both: the digest of the prompt
 
     def begin(self, request: Any, ask: LoadAsk) -> None:
         """Register a load, or a follower of one. Raises CallerError for a prompt that cannot be
         loaded; prefill is then refused, unless the room belongs to another request."""
-        rid, known = request.request_id, self.rooms.get(ask.room)
+        rid, known = request.request_id, self._rooms.get(ask.room)
         try:
             if rid in self.pending:
                 raise RequestError(f"a request of the id {rid!r} is still being transferred")
@@ -66,7 +65,7 @@ class ScheduledLoads:
         except CallerError as error:
             # A room that another request has opened here must not be refused on behalf of this one.
             if known is None:
-                self._order_refusal(ask, str(error))
+                self.refuse(ask, str(error))
             raise
         # Cases of a well-formed ask:
         # 1. The room is known, with this prompt: `n` choices of one request arrive as `n` requests
@@ -79,9 +78,8 @@ class ScheduledLoads:
         elif known is not None:
             raise RequestError(f"room {ask.room} is in use by another request")
         elif computes_all(request) or not self.ledger.groups.num_sent(request.num_prompt_tokens):
-            self._order_refusal(ask, "decode computes it itself")
+            self.refuse(ask, "decode computes it itself")
         else:
-            self.rooms[ask.room] = digest
             self.wanted[rid] = ask, digest
 
     def open(
@@ -103,11 +101,13 @@ class ScheduledLoads:
         self.pending[rid] = _PendingLoad(opening, num_blocks, ledger.num_ranks, ledger.now_s())
         ledger.orders.opens.append(opening)
 
-    def refuse(self, ask: LoadAsk, reason: str) -> None:
-        del self.rooms[ask.room]
-        self._order_refusal(ask, reason)
+    @property
+    def _rooms(self) -> dict[int, bytes]:
+        """The digest of the prompt of each room that is known."""
+        wanted = {ask.room: digest for ask, digest in self.wanted.values()}
+        return wanted | {load.room: load.opening.digest for load in self.pending.values()}
 
-    def _order_refusal(self, ask: LoadAsk, reason: str) -> None:
+    def refuse(self, ask: LoadAsk, reason: str) -> None:
         ledger = self.ledger
         ledger.orders.refusals.append(Refuse(ask.room, ask.prefill, reason, ledger.draw()))
         ledger.counters.add("loads_refused")
@@ -172,7 +172,6 @@ class ScheduledLoads:
         # outcome yet, and `received` would not find the load.
         if load is not None and load.over and load.unsettled <= 0:
             self.ledger.holds.release(rid)
-            del self.rooms[load.room]
             del self.pending[rid]
 
     def waiting_since(self) -> list[float]:
@@ -180,12 +179,11 @@ class ScheduledLoads:
 
     def check_invariants(self) -> None:
         loads = self.pending.values()
-        rooms = [load.room for load in loads] + [ask.room for ask, _ in self.wanted.values()]
         laws = {
-            "a room is one request's": sorted(rooms) == sorted(self.rooms),
+            "a room is one request's": len(self._rooms) == len(self.wanted) + len(loads),
             "a load that is over is unsettled": all(
                 load.unsettled > 0 for load in loads if load.over
             ),
             "loads leave blocks to compute with": self.could_fit(self._num_blocks),
         }
-        check_laws(laws, self.rooms, self.pending)
+        check_laws(laws, self.wanted, self.pending)

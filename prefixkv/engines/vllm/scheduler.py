@@ -19,11 +19,10 @@ from prefixkv.engines.vllm.asks import (
     leave_out_last_token,
     namespace_of,
 )
-from prefixkv.engines.vllm.blocks import BlockPool, Flights
+from prefixkv.engines.vllm.blocks import BlockPool, Flights, Ledger
 from prefixkv.engines.vllm.compute import OwnCompute
 from prefixkv.engines.vllm.groups import BlockGroups, Tables
 from prefixkv.engines.vllm.host import HostBlocks
-from prefixkv.engines.vllm.ledger import Ledger
 from prefixkv.engines.vllm.loads import ScheduledLoads
 from prefixkv.engines.vllm.options import ConnectorOptions, ServerSetup
 from prefixkv.engines.vllm.orders import StepOrders, WorkerReport
@@ -278,7 +277,10 @@ class SchedulerSide:
         self.counters.add("flights_joined", asked.has_joined)
         hosted = asked.hosted if num_external else 0
         if hosted:
-            self._load_from_host(request, pages, asked.hit, asked.hit + hosted)
+            start, end = asked.hit // self._block_size, (asked.hit + hosted) // self._block_size
+            hashes = self.ledger.groups.hashes(request, asked.hit, asked.hit + hosted)
+            self.host.load(rid, start, end, pages[start:end], hashes)
+            self.flights.begin(rid, hashes)
         num_sent = num_external - hosted
         is_computed = wanted is not None and not num_sent
         computed = num_tokens - asked.hit - hosted if is_computed else 0
@@ -306,12 +308,6 @@ class SchedulerSide:
             self._answers[rid]["host_tokens"] = hosted
         return hosted
 
-    def _load_from_host(self, request: Any, pages: Sequence[int], start: int, end: int) -> None:
-        rid, hashes = request.request_id, self.ledger.groups.hashes(request, start, end)
-        first, last = start // self._block_size, end // self._block_size
-        self.host.load(rid, first, last, pages[first:last], hashes)
-        self.flights.begin(rid, hashes)
-
     def finished(self, request: Any, pages: Sequence[int]) -> dict[str, Any] | None:
         """End a request, which still has the blocks `pages`. Returns its `kv_transfer_params`.
         Called for every end: finished, aborted, or failed."""
@@ -330,7 +326,11 @@ class SchedulerSide:
         # Its flights land at once, so that requests that joined them stop waiting.
         has_flights = rid in self.host.loading
         if self._options.host_memory:
-            self._leave_to_host(request, pages, continues)
+            size = self._block_size
+            blocks = self._cached(request, pages)[: self._proved_len(request) // size]
+            hashes = self.ledger.groups.hashes(request, 0, len(blocks) * size)
+            blocks, num_tokens = blocks[: len(hashes)], len(hashes) * size
+            self.host.finished(request, hashes, blocks, num_tokens, continues)
         if self.loads.finished(rid) or has_flights:
             self.flights.land(rid)
         # An offer's room; and an error, or a load's figures.
@@ -343,12 +343,6 @@ class SchedulerSide:
         except RequestError as error:
             self._record_error(request.request_id, str(error))
             return None
-
-    def _leave_to_host(self, request: Any, pages: Sequence[int], continues: Continues) -> None:
-        size = self._block_size
-        blocks = self._cached(request, pages)[: self._proved_len(request) // size]
-        hashes = self.ledger.groups.hashes(request, 0, len(blocks) * size)
-        self.host.finished(request, hashes, blocks[: len(hashes)], len(hashes) * size, continues)
 
     def take_ended(self) -> dict[str, dict[str, Any]]:
         """Return the requests that decode does not want, with the `kv_transfer_params` of their
@@ -510,7 +504,7 @@ class SchedulerSide:
         return (
             orders.weights_version is not None  # the workers learn it in a step
             or any(self.rest.has_wakeups or not send.is_offer for send in sends)
-            or bool(orders.before or orders.cleared)
+            or bool(orders.late or orders.cleared)
             or self.loads.any_expected
             or self.host.num_copies > 0
         )
@@ -530,17 +524,14 @@ class SchedulerSide:
         nothing changed, for a string that is no version."""
         check_version(weights_version)  # first, since it raises: nothing is flushed then
         self.flush()
-        # Rooms that were ordered before belong to the former version, later ones to the new. The
-        # flush's aborts go into `before` with the rooms that they end.
-        self.ledger.orders = StepOrders(weights_version=weights_version, before=self.ledger.orders)
+        self.ledger.orders.weights_version = weights_version
 
     def rest_s(self) -> float:
         """Return the seconds that the engine may rest unless something comes; 0: it has to step."""
-        if self.ledger.orders or not self.rest.may_rest:
-            return 0.0
         # The end of an offer's grace is the one event that no worker rings for: wake up for it.
         next_s = self.sends.next_grace_s
-        return self.rest.limited(None if next_s is None else next_s - self.ledger.now_s())
+        left_s = None if next_s is None else next_s - self.ledger.now_s()
+        return 0.0 if self.ledger.orders else self.rest.seconds(left_s)
 
     # --- counts -----------------------------------------------------------------------------------
 

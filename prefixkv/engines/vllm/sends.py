@@ -19,11 +19,12 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from prefixkv.engines.vllm.asks import RoomSendAsk, computes_all, digest_of, ends_in_media
+from prefixkv.engines.vllm.blocks import Ledger
 from prefixkv.engines.vllm.groups import Tables
-from prefixkv.engines.vllm.ledger import Ledger
-from prefixkv.engines.vllm.orders import Add, Chunk, Decline, OfferOrder, StepOrders
+from prefixkv.engines.vllm.orders import Add, Chunk, OfferOrder, Refuse
 from prefixkv.errors import CallerError, RequestError, check_laws
 from prefixkv.spi import pages_for
+from prefixkv.transfer import RoomKey
 
 _log = logging.getLogger("vllm.prefixkv")
 
@@ -31,34 +32,21 @@ ROOM_BITS: Final = 53
 """Bits of a room's number that is drawn here: routers carry it as a number of JSON, which many
 parsers read as a double."""
 
-Room = tuple[str, int]
-"""Key of a room: the decode server's name ("": any that opens it) and the room's number."""
 
+@dataclass(slots=True, eq=False)
+class _ScheduledSend:
+    """A promised send or an offer, from its beginning until every rank has freed its pages. An
+    offer begins when its prompt is computed: what is drawn before has no room, and holds nothing.
+    """
 
-@dataclass(slots=True)
-class _Offer:
-    """A room that is drawn here. Until its prompt is computed it is not open, and holds nothing."""
-
+    key: RoomKey  # of an offer without a decode server's name
     num_tokens: int
     digest: bytes
-    params: dict[str, Any]  # its answer's `kv_transfer_params`
-    parent: str  # the request that it is a choice of, or itself
-
-    @property
-    def room(self) -> Room:
-        return "", int(self.params["room"])
-
-
-@dataclass(slots=True)
-class _ScheduledSend:
-    """A promised send or an offer, from its beginning until every rank has freed its pages."""
-
-    room: Room
-    num_tokens: int
-    unpromised: int  # ranks that have not received decode's promise
     unfreed: int  # ranks in which a write may still read its pages
-    since_s: float  # when the request came; of an offer, when its prompt was computed
-    offer: _Offer | None = None
+    unpromised: int = 0  # ranks that have not received decode's promise
+    since_s: float = 0.0  # when the request came; of an offer, when its prompt was computed
+    params: dict[str, Any] = field(default_factory=dict)  # of an offer: its `kv_transfer_params`
+    parent: str = ""  # of an offer: the request that it is a choice of, or itself
     request: Any = None  # vLLM's, until it ends; only of a promised send
     started: bool = False  # vLLM has given it blocks
     left: bool = False  # its request has ended
@@ -69,7 +57,7 @@ class _ScheduledSend:
 
     @property
     def is_offer(self) -> bool:
-        return self.offer is not None
+        return bool(self.params)
 
     @property
     def is_promised(self) -> bool:
@@ -111,12 +99,10 @@ class ScheduledSends:
     # By request id. An entry outlives its request: only `freed` by all ranks removes it. Offers
     # are in the order in which they were computed, which `make_room` uses.
     sends: dict[str, _ScheduledSend] = field(default_factory=dict)
-    # The prompt's digest of each room in `sends`; a room is one send's.
-    rooms: dict[Room, bytes] = field(default_factory=dict)
     # Requests that are not to be computed, and why; until their requests end.
     ending: dict[str, str] = field(default_factory=dict)
     # These two end with their requests: they hold no blocks.
-    _drawn: dict[str, _Offer] = field(default_factory=dict)
+    _drawn: dict[str, _ScheduledSend] = field(default_factory=dict)
     _choices: dict[str, str] = field(default_factory=dict)  # other choices: the send's request
     # What completes a prompt, by the step that computes it, until that step's logits are known.
     _unproved: list[tuple[Any, Chunk | OfferOrder]] = field(default_factory=list)
@@ -126,34 +112,42 @@ class ScheduledSends:
     def begin(self, request: Any, ask: RoomSendAsk) -> None:
         """Begin a promised send. Raises CallerError for a prompt that is not sent; decode is then
         declined, unless the room belongs to another request."""
-        rid, room, ledger = request.request_id, (ask.decode, ask.room), self.ledger
+        rid, key, ledger = request.request_id, RoomKey(ask.room, 0, ask.decode), self.ledger
         self._check_id(rid)
-        known = self.rooms.get(room)
+        known = self._of(key)
         try:
             digest = digest_of(request)
             if known is None:
                 self._check_end(request)
-                self._check_size(request)
+                num_blocks = ledger.groups.blocks_of(request.num_prompt_tokens)
+                if self.most_blocks is not None and num_blocks > self.most_blocks:
+                    raise RequestError(
+                        f"the prompt has {num_blocks} blocks; this server, which loads prompts "
+                        f"itself, computes at most {self.most_blocks} for another one"
+                    )
                 if computes_all(request):  # it would be computed before decode's promise
                     raise RequestError("a prompt with log-probabilities of its own is not sent")
         except CallerError as error:
             # Decode may hold pages for this room already, so it has to hear of the refusal. A room
             # of another request is left alone: its own send answers for it.
             if known is None:
-                ledger.orders.declines.append(Decline(ask.room, ask.decode, str(error)))
+                ledger.orders.declines.append(Refuse(ask.room, ask.decode, str(error)))
                 self.ending[rid] = str(error)
             raise
-        if known == digest:  # another choice of the same prompt: nothing more is sent for it
-            self._choices[rid] = next(one for one, send in self.sends.items() if send.room == room)
-            return
         if known is not None:
-            raise RequestError(f"room {ask.room} of {ask.decode} is in use by another request")
+            if self.sends[known].digest != digest:
+                raise RequestError(f"room {ask.room} of {ask.decode} is in use by another request")
+            self._choices[rid] = known  # of the same prompt: nothing more is sent for it
+            return
         num_tokens, ranks = ledger.groups.num_sent(request.num_prompt_tokens), ledger.num_ranks
-        self.rooms[room] = digest
         self.sends[rid] = _ScheduledSend(
-            room, num_tokens, ranks, ranks, ledger.now_s(), request=request
+            key, num_tokens, digest, ranks, ranks, ledger.now_s(), request=request
         )
-        ledger.orders.adds.append(Add(rid, ask.room, ask.decode, num_tokens, digest))
+        ledger.orders.adds.append(Add(rid, key, num_tokens, digest))
+
+    def _of(self, key: RoomKey) -> str | None:
+        """Return the request whose send has this room."""
+        return next((rid for rid, send in self.sends.items() if send.key == key), None)
 
     def _check_id(self, rid: str) -> None:
         if rid in self.sends:
@@ -164,14 +158,6 @@ class ScheduledSends:
             raise RequestError("a prompt of one token is computed where it is wanted")
         if self.ledger.groups.has_states and ends_in_media(request):
             raise RequestError("a prompt that ends in an image is computed where it is wanted")
-
-    def _check_size(self, request: Any) -> None:
-        num_blocks = self.ledger.groups.blocks_of(request.num_prompt_tokens)
-        if self.most_blocks is not None and num_blocks > self.most_blocks:
-            raise RequestError(
-                f"the prompt has {num_blocks} blocks; this server, which loads prompts itself, "
-                f"computes at most {self.most_blocks} for another one"
-            )
 
     def draw(self, request: Any) -> None:
         """Draw a room; a decode server that has its nonce may open it. Choices of one request,
@@ -188,26 +174,27 @@ class ScheduledSends:
         parent = rest if number.isdigit() and rest else rid
         # Choices must return equal parameters: the client's router forwards those of any one of
         # them. Withdrawn offers do not count: decode would be refused there.
-        opened = [send.offer for send in self.sends.values() if send.offer and not send.withdrawn]
-        offers = (*self._drawn.values(), *opened)
-        params = next((offer.params for offer in offers if offer.parent == parent), None)
-        if params is None:
-            params = {
-                "do_remote_prefill": True,
-                "do_remote_decode": False,
-                "room": self._new_room(),
-                "nonce": secrets.token_hex(16),
-                "prefill": self.address,
-            }
-        digest = digest_of(request, params["nonce"])
+        offers = (*self._drawn.values(), *self.sends.values())
+        shared = (one.params for one in offers if one.parent == parent and not one.withdrawn)
+        params = next(shared, None)
+        params = params or {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "room": self._new_room(),
+            "nonce": secrets.token_hex(16),
+            "prefill": self.address,
+        }
+        digest, ledger = digest_of(request, params["nonce"]), self.ledger
         self._check_end(request)
-        num_tokens = self.ledger.groups.num_sent(request.num_prompt_tokens)
-        self._drawn[rid] = _Offer(num_tokens, digest, params, parent)
+        self._drawn[rid] = _ScheduledSend(
+            RoomKey(params["room"], 0), ledger.groups.num_sent(request.num_prompt_tokens), digest,
+            ledger.num_ranks, params=params, parent=parent, started=True,
+        )  # fmt: skip
 
     def _new_room(self) -> int:
         while True:
             room = secrets.randbits(ROOM_BITS) or 1
-            if ("", room) not in self.rooms:
+            if self._of(RoomKey(room, 0)) is None:
                 return room
 
     # --- the order law ----------------------------------------------------------------------------
@@ -268,17 +255,17 @@ class ScheduledSends:
         before_s = self.ledger.now_s() - grace_s
         # Offers that are withdrawn already count as well, or each call until the workers report
         # would withdraw more of them.
-        for rid, send in self.sends.items():  # in the order in which they were computed
+        for send in self.sends.values():  # in the order in which they were computed
             if send.is_offer and num_blocks > 0:
                 if not send.withdrawn and send.since_s <= before_s:
-                    self._withdraw(rid, "prefill needs the blocks for another request")
+                    self._withdraw(send, "prefill needs the blocks for another request")
                     self.ledger.counters.add("offers_withdrawn")
                 if send.withdrawn:
                     num_blocks -= send.num_held
 
-    def _withdraw(self, rid: str, reason: str) -> None:
-        self.sends[rid].withdrawn = True
-        self.ledger.orders.withdrawals[rid] = reason
+    def _withdraw(self, send: _ScheduledSend, reason: str) -> None:
+        send.withdrawn = True
+        self.ledger.orders.withdrawals[send.key] = reason
 
     @property
     def next_grace_s(self) -> float | None:
@@ -302,24 +289,22 @@ class ScheduledSends:
         if (offer := self._drawn.get(rid)) is not None:
             # When all of it is computed, not before: a preempted prompt begins again, and meanwhile
             # keeps no block from others. Another choice may have opened the room.
-            if end >= offer.num_tokens and offer.room not in self.rooms:
+            if end >= offer.num_tokens and self._of(offer.key) is None:
                 self._open(rid, self._drawn.pop(rid), tables)
             return
         send = self.sends.get(rid)
         if send is None or rid in self.ending:
             return
         if (chunk := self._take(rid, send, end, tables)) is not None:
-            self.ledger.orders.chunks.append(chunk)
+            self.ledger.orders.computed.append(chunk)
 
-    def _open(self, rid: str, offer: _Offer, tables: Callable[[], Tables]) -> None:
-        ledger, room = self.ledger, offer.room
-        self.rooms[room] = offer.digest
-        send = self.sends[rid] = _ScheduledSend(
-            room, offer.num_tokens, 0, ledger.num_ranks, ledger.now_s(), offer, started=True
-        )
-        chunk = self._take(rid, send, offer.num_tokens, tables)
+    def _open(self, rid: str, offer: _ScheduledSend, tables: Callable[[], Tables]) -> None:
+        ledger = self.ledger
+        offer.since_s = ledger.now_s()
+        self.sends[rid] = offer
+        chunk = self._take(rid, offer, offer.num_tokens, tables)
         assert chunk is not None, "all of it"
-        ledger.orders.offers.append(OfferOrder(chunk, room[1], offer.digest, self.offer_timeout_s))
+        ledger.orders.computed.append(OfferOrder(chunk, offer.digest, self.offer_timeout_s))
         ledger.counters.add("offers")
 
     def _take(
@@ -345,17 +330,16 @@ class ScheduledSends:
         held = [*pages, *(block for one in windows for block in one.blocks)]
         send.num_held += len(held)
         self.ledger.holds.take(rid, held)
-        return Chunk(rid, first, pages, min(end, stop * block_size), send.computed, windows)
+        end = min(end, stop * block_size)
+        return Chunk(rid, send.key, first, pages, end, send.computed, windows)
 
     def hold_back(self, step: Any) -> None:
         """Keep back what completes a prompt in a step, until `take_logits`."""
         if not (self.proves and self.can_end):
             return
         orders = self.ledger.orders
-        self._unproved += [(step, chunk) for chunk in orders.chunks if chunk.last]
-        self._unproved += [(step, offer) for offer in orders.offers]
-        orders.chunks = [chunk for chunk in orders.chunks if not chunk.last]
-        orders.offers = []
+        self._unproved += [(step, one) for one in orders.computed if one.last]
+        orders.computed = [one for one in orders.computed if not one.last]
 
     def take_logits(self, step: Any, failed: Mapping[str, str]) -> None:
         """Send the prompts that a step has completed, and end the sends of the requests that have
@@ -373,15 +357,11 @@ class ScheduledSends:
             elif of_step is not step:
                 self._unproved.append((of_step, order))
             else:
-                orders.before = orders.before or StepOrders()
-                if isinstance(order, OfferOrder):
-                    orders.before.offers.append(order)
-                else:
-                    orders.before.chunks.append(order)
+                orders.late.append(order)
         for rid, reason in failed.items():
             send = self.sends.get(rid)
             if send is not None and (rid in dropped or not send.computed):
-                orders.abort_sends[rid] = reason
+                orders.abort_sends[send.key] = reason
 
     def finished(self, rid: str) -> dict[str, Any] | None:
         """End a request, finished or not. Returns its answer's parameters for a decode server."""
@@ -389,14 +369,14 @@ class ScheduledSends:
         self._choices.pop(rid, None)
         if (drawn := self._drawn.pop(rid, None)) is not None:
             # Another choice offers its prompt, or nothing was computed.
-            return dict(drawn.params) if drawn.room in self.rooms else None
+            return None if self._of(drawn.key) is None else dict(drawn.params)
         if (send := self.sends.get(rid)) is None:
             return None
         # A computed send continues without its request: its blocks are held until `freed`.
         send.left, send.request = True, None
         if not send.computed:
-            self.ledger.orders.abort_sends.setdefault(rid, "prefill's request ended")
-        return dict(send.offer.params) if send.offer is not None and not send.withdrawn else None
+            self.ledger.orders.abort_sends.setdefault(send.key, "prefill's request ended")
+        return dict(send.params) if send.is_offer and not send.withdrawn else None
 
     # --- what workers say -------------------------------------------------------------------------
 
@@ -430,7 +410,7 @@ class ScheduledSends:
 
     def _forget(self, rid: str) -> None:
         self.ledger.holds.release(rid)
-        del self.rooms[self.sends.pop(rid).room]
+        del self.sends[rid]
         self.ledger.counters.add("sends_over")
 
     # --- the whole --------------------------------------------------------------------------------
@@ -440,11 +420,11 @@ class ScheduledSends:
         # An offer that waits for its step's logits is withdrawn, and dropped with them.
         self._unproved = [one for one in self._unproved if isinstance(one[1], OfferOrder)]
         reason = "the cache is being reset"
-        for rid, send in self.sends.items():
+        for send in self.sends.values():
             if not send.is_offer:
-                self.ledger.orders.abort_sends[rid] = reason
+                self.ledger.orders.abort_sends[send.key] = reason
             elif not send.withdrawn:
-                self._withdraw(rid, reason)
+                self._withdraw(send, reason)
 
     def waiting_since(self, offers: bool) -> list[float]:
         """Return when each send began to wait, in seconds since the epoch: promised ones for the
@@ -458,7 +438,7 @@ class ScheduledSends:
     def check_invariants(self) -> None:
         sends = self.sends.values()
         laws = {
-            "a room is one send's": {send.room for send in sends} == self.rooms.keys(),
+            "a room is one send's": len({send.key for send in sends}) == len(sends),
             "what is not promised holds nothing": not any(
                 not send.is_promised and (send.started or send.num_pages) for send in sends
             ),

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from prefixkv.engines.vllm.stats import Counters
+from prefixkv.engines.vllm.versions import check_takes
 from prefixkv.errors import check_laws
 from prefixkv.settings import Continues
 from prefixkv.spi import MAX_INDEX, InsertResult, Policy, PrefixLock, RadixCache
@@ -121,55 +122,44 @@ class Shadow:
         self._tree.check_invariants()
 
 
-class GovernedQueue:
-    """Hands out uncached blocks, then the shadow's victims, then blocks in vLLM's order. It is
-    mixed into vLLM's queue, which has the methods that are called."""
+def govern(pool: Any, shadow: Shadow, counters: Counters) -> None:
+    """Have vLLM's `BlockPool` hand out uncached blocks, then the shadow's victims, then blocks in
+    its own order. To be called before any block is cached, so that the shadow misses none."""
+    queue, blocks = pool.free_block_queue, pool.blocks
+    theirs = queue.popleft_n
 
-    remove: Callable[[Any], None]
-    fake_free_list_head: Any
-    fake_free_list_tail: Any
-    shadow: Shadow
-    counters: Counters
-    blocks: list[Any]
+    def take(block: Any) -> Any:
+        queue.remove(block)
+        shadow.taken(block.block_id)
+        return block
 
-    @classmethod
-    def install(cls, pool: Any, shadow: Shadow, counters: Counters) -> None:
-        """Turn the queue of vLLM's `BlockPool` into a governed one, before blocks are cached."""
-        # The class is exchanged in place: the queue's links run through the blocks themselves, and
-        # vLLM may hold further references to the queue.
-        queue = pool.free_block_queue
-        queue.__class__ = type(cls.__name__, (cls, type(queue)), {})
-        queue.blocks, queue.shadow, queue.counters = pool.blocks, shadow, counters
+    def is_usable(number: int) -> bool:
+        # The shadow may be out of date.
+        one = blocks[number]
+        return one.ref_cnt == 0 and one.block_hash is not None and one.prev_free_block is not None
 
-    def popleft_n(self, n: int) -> list[Any]:
+    def popleft_n(n: int) -> list[Any]:
         """vLLM has checked that there are `n` blocks."""
         found: list[Any] = []
         # 1. Uncached blocks at the front cost no hit. vLLM puts them there.
         while len(found) < n:
-            front = self.fake_free_list_head.next_free_block
-            if front is self.fake_free_list_tail or front.block_hash is not None:
+            front = queue.fake_free_list_head.next_free_block
+            if front is queue.fake_free_list_tail or front.block_hash is not None:
                 break
-            found.append(self._taken(front))
+            found.append(take(front))
         # 2. The policy's victims, which may lie anywhere in the queue.
         if len(found) < n:
-            named = self.shadow.victims(n - len(found), self._usable)
-            found += [self._taken(self.blocks[block]) for block in named]
-            self.counters.add("evicted_by_policy", len(named))
+            named = shadow.victims(n - len(found), is_usable)
+            found += [take(blocks[number]) for number in named]
+            counters.add("evicted_by_policy", len(named))
         # 3. vLLM's order. The shadow learns of it, or it would name these blocks later.
         if missing := n - len(found):
-            self.counters.add("evicted_in_order", missing)
-            rest = super().popleft_n(missing)  # type: ignore[misc]
+            counters.add("evicted_in_order", missing)
+            rest = theirs(missing)
             for block in rest:
-                self.shadow.taken(block.block_id)
+                shadow.taken(block.block_id)
             found += rest
         return found
 
-    def _usable(self, block: int) -> bool:
-        # The shadow may be out of date.
-        one = self.blocks[block]
-        return one.ref_cnt == 0 and one.block_hash is not None and one.prev_free_block is not None
-
-    def _taken(self, block: Any) -> Any:
-        self.remove(block)
-        self.shadow.taken(block.block_id)
-        return block
+    check_takes(popleft_n, theirs, "popleft_n")
+    queue.popleft_n = popleft_n

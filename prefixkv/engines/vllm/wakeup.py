@@ -50,37 +50,33 @@ class Rest:
     def stepped(self, is_quiet: bool) -> None:
         self.quiet_steps = self.quiet_steps + 1 if is_quiet else 0
 
-    @property
-    def may_rest(self) -> bool:
-        """True if whatever comes would wake the engine."""
-        return self.has_wakeups and self.quiet_steps >= QUIET_STEPS
-
-    @staticmethod
-    def limited(left_s: float | None) -> float:
-        """Return the seconds of one rest. `left_s`: until something that no worker rings for."""
+    def seconds(self, left_s: float | None) -> float:
+        """Return how long the engine may rest; 0: something may come that would not wake it.
+        `left_s`: until something that no worker rings for, where that is above 0."""
+        if not self.has_wakeups or self.quiet_steps < QUIET_STEPS:
+            return 0.0
         return min(max(left_s or 0.0, 0.0) or LONGEST_REST_S, LONGEST_REST_S)
 
 
 class WakeupListener(Closing):
-    """`on_ring` is called in a thread of its own. Raises OSError without abstract unix sockets."""
+    """A thread that puts `wakeup` into `inputs`, the engine's queue, at each ring; nothing before
+    that is set. Raises OSError without abstract unix sockets."""
 
-    def __init__(self, on_ring: Callable[[], None]) -> None:
-        self._on_ring = on_ring
+    def __init__(self, wakeup: Any) -> None:
+        self._wakeup = wakeup
+        self.inputs: Queue[Any] | None = None
         self.address = f"prefixkv-{secrets.token_hex(16)}"
-        self._socket, self._closing = socket(AF_UNIX, SOCK_DGRAM), False
-        self._thread = threading.Thread(
-            target=self._listen, name="prefixkv wakeup listener", daemon=True
-        )
-        try:
+        self._closing = False
+        with ExitStack() as undo:
+            self._socket = undo.enter_context(socket(AF_UNIX, SOCK_DGRAM))
             self._socket.bind("\0" + self.address)
-            self._thread.start()
-        except BaseException:
-            self._socket.close()
-            raise
+            self._thread = _started("listener", self._listen)
+            undo.pop_all()
 
     def _listen(self) -> None:
         while self._socket.recv(64) or not self._closing:
-            self._on_ring()
+            if self.inputs is not None:
+                self.inputs.put_nowait(self._wakeup)
 
     def close(self) -> None:
         if not self._closing:
@@ -108,10 +104,7 @@ class WakeupSender(Closing):
             for fd in (self._wake, *fds):
                 self._poll.register(fd, select.POLLIN)
             self._armed, self._closing = threading.Event(), False
-            self._thread = threading.Thread(
-                target=self._watch, name="prefixkv wakeup sender", daemon=True
-            )
-            self._thread.start()
+            self._thread = _started("sender", self._watch)
             undo.pop_all()
 
     def arm(self) -> None:
@@ -146,29 +139,13 @@ class WakeupSender(Closing):
         self._socket.close()
 
 
-class EngineWait:
-    """The wait of one engine. `wait` is called in the engine's own thread, `ring` in any."""
+def rest(inputs: Queue[Any], timeout_s: float) -> None:
+    """Wait until `inputs` has an item, and take nothing out of it."""
+    with inputs.not_empty:
+        inputs.not_empty.wait_for(lambda: inputs.queue, timeout_s)
 
-    def __init__(self) -> None:
-        # Stays set until the next `wait`, so a ring that comes between two waits is not lost.
-        self._rung = False
-        self._resting: threading.Condition | None = None  # of the queue on which it rests
 
-    def ring(self) -> None:
-        """Wake the engine from its wait, or keep it from resting once."""
-        # The flag before the condition is read. If `wait` has not set `_resting` yet, no
-        # notification is sent, and it finds the flag before it waits.
-        self._rung = True
-        if (condition := self._resting) is not None:
-            with condition:
-                condition.notify_all()
-
-    def wait(self, inputs: Queue[Any], timeout_s: float) -> None:
-        """Rest until there is an input or a wakeup; at a ring since the last wait return at once.
-        Takes nothing out of `inputs`."""
-        # The queue's own condition: `put` notifies it too, so one wait covers inputs and rings.
-        with inputs.not_empty:
-            self._resting = inputs.not_empty
-            inputs.not_empty.wait_for(lambda: self._rung or inputs.queue, timeout_s)
-            self._resting = None
-        self._rung = False
+def _started(what: str, run: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=run, name=f"prefixkv wakeup {what}", daemon=True)
+    thread.start()
+    return thread

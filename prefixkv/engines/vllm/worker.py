@@ -8,18 +8,20 @@ as an exception: a room that cannot be opened is reported as a load that failed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from msgspec import structs
 
 from prefixkv import DecodeConfig, KVPool, Mesh, ModelConfig, PrefillConfig, PrefixKVError
 from prefixkv.engines.rank_group import Gather, decode_transfers, prefill_transfers, taken
 from prefixkv.engines.vllm.host_worker import WorkerHost
 from prefixkv.engines.vllm.options import ANY_HOST, ConnectorOptions, ServerSetup
-from prefixkv.engines.vllm.orders import Add, Chunk, OfferOrder, Open, StepOrders, WorkerReport
+from prefixkv.engines.vllm.orders import Chunk, OfferOrder, Open, StepOrders, WorkerReport
 from prefixkv.engines.vllm.stats import Counters
 from prefixkv.engines.vllm.wakeup import WakeupSender
 from prefixkv.errors import HandshakeError, RequestError
@@ -50,28 +52,15 @@ class Results:
 
 
 @dataclass(slots=True)
-class _LoadParts:
-    """What a load still waits for: its room, its copy from host memory, or both."""
-
-    pending: int = 0
-    failed: bool = False
-
-
-@dataclass(slots=True)
-class _SendingRoom:
-    """A send from which a write may still read. `pages` are those that were handed over."""
+class _Send:
+    """A send from which a write may still read. `pages` are those that were handed over. `offered`
+    is the chunk of an offer that no decode server has opened yet, and `ready` stands behind the
+    kernels that compute it; None: they are done."""
 
     rid: str
     pages: list[int] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _ComputedOffer:
-    """A computed prompt that waits for a decode server to open its room. `ready` stands behind the
-    kernels that compute it; None: they are done."""
-
-    order: OfferOrder
-    ready: DeviceEvent | None
+    offered: Chunk | None = None
+    ready: DeviceEvent | None = None
 
 
 class WorkerSide:
@@ -105,11 +94,11 @@ class WorkerSide:
         # entry goes with the proof that no write touches its pages (`_settle`, SourceFree), not
         # with the outcome.
         self._loads: dict[RoomKey, Open] = {}
-        self._sends: dict[RoomKey, _SendingRoom] = {}
-        self._send_keys: dict[str, RoomKey] = {}  # by request id
-        self._parts: dict[str, _LoadParts] = {}  # of loads that vLLM waits for
-        # By room. An offer that was opened is in `_sends` as well, until its source is free.
-        self._offers: dict[int, _ComputedOffer] = {}
+        self._sends: dict[RoomKey, _Send] = {}
+        # Of loads that vLLM waits for: their parts, a room, a copy from host memory, or both, that
+        # have not ended; and those of which a part has failed.
+        self._pending: Counter[str] = Counter()
+        self._failed: set[str] = set()
         # Collected between two calls; `take_results` and `take_report` empty them.
         self._results, self._report = Results(), WorkerReport()
         self._bytes_sent = 0
@@ -186,11 +175,8 @@ class WorkerSide:
         """Open and end rooms, and begin the loads from host memory: before the forward, so that
         peers learn of new rooms while the model computes. `ready` stands behind the kernels of the
         steps before; None: they are done."""
-        # 1. Orders from before a change of weights belong to the former version. And the chunks
-        # there are of steps before.
-        if orders.before is not None:
-            self.before_forward(orders.before, ready)
-            self._hand_over(orders.before, ready)
+        # 1. What is of the former weights, and of steps before.
+        self._hand_over(orders.late, ready)
         if orders.weights_version is not None:
             self.move_weights(orders.weights_version)
         # First of all that may write them: vLLM may have given the blocks to other requests.
@@ -204,35 +190,33 @@ class WorkerSide:
         loading = [opening.rid for opening in orders.opens]
         if self._host is not None:
             loading += self._host.begin(orders.copies, ready)
-        for rid in loading:
-            self._parts.setdefault(rid, _LoadParts()).pending += 1
+        self._pending.update(loading)
         # No request of this server depends on a refusal.
-        for refusal in orders.refusals:
-            with _logged("room %d was not refused", refusal.room):
-                self.decode.refuse(refusal.room, 0, refusal.prefill, refusal.reason, refusal.ticket)
+        for one in orders.refusals:
+            with _logged("room %d was not refused", one.room):
+                self.decode.refuse(one.room, 0, one.peer, one.reason, one.ticket)
         for opening in orders.opens:
             self._open(opening)
         for add in orders.adds:
-            self._add(add)
-        for decline in orders.declines:
-            with _logged("room %d of %s was not declined", decline.room, decline.decode):
-                self.prefill.refuse(decline.room, 0, decline.reason, decode=decline.decode)
-        # 3. Rooms end. An unknown id is a room that is over already, which an abort may cross.
-        rooms = {load.rid: key for key, load in self._loads.items()} if orders.abort_loads else {}
+            with self._begun(add.rid, add.key):
+                self.prefill.add(*add.key.numbers, add.num_tokens, add.key.decode, add.digest)
+        for one in orders.declines:
+            with _logged("room %d of %s was not declined", one.room, one.peer):
+                self.prefill.refuse(one.room, 0, one.reason, decode=one.peer)
+        # 3. Rooms end. An unknown one is over already, which an abort may cross.
         for rid, reason in orders.abort_loads.items():
-            if (key := rooms.get(rid)) is not None:
+            key = next((key for key, load in self._loads.items() if load.rid == rid), None)
+            if key is not None:
                 self.decode.abort(*key.numbers, reason)
-            elif (parts := self._parts.get(rid)) is not None and not parts.failed:
+            elif rid in self._pending and rid not in self._failed:
                 # A copy from host memory goes on, but what it brings is of no use.
-                parts.failed = True
+                self._failed.add(rid)
                 self._report.failed[rid] = reason
-        for rid, reason in orders.abort_sends.items():
-            if (key := self._send_keys.get(rid)) is not None:
-                self.prefill.abort(*key.numbers, reason, decode=key.decode)
+        for key, reason in orders.abort_sends.items():
+            self.prefill.abort(*key.numbers, reason, decode=key.decode)
         # 4. Offers are withdrawn. One that a decode server has opened meanwhile is sent in full.
-        for room, offer in self._offers.items():
-            if offer.order.rid in orders.withdrawals:
-                self.prefill.withdraw(room, 0, orders.withdrawals[offer.order.rid])
+        for key, reason in orders.withdrawals.items():
+            self.prefill.withdraw(*key.numbers, reason)
 
     def _clear(self, pages: Sequence[int]) -> None:
         for pool in (self._pool, *(group.pool for group in self._pool.groups)):
@@ -268,47 +252,41 @@ class WorkerSide:
             return
         self._loads[RoomKey(opening.room, 0)] = opening
 
-    def _add(self, add: Add) -> None:
+    @contextmanager
+    def _begun(self, rid: str, key: RoomKey, *offered: Any) -> Iterator[None]:
+        """Enter a send, unless its room cannot begin: then it is freed as well, since no SourceFree
+        will come."""
         try:
-            self.prefill.add(add.room, 0, add.num_tokens, add.decode, add.digest)
+            yield
         except PrefixKVError as error:
-            self._not_begun(add.rid, error)
-            return
-        self._begin_send(add.rid, RoomKey(add.room, 0, add.decode))
-
-    def _begin_send(self, rid: str, key: RoomKey) -> None:
-        self._sends[key], self._send_keys[rid] = _SendingRoom(rid), key
-
-    def _not_begun(self, rid: str, error: Exception) -> None:
-        # Freed as well: no SourceFree will come for a room that was not added.
-        self._report.unsent[rid] = str(error)
-        self._report.freed.append(rid)
+            self._report.unsent[rid] = str(error)
+            self._report.freed.append(rid)
+        else:
+            self._sends[key] = _Send(rid, [], *offered)
 
     def has_work_after(self, orders: StepOrders) -> bool:
         has_writes = self._host is not None and self._host.has_writes
-        return has_writes or bool(orders.chunks or orders.offers)
+        return has_writes or bool(orders.computed)
 
     def after_forward(self, orders: StepOrders, ready: DeviceEvent | None = None) -> None:
-        """Hand over the chunks and offers of a step, and begin the writes to host memory. Their KV
-        is there once `ready.query()` is True."""
+        """Hand over what a step has computed, and begin the writes to host memory. The KV is there
+        once `ready.query()` is True."""
         if self._host is not None:
             self._host.begin_writes(ready)
-        self._hand_over(orders, ready)
+        self._hand_over(orders.computed, ready)
 
-    def _hand_over(self, orders: StepOrders, ready: DeviceEvent | None) -> None:
-        for chunk in orders.chunks:
-            self._send(chunk, ready)
-        for offer in orders.offers:
-            try:
-                self.prefill.offer(offer.room, 0, offer.chunk.end, offer.digest, offer.timeout_s)
-            except PrefixKVError as error:
-                self._not_begun(offer.rid, error)
-            else:
-                self._offers[offer.room] = _ComputedOffer(offer, ready)
+    def _hand_over(self, computed: Iterable[Chunk | OfferOrder], ready: DeviceEvent | None) -> None:
+        for one in computed:
+            if isinstance(one, Chunk):
+                self._send(one, ready)
+                continue
+            chunk = one.chunk
+            with self._begun(one.rid, chunk.key, chunk, ready):
+                self.prefill.offer(*chunk.key.numbers, chunk.end, one.digest, one.timeout_s)
 
     def _send(self, chunk: Chunk, ready: DeviceEvent | None) -> None:
-        key = self._send_keys.get(chunk.rid)
-        if key is None:
+        key = chunk.key
+        if key not in self._sends:
             return  # the room is over
         pages = self._sends[key].pages
         pages[chunk.first_page :] = chunk.pages
@@ -377,45 +355,37 @@ class WorkerSide:
     def _end_load(self, rid: str, failed: bool) -> None:
         # vLLM hears of it when no part touches the blocks any more, but a room that has failed,
         # whose blocks are held until it is settled.
-        parts = self._parts[rid]
-        parts.pending -= 1
-        parts.failed |= failed
-        if parts.pending == 0:
-            del self._parts[rid]
+        self._pending[rid] -= 1
+        if failed:
+            self._failed.add(rid)
+        if self._pending[rid] == 0:
+            del self._pending[rid]
             self._results.received.add(rid)
-            if parts.failed:
-                self._results.failed.add(rid)
+            self._results.failed |= self._failed & {rid}
+            self._failed.discard(rid)
 
     def _settle(self, key: RoomKey) -> None:
         self._report.settled.append(self._loads.pop(key).rid)
 
     def _take_prefill_event(self, event: PrefillEvent) -> None:
-        # An offer's events carry keys that are no sends yet: its own key has no decode server's
-        # name, and the first Bootstrapped brings the name.
-        send, offer = self._sends.get(event.key), self._offers.get(event.key.room)
-        if send is not None:
-            rid = send.rid
-        elif offer is not None:
-            rid = offer.order.rid
-        else:
+        # An offer's key has no decode server's name. Its first event when it is opened brings the
+        # name, and from then on it is like any send.
+        offer = RoomKey(*event.key.numbers)
+        if event.key not in self._sends and offer in self._sends:
+            self._sends[event.key] = self._sends.pop(offer)
+        if (send := self._sends.get(event.key)) is None:
             return
         match event:
             case Bootstrapped():
-                if send is not None:
-                    self._report.promised.append(rid)
-                elif offer is not None:
-                    # It is a send from here on. Registered first: `_send` looks its key up.
-                    self._begin_send(rid, event.key)
-                    self._send(offer.order.chunk, offer.ready)
+                if (chunk := send.offered) is None:
+                    self._report.promised.append(send.rid)
+                else:
+                    self._send(structs.replace(chunk, key=event.key), send.ready)
             case RoomEnded(error=Exception()):
-                self._report.unsent[rid] = f"{type(event.error).__name__}: {event.error}"
+                self._report.unsent[send.rid] = f"{type(event.error).__name__}: {event.error}"
             case SourceFree():
-                if send is not None:
-                    del self._sends[event.key], self._send_keys[rid]
-                # A router may have drawn the same number for another request: compare the request.
-                if offer is not None and offer.order.rid == rid:
-                    del self._offers[event.key.room]
-                self._report.freed.append(rid)
+                del self._sends[event.key]
+                self._report.freed.append(send.rid)
 
     def take_report(self) -> WorkerReport | None:
         if not self._report:

@@ -316,9 +316,8 @@ class NixlLoop(TransportLoop[NixlPeer]):
             try:
                 post.handle.release()
             except Exception as error:
-                _log.warning(
-                    "a handle of job %d could not be released: %s", post.job.job.job_id, repr(error)
-                )
+                job_id = post.job.job.job_id
+                _log.warning("a handle of job %d could not be released: %s", job_id, repr(error))
 
     # --- notifications and events -----------------------------------------------------------------
 

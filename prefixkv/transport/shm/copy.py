@@ -116,9 +116,7 @@ class CopyPlan:
 
     def __init__(self, runs: Runs, dst: RunTable) -> None:
         self._first_run = [group.first_run for group in runs.groups]
-        self._plans = [
-            _plan(group, _rows(runs.src, runs), _rows(dst, runs), runs) for group in runs.groups
-        ]
+        self._plans = [_plan(group, runs, dst) for group in runs.groups]
         self._scratch: dict[int, Any] = {}  # buffers by unit, reused by each copy
 
     def copy(self, part: Part, src_pages: Pages, dst_pages: Pages) -> None:
@@ -195,15 +193,11 @@ class CopyPlan:
             targets[dst[start:stop]] = some
 
 
-def _rows(table: RunTable, runs: Runs) -> Int64s:
-    rows: Int64s = table.astype(np.int64).reshape(runs.num_runs, -1, 5)
-    return rows
-
-
-def _plan(group: RunGroup, src: Int64s, dst: Int64s, runs: Runs) -> _GroupPlan:
+def _plan(group: RunGroup, runs: Runs, dst_table: RunTable) -> _GroupPlan:
     """The largest unit that divides everything, the group's sides, and its bundles."""
     mine = slice(group.first_run, group.first_run + group.num_runs)
-    src, dst = src[mine], dst[mine]
+    tables = runs.src, dst_table
+    src, dst = (table.astype(np.int64).reshape(runs.num_runs, -1, 5)[mine] for table in tables)
     # Units count from the lowest address of each side, so that places fit numpy's indices.
     bases = int(src[:, :, 0].min()), int(dst[:, :, 0].min())
     unit = group.block_bytes
@@ -265,21 +259,16 @@ def _places(
     a_bundle = size * num_pages
     first, last = part.start // a_bundle, (part.stop - 1) // a_bundle
     start, stop = part.start - first * a_bundle, part.stop - first * a_bundle
+    pages = slice(None)
     # Often a part lies in one bundle: then only its pages are looked at.
     if first == last:
         pages = slice(start // size, (stop - 1) // size + 1)
-        cut = slice(start - pages.start * size, stop - pages.start * size)
-        return (
-            plan.src.places(first * size, size, src_pages[pages]).ravel()[cut],
-            plan.dst.places(first * size, size, dst_pages[pages]).ravel()[cut],
-        )
+        start, stop = start - pages.start * size, stop - pages.start * size
     num_runs = (last + 1 - first) * size
 
-    def ordered(places: Int64s) -> Int64s:
-        """From [bundle, page, run] to flat, cut to the part."""
-        return places.reshape(num_pages, -1, size).swapaxes(0, 1).ravel()[start:stop]
+    def flat(side: _Side, units: Pages) -> Int64s:
+        """From [page, bundle, run] by bundle, cut to the part."""
+        places = side.places(first * size, num_runs, units[pages])
+        return places.reshape(len(places), -1, size).swapaxes(0, 1).ravel()[start:stop]
 
-    return (
-        ordered(plan.src.places(first * size, num_runs, src_pages)),
-        ordered(plan.dst.places(first * size, num_runs, dst_pages)),
-    )
+    return flat(plan.src, src_pages), flat(plan.dst, dst_pages)

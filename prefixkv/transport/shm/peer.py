@@ -132,8 +132,6 @@ class ShmLink:
         Only pages that the Hello names, and that the peer has itself. Raises HandshakeError if
         memory cannot be had, or has a hole, which would become memory of ours.
         """
-        if not self._unpopulated:
-            return
         # 1. The next stretch, in whole pages, bounded per turn.
         stretch = self._unpopulated.popleft()
         first = stretch.offset // mmap.PAGESIZE * mmap.PAGESIZE

@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from tests.support.patience import PATIENCE_S, until
-from tests.support.served import ROOT, Expected, Serve, at_rest
+from tests.support.served import ROOT, Expected, Serve, at_rest, greedy
 
 PAGE, NUM_TOKENS = 16, 12
 CHATS = 6  # of some 14 pages each, more than the pool has together
@@ -52,9 +52,7 @@ class Talk:
         self.said: list[tuple[Chat, str]] = []
 
     def turn(self, chat: Chat) -> Any:
-        made = self._client.chat.completions.create(
-            model="small", messages=chat, max_tokens=NUM_TOKENS, temperature=0
-        )
+        made = greedy(self._client, chat, NUM_TOKENS)
         said = made.choices[0].message.content
         self.said.append(([*chat], said))
         chat += [{"role": "assistant", "content": said}, {"role": "user", "content": "And then?"}]
@@ -129,10 +127,8 @@ def test_of_a_session_that_has_ended_nothing_is_copied(serve: Serve, client: ope
     until(lambda: not serve.figures("decode-0")[owned])
     before = written(serve)
     for word, hints in (("Ends", {"ends": True}), ("Goes on", {"returns_after": 30})):
-        made = client.chat.completions.create(
-            model="small", messages=[{"role": "user", "content": f"{word}. " + "Rain. " * 30}],
-            max_tokens=4, temperature=0, extra_body={"kv_hints": hints},
-        )  # fmt: skip
+        chat = [{"role": "user", "content": f"{word}. " + "Rain. " * 30}]
+        made = greedy(client, chat, 4, extra_body={"kv_hints": hints})
     until(lambda: written(serve) > before)
     at_rest(serve)
     assert written(serve) - before == (made.usage.total_tokens - 1) // PAGE
@@ -142,10 +138,8 @@ def test_a_parked_session_is_loaded_before_its_announced_turn(
     serve: Serve, client: openai.OpenAI, expected: Expected
 ) -> None:
     def ask(chat: Chat, **hints: object) -> Any:
-        return client.chat.completions.create(
-            model="small", messages=chat, max_tokens=4, temperature=0,
-            extra_body={"session_id": chat[0]["content"][:6], "kv_hints": hints},
-        )  # fmt: skip
+        session = {"session_id": chat[0]["content"][:6], "kv_hints": hints}
+        return greedy(client, chat, 4, extra_body=session)
 
     def figure(name: str) -> float:
         return serve.figures("decode-0")[f"prefixkv_host_{name}_total{NODE}"]

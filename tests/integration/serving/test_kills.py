@@ -18,7 +18,7 @@ import pytest
 
 from tests.integration.serving.conftest import KEY
 from tests.support.patience import PATIENCE_S, until
-from tests.support.served import Expected, Serve, at_rest, client_of, get
+from tests.support.served import Expected, Serve, at_rest, client_of, get, greedy, said_by
 
 KILLS = int(os.environ.get("PREFIXKV_KILLS", "4"))
 CLIENTS = 4
@@ -96,10 +96,7 @@ class Load:
         return "refused" if error.status_code == 503 else f"an odd status: {error}"
 
     def _begin(self, number: int, **more: bool):
-        return self._client.chat.completions.create(
-            model="small", messages=self._chats[number], max_tokens=NUM_TOKENS, temperature=0,
-            **more,
-        )  # fmt: skip
+        return greedy(self._client, self._chats[number], NUM_TOKENS, **more)
 
 
 def answering(serve: Serve) -> str | None:
@@ -148,10 +145,7 @@ def kill_one(serve: Serve, load: Load, role: str, wanted: dict[int, str]) -> Non
     until(lambda: get(f"{serve.status}/health")[0] == 200)
     # The next request is served, whatever the others still wait for.
     with client_of(serve) as client:
-        answer = client.chat.completions.create(
-            model="small", messages=chats()[0], max_tokens=8, temperature=0
-        )  # fmt: skip
-    assert wanted[0].startswith(answer.choices[0].message.content)
+        assert wanted[0].startswith(said_by(client, chats()[0], 8))
 
 
 @pytest.mark.parametrize("killed", [("prefill-0",), ("decode-0",), ("prefill-0", "decode-0")])
@@ -166,10 +160,7 @@ def test_a_request_waits_until_the_only_worker_of_a_role_is_back(
     until(lambda: get(f"{guarded.status}/health")[0] == 503)
     # `max_retries` of this client is 0.
     with client_of(guarded, KEY) as client:
-        answer = client.chat.completions.create(
-            model="small", messages=chat, max_tokens=8, temperature=0
-        )
-    assert answer.choices[0].message.content == expected.chat(chat, 8)
+        assert said_by(client, chat, 8) == expected.chat(chat, 8)
     for name in killed:
         assert guarded.workers()[name]["pid"] != pids[name]
         until(lambda name=name: any(f"{name} is back" in line for line in guarded.err))

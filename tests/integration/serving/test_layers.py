@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.hybrid_models import make_folder
-from tests.support.served import Expected, Serve, Served, at_rest, client_of
+from tests.support.served import Expected, Serve, Served, at_rest, client_of, greedy
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +44,7 @@ def test_turns_are_answered_as_generate_does_and_hit(
         talk = [{"role": "user", "content": "Please, tell me of the sea and its boats."}]
         before = 0
         for turn in range(3):
-            answer = client.chat.completions.create(
-                model="small", messages=talk, max_tokens=20, temperature=0, logprobs=True
-            )
+            answer = greedy(client, talk, 20, logprobs=True)
             said, prompt = answer.choices[0].message.content, expected.texts.chat(talk)
             tokens = expected.tokens(prompt, 20)
             assert said == expected.text(tokens)

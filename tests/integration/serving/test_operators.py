@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.patience import PATIENCE_S, until
 from tests.support.promtool import OPS, promtool
-from tests.support.served import Serve, Served, client_of, get
+from tests.support.served import Serve, Served, client_of, get, greedy
 
 WORKERS = {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"}
 ADDED = {"job", "instance"}
@@ -166,10 +166,8 @@ def test_a_worker_that_is_killed_stays_a_target_and_is_back_at_another_port(
 def test_a_request_has_lines_of_one_id_from_front_decode_and_prefill(
     client: openai.OpenAI, log: Path
 ) -> None:
-    made = client.chat.completions.create(
-        model="small", messages=[{"role": "user", "content": "Tell me of salt and of stones."}],
-        max_tokens=6, temperature=0, extra_headers={"x-request-id": "of-the-client"},
-    )  # fmt: skip
+    chat = [{"role": "user", "content": "Tell me of salt and of stones."}]
+    made = greedy(client, chat, 6, extra_headers={"x-request-id": "of-the-client"})
     lines = {line["side"]: line for line in lines_by_id(log, made.id.removeprefix("chatcmpl-"), 3)}
     front, decode, prefill = (lines[side] for side in ("front", "decode", "prefill"))
     assert front["outcome"] == decode["outcome"] == "finished"

@@ -20,6 +20,7 @@ from tests.support.served import (
     at_rest,
     client_of,
     get,
+    greedy,
     under_way,
 )
 
@@ -39,12 +40,6 @@ def said():
 
 gc.freeze = said
 """
-
-
-def greedy(client: openai.OpenAI, messages: list[dict[str, str]], num: int, **more: object):
-    return client.chat.completions.create(
-        model="small", messages=messages, max_tokens=num, temperature=0, **more
-    )
 
 
 def test_a_front_knows_what_its_workers_have_cached(serve: Serve, client: openai.OpenAI) -> None:
@@ -211,7 +206,7 @@ def test_sigterm_lets_a_stream_end_and_leaves_no_process(expected: Expected) -> 
             stream.close()
         else:
             raise AssertionError("no request has come while another ran")
-        assert "1 requests of this client" in str(refused)
+        assert "of this client: at most 1" in str(refused)
         assert refused.response.headers["retry-after"] == "1"
         pids = [worker["pid"] for worker in serve.workers().values()]
         serve.signal()

@@ -7,9 +7,10 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 
 from tests.support.patience import PATIENCE_S, until
-from tests.support.served import Expected, Serve, client_of, get
+from tests.support.served import Expected, Serve, client_of, get, said_by
 
 NUM = 12
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -30,13 +31,7 @@ def test_a_front_says_that_a_worker_is_silent_and_has_requests_wait_for_the_only
     serve: Serve, expected: Expected
 ) -> None:
     with client_of(serve) as client, ThreadPoolExecutor(2) as pool:
-
-        def hello() -> str | None:
-            made = client.chat.completions.create(
-                model="small", messages=HELLO, max_tokens=NUM, temperature=0
-            )
-            return made.choices[0].message.content
-
+        hello = partial(said_by, client, HELLO, NUM)
         assert hello() == expected.chat(HELLO, NUM)
         with stopped(serve.workers()["decode-0"]["pid"]):
             until(lambda: get(f"{serve.status}/health")[0] == 503)

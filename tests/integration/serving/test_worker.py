@@ -1,4 +1,5 @@
-"""Workers as processes by themselves, and a fleet of them in this one."""
+"""Workers as processes by themselves, a fleet of them in this one, and `prefixkv front` before
+them."""
 
 from __future__ import annotations
 
@@ -7,6 +8,9 @@ import os
 import signal
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import pytest
@@ -16,75 +20,96 @@ from prefixkv.serving.fleet import Fleet
 from prefixkv.serving.http import ApiError
 from prefixkv.serving.process import READY
 from prefixkv.serving.wire import Ask, TokenEvent, WorkerInfo
-from tests.support.patience import PATIENCE_S
-from tests.support.served import Expected, Served, get
+from tests.support.patience import PATIENCE_S, until
+from tests.support.served import Expected, Served, client_of, get
 
 KEY = {"PREFIXKV_API_KEY": "secret"}
 PROMPT = list(range(300, 350))
+NUM = 12
 
 
-def info_of(worker: Served) -> WorkerInfo:
-    return msgspec.json.decode(worker.line(READY)[len(READY) :], type=WorkerInfo)
+def started(role: str, *more: str) -> tuple[Served, WorkerInfo]:
+    made = Served("worker", role, "--threads", "1", *more, **KEY)
+    return made, msgspec.json.decode(made.line(READY)[len(READY) :], type=WorkerInfo)
 
 
-async def said(fleet: Fleet, ask: Ask) -> list[TokenEvent]:
-    return [one async for one in fleet.generate(ask)]
-
-
-def asked(rid: str, num: int = 12) -> Ask:
-    return Ask(rid, PROMPT, "", Sampling(ignore_end=True), num)
-
-
-def test_workers_of_a_file_answer_a_fleet_and_drain(tmp_path: Path, expected: Expected) -> None:
+def test_workers_answer_a_front_are_taken_back_and_drain(
+    tmp_path: Path, expected: Expected
+) -> None:
     file = tmp_path / "decode.toml"
-    file.write_text('name = "d"\npage_size = 8\nthreads = 1\n[control]\nheartbeat_s = 0.5\n')
-    options = ("--page-size", "8", "--threads", "1", "--drain-timeout-s", "100")
-    with (
-        Served(
-            "worker", "decode", "--config", str(file), "--drain-timeout-s", "100", **KEY
-        ) as decode,
-        Served("worker", "prefill", "--name", "p", *options, **KEY) as prefill,
-    ):
-        infos = info_of(decode), info_of(prefill)
-        assert [info.name for info in infos] == ["d", "p"]
-        assert infos[0].page_size == 8
+    file.write_text('name = "d"\npage_size = 8\n[control]\nheartbeat_s = 0.5\n')
+    patient = ("--drain-timeout-s", "100")
+    prefill, of_prefill = started("prefill", "--name", "p", "--page-size", "8", *patient)
+    killed, of_decode = started("decode", "--config", str(file))
+    assert [of_decode.name, of_prefill.name, of_decode.page_size] == ["d", "p", 8]
+    urls = f"{of_prefill.url},{of_decode.url}"
+    front = Served("front", "--workers", urls, "--workers-key", "secret", "--port", "0",
+                   "--status-port", "0")  # fmt: skip
+    tokens = expected.tokens(PROMPT, NUM)
+    with prefill, killed, front:
+        words = front.line("small: ").split()
+        status = words[-1].rstrip(")")
+        until(lambda: get(f"{status}/health")[0] == 200)
+        with client_of(SimpleNamespace(url=words[1])) as client:  # type: ignore[arg-type]
 
-        async def main() -> None:
-            fleet = Fleet("secret")
-            with pytest.raises(ApiError, match="no decode and no prefill worker is ready"):
-                await said(fleet, asked("early"))
-            for info in infos:
-                fleet.add(info)
-            answers = [await said(fleet, asked(f"r{i}")) for i in range(2)]
-            tokens = expected.tokens(PROMPT, 12)
-            assert [[one.token for one in answer] for answer in answers] == [tokens] * 2
-            assert answers[1][-1].hit_tokens == 48
-            assert answers[1][-1].finish == "length"
-            wrong = msgspec.structs.replace(asked("wrong"), tokens=[5, 10_000])
-            with pytest.raises(ApiError, match="not in the vocabulary") as raised:
-                await said(fleet, wrong)
-            assert raised.value.status == 400
-            # Both drain while an answer runs: it ends, and then they do.
-            stream = fleet.generate(asked("long", 400))
-            first = await anext(stream)
-            for worker in (prefill, decode):
-                worker.signal()
-            rest = [one async for one in stream]
-            assert len([first, *rest]) == 400
-            assert rest[-1].finish == "length"
-            with pytest.raises(ApiError) as raised:
-                await said(fleet, asked("late"))
-            assert raised.value.status == 503
-            await fleet.close()
+            def answer() -> Any:
+                return client.completions.create(
+                    model="small", prompt=PROMPT, max_tokens=NUM, temperature=0
+                )
 
-        asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
-        assert decode.ended() == prefill.ended() == 0
+            for hits in (0, 48):
+                made = answer()
+                assert made.choices[0].text == expected.text(tokens)
+                assert made.usage.prefixkv["decode_hit_tokens"] == hits
+            killed.signal(signal.SIGKILL)
+            killed.ended()
+            port = str(urlsplit(of_decode.url).port)
+            decode, again = started("decode", "--config", str(file), "--port", port, *patient)
+            with decode:
+                until(lambda: get(f"{status}/health")[1]["workers"]["d"]["pid"] == again.pid)
+                assert answer().choices[0].text == expected.text(tokens)
+                front.signal()
+                assert front.ended() == 0
+                drain = drained([prefill, decode], [of_prefill, again], tokens)
+                asyncio.run(asyncio.wait_for(drain, PATIENCE_S))
+                assert decode.ended() == prefill.ended() == 0
+
+
+async def drained(workers: list[Served], infos: list[WorkerInfo], tokens: list[int]) -> None:
+    """Both end while an answer runs, which they let end."""
+    fleet = Fleet("secret")
+
+    async def said(rid: str, prompt: list[int] = PROMPT) -> list[TokenEvent]:
+        return [one async for one in fleet.generate(asked(rid, prompt))]
+
+    def asked(rid: str, prompt: list[int] = PROMPT, num: int = NUM) -> Ask:
+        return Ask(rid, prompt, "", Sampling(ignore_end=True), num)
+
+    with pytest.raises(ApiError, match="no decode and no prefill worker is ready"):
+        await said("early")
+    for info in infos:
+        fleet.add(info)
+    assert [one.token for one in await said("r")] == tokens
+    with pytest.raises(ApiError, match="not in the vocabulary") as raised:
+        await said("wrong", [5, 10_000])
+    assert raised.value.status == 400
+    stream = fleet.generate(asked("long", num=400))
+    first = await anext(stream)
+    for worker in workers:
+        worker.signal()
+    rest = [one async for one in stream]
+    assert len([first, *rest]) == 400
+    assert rest[-1].finish == "length"
+    with pytest.raises(ApiError) as raised:
+        await said("late")
+    assert raised.value.status == 503
+    await fleet.close()
 
 
 def test_a_worker_is_asked_at_two_ports_and_dies_at_its_second_signal() -> None:
     mine = ("--parent", str(os.getpid()))
-    with Served("worker", "prefill", "--threads", "1", "--name", "p", *mine, **KEY) as worker:
-        info = info_of(worker)
+    worker, info = started("prefill", "--name", "p", *mine)
+    with worker:
         status, told = get(f"{info.status_url}/health")
         assert (status, told["status"], told["name"]) == (200, "ok", "p")
         with urllib.request.urlopen(f"{info.status_url}/metrics") as answer:

@@ -23,7 +23,7 @@ from prefixkv.errors import ConfigError
 BLOCK, NUM_BLOCKS = 16, 64
 GONE = (
     ("vllm.utils.network_utils", "get_ip"),
-    ("vllm.v1.core.kv_cache_utils", "FreeKVCacheBlockQueue"),
+    ("vllm.v1.core.kv_cache_utils", "get_block_hash"),
     ("vllm.v1.engine.core", "EngineCoreProc"),
 )
 
@@ -172,8 +172,8 @@ def _use(made: Made) -> dict[str, Any]:
     connector.shutdown()
     return {
         "advertise": connector._options.advertise,
-        "governed": type(made.pool.free_block_queue).__name__,
-        "rests": connector._wakeups is not None,
+        "governed": "popleft_n" in vars(made.pool.free_block_queue),
+        "rests": connector.wakeups is not None,
         "stats": None if stats is None else stats.data,
         "extension": hasattr(WorkerExtension, "prefixkv_lost_peers"),
         "lines": lines,
@@ -190,10 +190,12 @@ def _flags() -> list[str]:
 
 
 SHAPES = {
-    "Gemma 3 27B": (10, 52), "Gemma 3 1B": (4, 22), "Gemma 2 27B": (23, 23),
-    "GPT-OSS 120B": (18, 18), "twelve": (13, 12), "more windows": (12, 13), "more full": (24, 12),
+    "Gemma 3 27B": (10, 52, "window"), "GPT-OSS 120B": (18, 18, "window"),
+    "Granite 4": (4, 36, "state"), "Qwen3-Next": (12, 36, "state"),
+    "more windows": (12, 13, "window"), "more full": (24, 12, "window"), "chunk": (2, 4, "chunk"),
+    "uncached state": (2, 4, "uncached state"), "heads": (2, 4, "heads"),
 }  # fmt: skip
-"""Layers that keep every token, and a window."""
+"""Layers that keep every token, others, and of which kind these are."""
 
 
 def _groups(made: Made) -> dict[str, Any]:
@@ -221,20 +223,12 @@ def _groups(made: Made) -> dict[str, Any]:
         "chunk": ChunkedLocalAttentionSpec(BLOCK, **sizes, attention_chunk_size=64),
         "state": MambaSpec(**state),
         "uncached state": MambaSpec(**{**state, "block_size": 736, "mamba_cache_mode": "none"}),
-        "state of every block": MambaSpec(**{**state, "mamba_cache_mode": "all"}),
-        "state of other blocks": MambaSpec(**{**state, "block_size": 2 * BLOCK}),
-        "state with drafts": MambaSpec(**state, num_speculative_blocks=2),
         "heads": SlidingWindowSpec(BLOCK, **{**sizes, "num_kv_heads": 1}, **last),
     }
-    asked = {name: (*shape, "window") for name, shape in SHAPES.items()}
-    asked |= {kind: (2, 4, kind) for kind in others}
-    # Granite 4.0 H-Tiny's layers, and Qwen3-Next 80B's.
-    asked |= {"Granite 4": (4, 36, "state"), "Qwen3-Next": (12, 36, "state")}
-    asked["more states"] = (12, 13, "state")
     made.config.scheduler_config.disable_hybrid_kv_cache_manager = False  # another connector's
     made.config.cache_config.kv_cache_layout = "LBHNC"
     said: dict[str, Any] = {}
-    for name, (num_full, num_other, kind) in asked.items():
+    for name, (num_full, num_other, kind) in SHAPES.items():
         # As they lie in a model: spread evenly.
         layers = sorted(
             [(i / num_full, f"full.{i}", full) for i in range(num_full)]
@@ -242,53 +236,15 @@ def _groups(made: Made) -> dict[str, Any]:
         )
         try:
             groups = get_kv_cache_groups(made.config, {layer: spec for _, layer, spec in layers})
-            kv = KVCacheConfig(NUM_BLOCKS, [], groups)
-            windows = BlockGroups.of(kv).windows
+            windows = BlockGroups.of(KVCacheConfig(NUM_BLOCKS, [], groups)).windows
             said[name] = [len(groups[one.number].layer_names) for one in windows]
         except ConfigError as error:
             said[name] = str(error)
-        except Exception as error:
-            said[name] = f"uncaught {type(error).__name__}: {error}"
-    # vLLM may join a window and a state with layers that keep every token.
-    kv = KVCacheConfig(
-        NUM_BLOCKS, [], [*made.windowed.kv_cache_groups, made.stated.kv_cache_groups[0]]
-    )
-    try:
-        said["both"] = len(BlockGroups.of(kv).windows)
-    except ConfigError as error:
-        said["both"] = str(error)
-    said["options"] = _options_of_states(made)
-    return said
-
-
-def _options_of_states(made: Made) -> dict[str, str]:
-    """Why the connector refuses a model with states with an option, by option."""
-    from vllm.distributed.kv_transfer.kv_connector.v1 import base
-
-    from prefixkv.engines.vllm import PrefixKVConnector
-
-    said = {}
-    options = {"host_memory": "4x", "policy": "lru", "compute_below": 9, "recompute_below": 9}
-    cache = made.config.cache_config
-    for name, value in [
-        *options.items(),
-        ("use_replayssm", True),
-        ("prefix_match_unit", BLOCK // 2),
-    ]:
-        extra = {"name": "drift"} | ({name: value} if name in options else {})
-        made.config.kv_transfer_config.kv_connector_extra_config = extra
-        cache.use_replayssm = name == "use_replayssm"
-        cache.prefix_match_unit = value if name == "prefix_match_unit" else None
-        try:
-            PrefixKVConnector(made.config, base.KVConnectorRole.WORKER, made.stated)
-        except ConfigError as error:
-            said[name] = str(error)
-    cache.use_replayssm, cache.prefix_match_unit = False, None
     return said
 
 
 def _sleep(made: Made) -> dict[str, Any]:
-    """What the connector says of sleep mode."""
+    """What the connector says of sleep mode, and of the release of its memory, by device."""
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
     from prefixkv.engines.vllm import PrefixKVConnector
@@ -296,24 +252,19 @@ def _sleep(made: Made) -> dict[str, Any]:
     transfer = made.config.kv_transfer_config
     transfer.kv_connector_extra_config = {"name": "sleep"}
     said: dict[str, Any] = {"supported": PrefixKVConnector.supports_sleep_mode(transfer)}
-    for sleeps, device in ((False, "cuda"), (True, "cuda"), (True, "cpu")):
-        made.config.model_config.enable_sleep_mode = sleeps
-        made.config.device_config.device_type = device
-        for role in base.KVConnectorRole:
-            key = f"{device} {sleeps} {role.name}"
-            try:
-                connector = PrefixKVConnector(made.config, role, made.kv)
-            except ConfigError as error:
-                said[key] = str(error)
-                continue
-            connector._kv_caches = {"layer": torch.zeros(1, device="meta")}  # on no CPU
-            try:
-                connector.unregister_kv_caches()
-            except ConfigError as error:
-                said[key] = str(error)
-            connector._kv_caches = {"layer": torch.zeros(1)}
+    connector = PrefixKVConnector(made.config, base.KVConnectorRole.WORKER, made.kv)
+    for device in ("meta", "cpu"):
+        connector._kv_caches = {"layer": torch.zeros(1, device=device)}
+        try:
             connector.unregister_kv_caches()
-            connector.shutdown()
+        except ConfigError as error:
+            said[device] = str(error)
+    made.config.model_config.enable_sleep_mode = True
+    made.config.device_config.device_type = "cuda"
+    try:
+        PrefixKVConnector(made.config, base.KVConnectorRole.WORKER, made.kv)
+    except ConfigError as error:
+        said["cuda"] = str(error)
     return said
 
 

@@ -1,5 +1,5 @@
-"""What `test_vllm_rooms` stands on: a prefill and a decode server of vLLM, `prefixkv proxy` before
-them, and a gate before each server, which holds or cuts what goes through on command.
+"""What `test_vllm_rooms` stands on: a prefill and a decode server of vLLM, and `prefixkv proxy`
+before them.
 
 Each answer of the proxy is compared with that of the decode server alone, which computes the prompt
 under a cache salt of its own: so from nothing, within the same limits, in float32.
@@ -10,16 +10,11 @@ from __future__ import annotations
 import http.client
 import itertools
 import json
-import math
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -65,87 +60,6 @@ _seeds = itertools.count(10_001)
 def new_prompt(num_tokens: int) -> list[int]:
     """A prompt that nobody has asked for yet."""
     return prompt_of(next(_seeds), num_tokens)
-
-
-class Gate:
-    """A port that leads to another one. Closed, it holds what it has read, in one direction."""
-
-    def __init__(self, port: int) -> None:
-        self._to = ("127.0.0.1", port)  # where nothing listens, this end is closed too
-        self._listening = socket.create_server(("127.0.0.1", 0))
-        self.port = int(self._listening.getsockname()[1])
-        self.requests, self.answers = threading.Event(), threading.Event()
-        self._sockets: list[socket.socket] = []
-        self._left_bytes, self._lock = math.inf, threading.Lock()
-        self.open()
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def open(self) -> None:
-        with self._lock:
-            self._left_bytes = math.inf
-            self.requests.set()
-            self.answers.set()
-
-    def hold_after(self, num_bytes: int) -> None:
-        """Pass so much of the answers, and hold the rest."""
-        self._left_bytes = num_bytes
-
-    def _pass_answer(self, data: bytes, sink: socket.socket) -> None:
-        first = b""
-        with self._lock:  # the test may open the gate meanwhile: then it stays open
-            if len(data) > self._left_bytes:
-                num_bytes = int(self._left_bytes)
-                first, data = data[:num_bytes], data[num_bytes:]
-                self.answers.clear()
-            self._left_bytes -= len(data)
-        sink.sendall(first)
-        self.answers.wait(PATIENCE_S)
-        sink.sendall(data)
-
-    def _pass_request(self, data: bytes, sink: socket.socket) -> None:
-        self.requests.wait(PATIENCE_S)
-        sink.sendall(data)
-
-    def cut(self) -> None:
-        """End every connection that there is."""
-        sockets, self._sockets = self._sockets, []  # not those that come meanwhile
-        for one in sockets:
-            with suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Listen no more, and end every connection. Idempotent."""
-        with suppress(OSError):  # else the thread that accepts would take one more
-            self._listening.shutdown(socket.SHUT_RDWR)
-        self._listening.close()
-        self.open()
-        self.cut()
-
-    def _accept(self) -> None:
-        with suppress(OSError):  # closed
-            while True:
-                near, _ = self._listening.accept()
-                threading.Thread(target=self._lead, args=(near,), daemon=True).start()
-
-    def _lead(self, near: socket.socket) -> None:
-        with near, suppress(ConnectionError), socket.create_connection(self._to) as far:
-            self._sockets += (near, far)
-            back = threading.Thread(target=_pump, args=(far, near, self._pass_answer), daemon=True)
-            back.start()
-            _pump(near, far, self._pass_request)
-            back.join()
-
-
-Pass = Callable[[bytes, socket.socket], None]
-
-
-def _pump(source: socket.socket, sink: socket.socket, on: Pass) -> None:
-    with suppress(OSError):
-        while data := source.recv(1 << 16):
-            on(data, sink)
-    for one in (source, sink):  # either end has left: so does the other
-        with suppress(OSError):
-            one.shutdown(socket.SHUT_RDWR)
 
 
 class Client:
@@ -243,10 +157,6 @@ class Rooms:
                 more=[*common, "--served-model-name", MODEL, NAMES[side]],
             )  # fmt: skip
             setattr(self, side, server)
-        self.before = {
-            "prefill": Gate(self.prefill.port),
-            "decode": Gate(self.decode.port),
-        }
         self.port, self.status_port = free_port(), free_port()
         self._proxy: subprocess.Popen[str] | None = None
         self._salts = 0
@@ -259,11 +169,10 @@ class Rooms:
         """Raises NotStartedError."""
         self.prefill.wait()
         self.decode.wait()
-        gates = {side: f"http://127.0.0.1:{gate.port}" for side, gate in self.before.items()}
         command = [
             sys.executable, "-m", "prefixkv.cli.main", "proxy",
-            "--prefill", f"{gates['prefill']}=tcp://127.0.0.1:{self.kv_port}",
-            "--decode", f"{gates['decode']}=decode-0",
+            "--prefill", f"{self.prefill.url}=tcp://127.0.0.1:{self.kv_port}",
+            "--decode", f"{self.decode.url}=decode-0",
             "--port", str(self.port), "--status-port", str(self.status_port),
         ]  # fmt: skip
         self._proxy = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
@@ -275,8 +184,6 @@ class Rooms:
             self._proxy.send_signal(signal.SIGTERM)
             with self._proxy:
                 assert self._proxy.wait(PATIENCE_S) == 0
-        for gate in self.before.values():
-            gate.close()
         self.decode.kill()
         self.prefill.kill()
 

@@ -19,11 +19,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import pytest
 
 from benchmarks.ports import free_port
+from benchmarks.serve import cpu_share
 from benchmarks.vllm_servers import (
     TINY,
     NotStartedError,
@@ -42,7 +43,13 @@ BLOCK_BYTES = TINY.kv_bytes(BLOCK)
 
 
 class Pair:
-    """The two servers, and a proxy's part."""
+    """The two servers, and a proxy's part. `connectors` are decode's options and prefill's,
+    `of_both` and `of_decode` those of `Server`."""
+
+    role, failure = "", "recompute"
+    connectors: tuple[dict[str, Any], dict[str, Any]] = {}, {}
+    of_both: ClassVar[dict[str, Any]] = {"chunk": 64}
+    of_decode: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.kv_port = folder, free_port()
@@ -50,25 +57,21 @@ class Pair:
         self._rooms = itertools.count(1)
         self._threads = ThreadPoolExecutor(32)
         self.prefill = self.start_prefill("prefill.log")
-        self.decode = self.start_decode()
+        self.decode = self._start("decode", "consumer", free_port(), "decode.log", **self.of_decode)
 
     def make_model(self, folder: Path) -> Path:
         return make_model(PYTHON, folder, TINY)
 
-    def start_decode(self) -> Server:
-        consumer = transfer_config("kv_consumer", "decode-0", free_port(), policy="slru")
-        return Server(
-            PYTHON,
-            self.model,
-            self.folder / "decode.log",
-            consumer,
-            environment={"VLLM_SERVER_DEV_MODE": "1"},
-            more=["--worker-extension-cls", "prefixkv.engines.vllm.extension.WorkerExtension"],
-        )
-
     def start_prefill(self, log: str) -> Server:
-        producer = transfer_config("kv_producer", "prefill-0", self.kv_port)
-        return Server(PYTHON, self.model, self.folder / log, producer, chunk=64)
+        return self._start("prefill", "producer", self.kv_port, log)
+
+    def _start(self, side: str, role: str, kv_port: int, log: str, **more: Any) -> Server:
+        connector = self.connectors[side == "prefill"]
+        config = transfer_config(
+            f"kv_{self.role or role}", f"{side}-0", kv_port, self.failure, **connector
+        )
+        options = self.of_both | more
+        return Server(PYTHON, self.model, self.folder / log, config, **options)
 
     def params(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """For decode and for prefill, of a new room."""
@@ -87,10 +90,10 @@ class Pair:
         self.start(self.prefill, prompt, 1, send, **more)
         return self.start(self.decode, prompt, num_tokens, load, **more)
 
-    def alone(self, prompt: list[int], num_tokens: int = OUT) -> Future[Any]:
+    def alone(self, prompt: list[int], num_tokens: int = OUT, **more: Any) -> Future[Any]:
         """What one engine says, from nothing."""
         salt = f"alone {next(self._rooms)}"
-        return self.start(self.prefill, prompt, num_tokens, cache_salt=salt)
+        return self.start(self.prefill, prompt, num_tokens, cache_salt=salt, **more)
 
     def bytes_sent(self) -> int:
         return self.prefill.counter("bytes_sent")
@@ -102,16 +105,20 @@ class Pair:
         assert self.bytes_sent() - since == blocks * BLOCK_BYTES
 
     def settled(self) -> None:
-        """No server has a block in use."""
+        """No server that lives has a block in use, or copies one."""
+        names = "kv_cache_usage_perc", "prefixkv_host_copies", "prefixkv_held_blocks"
 
         def unused() -> bool:
-            usage = [
-                server.metrics()["vllm:kv_cache_usage_perc"]
-                for server in (self.prefill, self.decode)
-            ]
-            return usage == [0, 0]
+            found = [one.metrics() for one in self.servers if one.process.poll() is None]
+            return not any(one.get(f"vllm:{name}") for one in found for name in names)
 
         until(unused)
+
+    def until_waiting(self) -> None:
+        """Each server has a request that waits for the other server."""
+        names = "loads_waiting", "sends_unpromised"
+        for server, name in zip((self.decode, self.prefill), names, strict=True):
+            until(lambda: server.metrics()[f"vllm:prefixkv_{name}"] == 1)  # noqa: B023
 
     @property
     def servers(self) -> tuple[Server, ...]:
@@ -151,9 +158,19 @@ def started(make: Callable[[], S]) -> Iterator[S]:
         made.close()
 
 
+class Operated(Pair):
+    """Decode evicts by a policy, and has the methods for operators."""
+
+    connectors = {"policy": "slru"}, {}
+    of_decode: ClassVar[dict[str, Any]] = {
+        "environment": {"VLLM_SERVER_DEV_MODE": "1"}, "chunk": 256,
+        "more": ["--worker-extension-cls", "prefixkv.engines.vllm.extension.WorkerExtension"],
+    }  # fmt: skip
+
+
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    with started(lambda: Pair(tmp_path_factory.mktemp("vllm"))) as made:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operated]:
+    with started(lambda: Operated(tmp_path_factory.mktemp("vllm"))) as made:
         yield made
 
 
@@ -201,6 +218,47 @@ def test_an_operator_can_ask_the_workers(pair: Pair) -> None:
     assert pair.decode.post("/collective_rpc", fence) == {"results": [None]}
     prompt = prompt_of(85, 100)
     assert token_ids(pair.ask(prompt).result()) == token_ids(pair.alone(prompt).result())
+
+
+def test_servers_that_only_wait_rest(pair: Pair) -> None:
+    """While rooms and sends are pending; and prefill computes nothing of what waits. `python -m
+    benchmarks serve` has the same of serve."""
+    first, second = prompt_of(22, 440), prompt_of(23, 440)
+    (load, send), (other_load, other_send) = pair.params(), pair.params()
+    asked = [
+        pair.start(pair.prefill, first, 1, send),
+        pair.start(pair.decode, second, OUT, other_load),
+    ]
+    pair.until_waiting()
+    assert pair.prefill.metrics()["vllm:kv_cache_usage_perc"] == 0
+    time.sleep(3.0)  # workers of vLLM go on turning for a second after a step
+    shares = [cpu_share(server.processes(), 10.0) for server in pair.servers]
+    print("processor time of prefill and decode while both wait:", shares)
+    assert max(shares) < 0.25  # of a server that polls it is more than all of one
+    asked += [
+        pair.start(pair.prefill, second, 1, other_send),
+        pair.start(pair.decode, first, OUT, load),
+    ]
+    answers = [token_ids(one.result()) for one in asked]
+    assert answers[1::2] == [token_ids(pair.alone(one).result()) for one in (second, first)]
+    pair.settled()
+
+
+def test_a_router_that_knows_nothing_of_rooms(pair: Pair) -> None:
+    """What llm-d's sidecar does in its `nixlv2` form, and vLLM's toy proxy: prefill is asked with
+    fields that are null, and decode with what prefill's answer says."""
+    nulls = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
+    asks = {"do_remote_decode": True, "do_remote_prefill": False, **dict.fromkeys(nulls)}
+    prompt, cached = prompt_of(30, 100), []
+    for turn in range(3):
+        params = pair.prefill.complete(prompt, 1, asks)["kv_transfer_params"]
+        params["room"] = int(float(params["room"]))  # as routers read numbers
+        said = pair.decode.complete(prompt, OUT, params)
+        assert token_ids(said) == token_ids(pair.alone(prompt).result())
+        cached.append(said["kv_transfer_params"]["prefixkv"]["cached_tokens"])
+        prompt = prompt + token_ids(said) + prompt_of(31 + turn, 30)
+    assert cached == [0, 96, 128]
+    pair.settled()
 
 
 def test_prefill_is_killed_in_mid_transfer_and_comes_back(pair: Pair) -> None:

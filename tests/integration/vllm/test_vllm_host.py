@@ -17,21 +17,8 @@ import pytest
 import zmq
 
 from benchmarks.ports import free_port
-from benchmarks.vllm_servers import (
-    Server,
-    token_ids,
-    transfer_config,
-)
-from tests.integration.vllm.test_vllm import (
-    BLOCK,
-    BLOCK_BYTES,
-    OUT,
-    PYTHON,
-    Pair,
-    prompt_of,
-    started,
-    until,
-)
+from benchmarks.vllm_servers import token_ids
+from tests.integration.vllm.test_vllm import BLOCK, OUT, Pair, prompt_of, started, until
 
 DECODE_BLOCKS = 41  # one is vLLM's null block
 FIRST, MORE = 300, 60  # tokens of a conversation's first turn, and what each later one adds
@@ -40,31 +27,17 @@ FIRST, MORE = 300, 60  # tokens of a conversation's first turn, and what each la
 class HostPair(Pair):
     """Decode has host memory and few blocks."""
 
+    connectors = {"host_memory": "16x"}, {}
+
     def __init__(self, folder: Path) -> None:
         self.events_port = free_port()
-        super().__init__(folder)
-
-    def start_decode(self) -> Server:
         events = {
             "enable_kv_cache_events": True, "publisher": "zmq", "topic": "kv",
             "endpoint": f"tcp://*:{self.events_port}",
         }  # fmt: skip
-        config = transfer_config("kv_consumer", "decode-0", free_port(), host_memory="16x")
-        return Server(
-            PYTHON, self.model, self.folder / "decode.log", config, blocks=DECODE_BLOCKS,
-            max_len=1024,
-            more=["--enable-prompt-tokens-details", "--kv-events-config", json.dumps(events)],
-        )  # fmt: skip
-
-    def settled(self) -> None:
-        """Nothing is held on decode, and no copy is under way."""
-
-        def unused() -> bool:
-            found = self.decode.metrics()
-            names = "kv_cache_usage_perc", "prefixkv_host_copies", "prefixkv_held_blocks"
-            return not any(found[f"vllm:{name}"] for name in names)
-
-        until(unused)
+        said = ["--enable-prompt-tokens-details", "--kv-events-config", json.dumps(events)]
+        self.of_decode = {"blocks": DECODE_BLOCKS, "chunk": 256, "max_len": 1024, "more": said}
+        super().__init__(folder)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +52,7 @@ def test_conversations_that_come_back_are_not_sent_again(pair: HostPair) -> None
     prompts = [prompt_of(seed, FIRST) for seed in range(5)]
     for turn in range(3):
         for i, prompt in enumerate(prompts):
-            sent, loaded = pair.prefill.counter("bytes_sent"), pair.decode.counter("host_loads")
+            sent, loaded = pair.bytes_sent(), pair.decode.counter("host_loads")
             expected = token_ids(pair.alone(prompt).result())
             answer = pair.ask(prompt).result()
             assert token_ids(answer) == expected
@@ -90,27 +63,13 @@ def test_conversations_that_come_back_are_not_sent_again(pair: HostPair) -> None
             assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == had * BLOCK
             blocks = -(-len(prompt) // BLOCK) - had
             pair.settled()
-            until(lambda: pair.prefill.counter("bytes_sent") - sent >= blocks * BLOCK_BYTES)  # noqa: B023
-            assert pair.prefill.counter("bytes_sent") - sent == blocks * BLOCK_BYTES
+            pair.has_sent(blocks, sent)
             if turn:
                 assert told["host_tokens"] > 0
                 assert pair.decode.counter("host_loads") == loaded + 1
             prompts[i] = prompt + token_ids(answer) + prompt_of(100 * turn + i, MORE)
     assert pair.decode.counter("host_missed_blocks") == 0
     assert pair.decode.metrics()["vllm:prefixkv_host_blocks"] > DECODE_BLOCKS
-
-
-def test_a_session_that_has_ended_leaves_nothing_in_host_memory(pair: HostPair) -> None:
-    """By what the proxy puts into `kv_transfer_params`. Another prompt is written behind it."""
-    pair.settled()
-    written = pair.decode.counter("host_written_blocks")
-    for seed, hints in ((28, {"ends": True}), (29, {"returns_after": 30})):
-        pair.decode.complete(prompt_of(seed, 4 * BLOCK), 1, {"hints": hints}, session_id="s")
-    until(lambda: pair.decode.counter("host_written_blocks") > written)
-    pair.settled()
-    assert pair.decode.counter("host_written_blocks") == written + 4
-    odd = pair.decode.complete(prompt_of(30, BLOCK), 1, {"hints": {"returns_after": 45}})
-    assert "`returns_after`" in odd["kv_transfer_params"]["prefixkv"]["error"]
 
 
 def test_cache_events_say_what_is_in_host_memory(pair: HostPair) -> None:

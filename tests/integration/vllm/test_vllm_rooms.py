@@ -7,13 +7,14 @@ and the next request is answered as ever. `rooms` has what is compared with what
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from benchmarks.vllm_servers import MODEL, NotStartedError
+from benchmarks.vllm_servers import MODEL, NotStartedError, Server
 from tests.integration.vllm.rooms import (
     DECODE_LEN,
     NAMES,
@@ -113,21 +114,15 @@ NEARLY_ALL: Json = {"tokens": DECODE_LEN - 20, "blocks": 16}
 SAMPLES = {"temperature": 1.0, "top_k": 1}
 ANSWERED = [
     Row("plain", apis=BOTH),
-    Row("a stream", {"stream": True}, apis=BOTH),
-    Row("a stream with usage", {"stream": True, "stream_options": {"include_usage": True}},
-        apis=BOTH),
+    Row("a stream", {"stream": True, "stream_options": {"include_usage": True}}, apis=BOTH),
     Row("no more than a block", tokens=BLOCK, blocks=1),
-    Row("log-probabilities", {"logprobs": 3}),
     Row("log-probabilities", {"logprobs": True, "top_logprobs": 3}, apis=CHAT),
     Row("log-probabilities, a stream", {"logprobs": 2, "stream": True}),
     Row("of chosen tokens", {"logprobs": 1, "logprob_token_ids": [5, 6]}),
-    Row("of chosen tokens", {"logprobs": True, "logprob_token_ids": [5, 6]}, apis=CHAT),
-    Row("echo", {"echo": True}),
     Row("echo and nothing else", {"echo": True, "max_tokens": 0}),
     Row("the least and the most", {"min_tokens": 4, "max_tokens": 4}),
     Row("the most of a chat", {"max_completion_tokens": 3, "max_tokens": None}, apis=CHAT),
-    Row("no most", {"max_tokens": None}),
-    Row("best_of, which vLLM does not know", {"best_of": 3}),
+    Row("no most, and a priority", {"max_tokens": None, "priority": 5}),
     # On CPUs vLLM dies of a seed where it computes a prompt in several steps.
     Row("a seed", {"seed": 5, "temperature": 1.0}, tokens=40, blocks=2),
     Row("a salt", {"cache_salt": "of a client"}, apis=BOTH),
@@ -136,11 +131,9 @@ ANSWERED = [
     Row("an id of its own", {"request_id": "mine", "n": 2, **SAMPLES}),
     Row("cut in front", {"truncate_prompt_tokens": 40}, blocks=2, apis=BOTH),
     Row("words that must not come", {"bad_words": ["w7"], "stop": ["w8"], "stop_token_ids": [9]}),
-    *(Row(f"n of {n}", {"n": n, **SAMPLES}, apis=BOTH) for n in (1, 2, 3, 4)),
+    *(Row(f"n of {n}", {"n": n, **SAMPLES}, apis=BOTH) for n in (1, 4)),
     Row("n of 3, a stream", {"n": 3, "stream": True, **SAMPLES}, apis=BOTH),
     Row("n of 2 and log-probabilities", {"n": 2, "logprobs": 2, **SAMPLES}),
-    Row("a priority", {"priority": 5}),
-    Row("more tokens than decode has", {"max_tokens": DECODE_LEN}, **NEARLY_ALL),
     Row("more tokens than decode has, n of 2", {"n": 2, "max_tokens": DECODE_LEN, **SAMPLES},
         **NEARLY_ALL),
     Row("a stream beyond decode", {"max_tokens": 40, "stream": True}, **NEARLY_ALL),
@@ -148,21 +141,16 @@ ANSWERED = [
     # vLLM computes these on decode, whatever it is told.
     *(
         Row(f"beams: {n}", {"n": n, "use_beam_search": True}, blocks=0, apis=BOTH)
-        for n in (1, 2, 3, 4)
+        for n in (1, 3)
     ),
     Row("beams as a stream", {"n": 2, "use_beam_search": True, "stream": True}, blocks=0,
         apis=CHAT),
     Row("beams, said in a word", {"n": 2, "use_beam_search": "yes"}, blocks=0, apis=BOTH),
     Row("beams, said with a number", {"n": 2, "use_beam_search": 1}, blocks=0),
-    *(
-        Row(f"log-probabilities of the prompt: {n}", {"prompt_logprobs": n}, blocks=0)
-        for n in (0, 1)
-    ),
+    Row("of the prompt", {"prompt_logprobs": 0}, blocks=0),
     Row("of the prompt and of n", {"prompt_logprobs": 1, "n": 2, **SAMPLES}, blocks=0, apis=BOTH),
-    Row("of an echo", {"echo": True, "logprobs": 2}, blocks=0),
     Row("of an echo alone", {"echo": True, "logprobs": 2, "max_tokens": 0}, blocks=0),
     Row("of an echo", {"echo": True, "logprobs": True, "top_logprobs": 2}, blocks=0, apis=CHAT),
-    Row("echo", {"echo": True}, blocks=0, apis=CHAT),
 ]  # fmt: skip
 
 
@@ -182,53 +170,31 @@ def refused(name: str, more: Json | None = None, status: int = 400, **rest: Any)
 REFUSED = [
     refused("options of a stream without one", {"stream_options": {"include_usage": True}},
         apis=BOTH),
-    refused("more than the most at least", {"min_tokens": 50}, apis=BOTH),
     refused("too many log-probabilities", {"logprobs": 1000}),
-    refused("too many log-probabilities", {"logprobs": True, "top_logprobs": 1000}, apis=CHAT),
-    refused("fewer than none", {"logprobs": -5}),
     refused("fewer than none", {"logprobs": True, "top_logprobs": -5}, apis=CHAT),
-    refused("log-probabilities in words", {"logprobs": "many"}),
-    refused("top_logprobs without logprobs", {"top_logprobs": 2}, apis=CHAT),
     refused("chosen tokens alone", {"logprob_token_ids": [5]}, apis=BOTH),
     refused("prompt_logprobs of a stream", {"prompt_logprobs": 1, "stream": True}, apis=BOTH),
-    refused("prompt_logprobs below none", {"prompt_logprobs": -7}),
     refused("beams as a stream", {"use_beam_search": True, "stream": True}),
-    refused("a chat beyond decode", {"max_tokens": 40}, tokens=DECODE_LEN - 10, apis=CHAT),
-    refused("beams of none", {"use_beam_search": True, "n": 0}),
     refused("beams and an echo", {"use_beam_search": True, "echo": True, "logprobs": 1}),
+    refused("a chat beyond decode", {"max_tokens": 40}, tokens=DECODE_LEN - 10, apis=CHAT),
     refused("no token", {"max_tokens": 0}),
-    refused("fewer than no token", {"max_tokens": -1}),
     refused("a prompt that is longer than decode's", tokens=DECODE_LEN + 88, apis=BOTH),
     refused("n of 0", {"n": 0}, apis=BOTH),
-    refused("n of -1", {"n": -1}),
     refused("n of 2, greedily", {"n": 2}, blocks=BLOCKS, apis=BOTH),
     refused("n of 2 of a prompt that is too long", {"n": 2, **SAMPLES}, tokens=DECODE_LEN + 88,
         apis=BOTH),
-    refused("a temperature below none", {"temperature": -1.0}),
-    refused("a share above all", {"top_p": 2.0}),
-    refused("a suffix", {"suffix": "w5"}),
-    refused("nothing in it", {"prompt": ""}),
-    refused("no prompt", {"prompt": []}),
     refused("no token in a prompt", {"prompt": [[]]}),
     refused("null for a prompt", {"prompt": None}),
     refused("a token that is not one", {"prompt": [5, 99_999]}),
-    refused("a token below none", {"prompt": [5, -1]}),
     refused("words and tokens", {"prompt": ["w5", [6]]}, blocks=None),
-    refused("no message", {"messages": []}, apis=CHAT),
     refused("a message that is none", {"messages": ["w5"]}, apis=CHAT),
     refused("null for messages", {"messages": None}, apis=CHAT),
-    refused("no tool", {"tools": []}, apis=CHAT),
     refused("a choice without tools", {"tool_choice": "required"}, apis=CHAT),
-    refused("two grammars", {"structured_outputs": {"regex": "w5", "choice": ["w5"]}}),
     refused("a grammar that is none", {"structured_outputs": {"regex": "(("}}, apis=BOTH),
-    refused("a schema without one", {"response_format": {"type": "json_schema"}}),
     refused("an empty salt", {"cache_salt": ""}),
     refused("parameters by another way", {"vllm_xargs": {"kv_transfer_params": {"room": 5}}}),
-    refused("a name that nobody knows", {"model": "nobody"}, status=404),
-    refused("a name that decode does not know", {"model": NAMES["prefill"]}, status=404,
-        apis=BOTH),
-    refused("such a name, n of 2", {"model": NAMES["prefill"], "n": 2, **SAMPLES}, status=404,
-        apis=BOTH),
+    refused("a name that decode does not know", {"model": NAMES["prefill"], "n": 2, **SAMPLES},
+        status=404, apis=BOTH),
 ]  # fmt: skip
 
 
@@ -272,66 +238,27 @@ LONG = {"max_tokens": 400, "stream": True}
 APIS = pytest.mark.parametrize("api", ["completions", "chat"])
 
 
-@pytest.fixture(autouse=True)
-def _open_gates(request: pytest.FixtureRequest) -> Iterator[None]:
-    yield
-    if "rooms" in request.fixturenames:
-        for gate in request.getfixturevalue("rooms").before.values():
-            gate.open()
-
-
-def check_answer(rooms: Rooms, api: str, client: Client) -> None:
-    said = client.read()
-    rooms.settled()
-    assert (said.status, said.error) == (200, "")
-    assert is_same(said.value, rooms.alone(PATHS[api], client.asked).value)
-    check_after(rooms)
-
-
 @APIS
-@pytest.mark.parametrize("more", [{}, {"stream": True}, {"n": 3, **SAMPLES}])
-def test_the_client_leaves_while_decode_waits_for_prefill(
-    rooms: Rooms, api: str, more: Json
+@pytest.mark.parametrize("more", [{"stream": True}, {"n": 3, **SAMPLES}])
+@pytest.mark.parametrize(
+    ("stopped", "waits", "gauge"),
+    [("prefill", "decode", "loads_waiting"), ("decode", "prefill", "sends_unpromised")],
+)
+def test_the_client_leaves_while_one_server_waits_for_the_other(
+    rooms: Rooms, stopped: str, waits: str, gauge: str, api: str, more: Json
 ) -> None:
-    """Prefill's request is on its way still, and comes when nobody wants it any more."""
-    gate = rooms.before["prefill"]
-    gate.requests.clear()
-    client = rooms.ask(PATHS[api], body_of(api, **more))
-    rooms.until_gauge("decode", "loads_waiting")
-    client.leave()
-    rooms.until_gauge("decode", "loads_waiting", 0)
-    gate.open()
-    check_after(rooms)
-
-
-@APIS
-@pytest.mark.parametrize("more", [{}, {"stream": True}, {"n": 3, **SAMPLES}])
-def test_the_client_leaves_while_prefill_waits_for_decode(
-    rooms: Rooms, api: str, more: Json
-) -> None:
-    gate = rooms.before["decode"]
-    gate.requests.clear()
-    client = rooms.ask(PATHS[api], body_of(api, **more))
-    rooms.until_gauge("prefill", "sends_unpromised")
-    assert rooms.prefill.metrics()["vllm:kv_cache_usage_perc"] == 0, "it has computed nothing"
-    client.leave()
-    rooms.until_gauge("prefill", "sends_unpromised", 0)
-    gate.open()
-    check_after(rooms)
-
-
-@APIS
-@pytest.mark.parametrize("more", [{}, LONG, {"n": 2, **SAMPLES}])
-def test_the_client_leaves_between_the_two_answers(rooms: Rooms, api: str, more: Json) -> None:
-    """Prefill's has come, and decode's is under way."""
-    gate = rooms.before["decode"]
-    gate.answers.clear()
-    before = rooms.prefill.counter("sends_over")
-    client = rooms.ask(PATHS[api], body_of(api, **more))
-    until(lambda: rooms.prefill.counter("sends_over") == before + 1, pause_s=0.02)
-    client.leave()
-    rooms.settled()
-    gate.open()
+    """The request that the other server has not read yet comes when nobody wants it any more."""
+    server: Server = getattr(rooms, stopped)
+    server.signal(signal.SIGSTOP)
+    try:
+        client = rooms.ask(PATHS[api], body_of(api, **more))
+        rooms.until_gauge(waits, gauge)
+        if waits == "prefill":
+            assert rooms.prefill.metrics()["vllm:kv_cache_usage_perc"] == 0, "nothing is computed"
+        client.leave()
+        rooms.until_gauge(waits, gauge, 0)
+    finally:
+        server.signal(signal.SIGCONT)
     check_after(rooms)
 
 
@@ -347,39 +274,6 @@ def test_the_client_leaves_in_the_middle_of_a_stream(rooms: Rooms, api: str, mor
         if in_the_middle:
             return
     raise AssertionError("no client has left in the middle of a stream")
-
-
-@APIS
-@pytest.mark.parametrize("more", [{}, {"n": 3, **SAMPLES}])
-def test_decodes_stream_is_cut(rooms: Rooms, api: str, more: Json) -> None:
-    """What was said stands, and the stream ends with an error."""
-    gate = rooms.before["decode"]
-    gate.hold_after(4096)  # or a tiny model may have said all of it by then
-    client = rooms.ask(PATHS[api], body_of(api, **LONG | more))
-    first = client.first_event()
-    gate.cut()
-    gate.open()
-    said = client.read()
-    assert "decode was lost" in said.error
-    assert first
-    check_after(rooms)
-
-
-@pytest.mark.parametrize("more", [{}, {"stream": True}, {"n": 2, **SAMPLES}])
-@pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_a_connection_is_cut_before_the_first_answer(rooms: Rooms, side: str, more: Json) -> None:
-    """It is asked for in another room, and the former one ends."""
-    gate = rooms.before[side]
-    gate.answers.clear()
-    if side == "prefill":
-        rooms.before["decode"].answers.clear()
-    before = rooms.prefill.counter("sends_over")
-    client = rooms.ask(PATHS["chat"], body_of("chat", **more))
-    until(lambda: rooms.prefill.counter("sends_over") > before, pause_s=0.02)
-    gate.cut()
-    for one in rooms.before.values():
-        one.open()
-    check_answer(rooms, "chat", client)
 
 
 # --- routers that place what the proxy would not --------------------------------------------------

@@ -18,8 +18,7 @@ from typing import Any, Final
 
 import pytest
 
-from benchmarks.ports import free_port
-from benchmarks.vllm_servers import REPOSITORY, Server, token_ids, transfer_config
+from benchmarks.vllm_servers import REPOSITORY, token_ids
 from tests.integration.vllm.test_vllm import PYTHON, Pair, prompt_of, started, until
 
 WINDOW: Final = 96  # tokens
@@ -57,6 +56,9 @@ class WindowPair(Pair):
 
     def __init__(self, folder: Path, family: str) -> None:
         self.name, self.family = family, FAMILIES[family]
+        self.of_decode = {
+            "max_len": 1024, "blocks": self.family.blocks, "chunk": self.family.chunk
+        }  # fmt: skip
         super().__init__(folder)
 
     def make_model(self, folder: Path) -> Path:
@@ -64,11 +66,6 @@ class WindowPair(Pair):
         command = [*maker, self.name, str(folder), str(WINDOW)]
         subprocess.run(command, check=True, cwd=REPOSITORY, stderr=subprocess.DEVNULL)
         return folder
-
-    def start_decode(self) -> Server:
-        consumer = transfer_config("kv_consumer", "decode-0", free_port())
-        return Server(PYTHON, self.model, self.folder / "decode.log", consumer, max_len=1024,
-                      blocks=self.family.blocks, chunk=self.family.chunk)  # fmt: skip
 
     def check(self, prompt: list[int], num_tokens: int = 8) -> Any:
         """Ask both servers, compare with one, and return decode's answer."""

@@ -55,15 +55,6 @@ def fails_unchanged(cache, error, call, *args, **kwargs):
 # --- matching and inserting -----------------------------------------------------------------------
 
 
-def test_only_whole_pages_are_cached_and_matched():
-    cache = filled("aabbccd", page_size=2)
-    assert cache.num_pages == 3
-    assert cached(cache, "aabbccd") == 6
-    assert cached(cache, "aabbc") == 4
-    assert cached(cache, "aabbcx") == 4
-    assert cached(cache, "a") == cached(cache, "") == 0
-
-
 def test_looking_does_not_fragment():
     cache = RadixCache(page_size=1)
     run = np.random.default_rng(0).integers(0, 5, 2000)
@@ -297,14 +288,6 @@ def test_locks_that_end_together_free_what_they_share():
     assert cache.protected_pages == 6
 
 
-def test_a_shorter_use_keeps_the_longer_ones_of_before():
-    cache = filled("abcdef", "x")  # pages 0 to 5, and 6
-    cache.insert(tokens("abcde"), range(5))
-    cache.insert(tokens("abc"), range(3))
-    assert cache.evict(2).tolist() == [5, 6]
-    assert sorted(cache.evict(2).tolist()) == [3, 4]
-
-
 def test_a_wanted_page_at_the_end_but_one_ends_the_cut():
     cache = filled("abcd", "x")
     want = cache.want(cache.match_prefix(tokens("abc")))
@@ -399,20 +382,6 @@ class Recorded(LeastRecentlyUsed):
     def insertion_marks(self, use: Use) -> Sequence[tuple[int, Mark]]:
         self.went_on_from.append(use.before)
         return super().insertion_marks(use)
-
-
-def test_what_a_request_adds_goes_on_from_its_own_lock() -> None:
-    """Others that use the same prefix meanwhile, or add to it, are not taken for it."""
-    policy = Recorded()
-    cache = RadixCache(page_size=1, policy=policy)
-    cache.insert([1, 2], [10, 11])  # use 1
-    first = cache.lock(cache.match_prefix([1, 2]))  # 2
-    second = cache.lock(cache.match_prefix([1, 2]))  # 3
-    with second, first:
-        cache.insert([1, 2, 3, 4], [12, 13], lock=first)
-        with cache.lock(cache.match_prefix([1, 2, 3])):  # 5, within what is inserted next
-            cache.insert([1, 2, 3, 9], [14, 15], lock=second)
-    assert policy.went_on_from == [None, 2, 3]
 
 
 def test_an_insertion_that_extends_its_lock_is_one_use_and_holds_what_it_brought() -> None:

@@ -19,14 +19,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from prefixkv.control.decode.control import DecodeEffect, DecodeInput
+from prefixkv.control.decode.looks import LookAt, PagesLookedAt
 from prefixkv.control.effects import (
     AgentDestroyed,
     ConnectFailed,
     CopyDone,
     FrameFailed,
     FrameReceived,
-    LookAt,
-    PagesLookedAt,
     Reached,
     Renew,
     Settle,
@@ -721,7 +720,7 @@ def test_random_bytes_change_nothing(raw: bytes) -> None:
 
 def test_the_inputs_fed_here_are_all_there_are() -> None:
     """A new input would need a law above."""
-    assert set(DECODE_FEED) == members(DecodeInput)
+    assert set(DECODE_FEED) == {*members(DecodeInput), PagesLookedAt}
     assert set(PREFILL_FEED) == members(PrefillInput)
 
 
@@ -737,5 +736,5 @@ def test_the_effects_seen_here_are_all_there_are() -> None:
         "SendFrame", "AddPeer", "RemovePeer", "WriteJob", "Cancel", "Renew", "Gather",
         "Examine", "Bootstrapped", "RoomEnded", "SourceFree", "Raised",
     }  # fmt: skip
-    assert {effect.__name__ for effect in (*members(DecodeEffect), Scatter)} == decode
+    assert {effect.__name__ for effect in (*members(DecodeEffect), Scatter, LookAt)} == decode
     assert {effect.__name__ for effect in (*members(PrefillEffect), Gather)} == prefill

@@ -53,7 +53,7 @@ class Desk:
                 policy=policy,
                 spare_rows=spare_rows,
                 windows=windows,
-                num_checkpoints=num_checkpoints,
+                num_saved=num_checkpoints,
             ),
         )
         self.pages.hash_every_pages = 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from prefixkv.cache.checkpoints import Checkpoints
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.errors import AbortedError, CallerError, NotFiniteError
 from tests.support.spelled import Event
@@ -107,8 +108,8 @@ def test_no_state_and_no_window_is_kept(how: str, window: int, where: str) -> No
         desk.scheduler.save_states([req])
     end(desk, req, how)
     assert depths(desk) == before
-    assert desk.pages.checkpoints is not None
-    assert desk.pages.checkpoints.taken == []
+    assert isinstance(desk.pages.saves, Checkpoints)
+    assert desk.pages.saves.taken == []
     assert desk.prefix_of(req) == (8 if where == "running" else 0)
     desk.at_rest()
 

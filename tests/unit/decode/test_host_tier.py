@@ -156,20 +156,6 @@ def test_what_the_pool_forgets_is_loaded_again() -> None:
     desk.at_rest()
 
 
-def test_only_what_the_pool_lacks_is_loaded() -> None:
-    desk = HostDesk()
-    a = desk.start("a", 16)
-    desk.finish(a)
-    desk.end_all_copies()
-    desk.evict(3)
-    assert desk.prefix_of(a) == 4
-    req = next_turn(desk)
-    (load,) = desk.orders()
-    assert len(load.device_pages) == 3
-    assert load.device_pages.tolist() == req.pages[1:4].tolist()
-    assert (req.hit_tokens, req.brought.get("loaded")) == (16, 12)
-
-
 def test_a_page_that_nothing_waits_for_is_not_written() -> None:
     desk = HostDesk()
     desk.finish(desk.start("a", 16), continues=False)
@@ -392,16 +378,6 @@ def test_an_aborted_load_keeps_its_pages_until_the_copy_has_ended() -> None:
     assert desk.pages.allocator.held_pages == 0
     assert desk.prefix_of(req) == 0, "nothing vouches for what no request waits for"
     desk.at_rest()
-
-
-def test_a_load_goes_on_for_the_one_that_joined_it() -> None:
-    desk, b, c = two_that_need_it()
-    desk.abort(b)
-    desk.carry_out_aborts()
-    desk.succeed(c.room_key)
-    desk.end_copy()
-    assert desk.transferred() == ["c"]
-    desk.at_rest_after(c)
 
 
 @pytest.mark.parametrize("has_arrived", [False, True])

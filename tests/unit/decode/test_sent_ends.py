@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from prefixkv.cache.checkpoints import Checkpoints
 from prefixkv.config import ComputeConfig, PageOptions
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.sources import Sources
@@ -29,7 +30,7 @@ def desk_of(
         60,
         PAGE_SIZE,
         8,
-        options=PageOptions(num_slots=0 if window else SLOTS, num_checkpoints=4, windows=windows),
+        options=PageOptions(num_slots=0 if window else SLOTS, num_saved=4, windows=windows),
     )
     desk.scheduler = decode_scheduler(
         desk.pages,
@@ -47,8 +48,8 @@ def opened(desk: Desk) -> OpenRoom:
 
 
 def depths(desk: Desk) -> list[int]:
-    assert desk.pages.checkpoints is not None
-    return sorted(one.depth * PAGE_SIZE for one in desk.pages.checkpoints._at.values())
+    assert isinstance(desk.pages.saves, Checkpoints)
+    return sorted(one.depth * PAGE_SIZE for one in desk.pages.saves._at.values())
 
 
 def local(desk: Desk) -> list[DecodeRequest]:
@@ -89,8 +90,9 @@ def test_what_was_sent_leaves_a_checkpoint_before_the_end_is_computed(window: in
     more = desk.admitted("a2", [*req.tokens[:25].tolist(), 7, 8])
     assert local(desk) == [more]
     assert more.prefix_len == 24
-    assert more.checkpoint is not None
-    assert more.checkpoint.locks == 1, "no other checkpoint takes its slot before it is copied"
+    assert more.saves.checkpoint.locks == 1, (
+        "no other checkpoint takes its slot before it is copied"
+    )
     desk.abort(more)
     desk.pop_failed()
     desk.at_rest()
@@ -227,11 +229,11 @@ def test_one_that_ends_when_it_is_whole_gives_its_slots_back_and_its_flight_ends
     else:
         computed(desk, first, 8)
         computed(desk, first, 10)
-    assert desk.pages.checkpoints is not None
-    assert len(desk.pages.checkpoints.taken) == 1
+    assert isinstance(desk.pages.saves, Checkpoints)
+    assert len(desk.pages.saves.taken) == 1
     desk.abort(first)
     assert second.state is DecodeState.RETRACTED, "this engine wrote it, and nothing is committed"
-    assert desk.pages.checkpoints.taken == []
+    assert desk.pages.saves.taken == []
     assert desk.transferred() == []
     assert desk.pages.cache.num_pages == 0
     desk.abort(second)

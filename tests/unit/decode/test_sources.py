@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from prefixkv.config import ComputeConfig
-from prefixkv.decode.sources import TRY_SHARE, Lack, Rate, Sources
+from prefixkv.decode.sources import Lack, Rate, Sources
 
 HERE, PREFILL = True, False
 
@@ -404,54 +404,8 @@ def test_workers_that_were_asked_long_ago_are_forgotten() -> None:
     assert len(scale.sources._workers) == 256
 
 
-# --- rates -------------------------------------------------------------------------------------
-
-
-def measured(*seconds: float, units: float = 100) -> Rate:
-    rate = Rate()
-    for each_s in seconds:
-        rate.add(units, each_s)
-    return rate
-
-
-def test_a_rate_is_known_after_three_measures_of_which_one_may_be_a_stall() -> None:
-    assert not measured(1.0, 1.0).is_known
-    for stalls in ((30.0, 1.0, 1.0), (1.0, 30.0, 1.0), (1.0, 1.0, 30.0)):
-        rate = measured(*stalls)
-        assert rate.is_known
-        assert rate.unit_s == pytest.approx(0.01)
-
-
-def test_a_change_is_known_after_four_measures() -> None:
-    assert measured(*[1.0] * 50, *[5.0] * 3).unit_s == pytest.approx(0.01)
-    assert measured(*[1.0] * 50, *[5.0] * 4).unit_s == pytest.approx(0.05)
-
-
 def test_a_measure_that_grew_takes_the_place_of_the_last_one() -> None:
-    rate = measured(1.0, 1.0)
-    rate.add(200, 6.0, amends=True)
-    assert len(rate) == 2
-    assert rate.most_units == 200
-    assert rate.unit_s == pytest.approx(0.01)
-
-
-def test_what_is_decided_against_seems_ever_cheaper_until_it_is_measured() -> None:
-    rate = measured(1.0, 1.0, 1.0)
-    rate.declined = round(1 / TRY_SHARE)
-    assert rate.price_s == pytest.approx(0.005)
-    rate.add(100, 1.0)
-    assert rate.price_s == pytest.approx(0.01)
-
-
-def test_a_worker_answers_its_promises_in_turn() -> None:
-    rule = Sources(loads=True)
-    rooms = [rule.promised("p", 10.0, tokens) for tokens in (100, 50, 25)]
-    assert rooms[0] is not None
-    load = rooms[0].worker
-    assert load.backlog_s(0.01, 10.25) == pytest.approx(1.75 - 0.25)
-    # The answer is late: it takes as long again.
-    assert load.backlog_s(0.01, 15.0) == pytest.approx(5.0 + 0.75)
-    rule.arrived(rooms[0], 11.0)
-    assert rule._sent.unit_s == pytest.approx(1.0 / 100)
-    assert load.backlog_s(0.01, 11.1) == pytest.approx(0.75 - 0.1)
-    assert load.tokens == 75
+    rate = Rate()
+    for units, seconds, amends in ((100, 1.0, False), (100, 1.0, False), (200, 6.0, True)):
+        rate.add(units, seconds, amends)
+    assert (len(rate), rate.most_units, rate.unit_s) == (2, 200, 0.01)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from prefixkv.cache.checkpoints import Checkpoints
 from prefixkv.config import ComputeConfig, PageOptions
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.sources import Sources
@@ -137,9 +138,7 @@ def computing(num_window_pages: int, step: int = 4, below: int = 1000, tokens: i
     """A desk whose engine computes prompts, from checkpoints at multiples of `tokens`."""
     desk = Desk(60)
     specs = [GroupSpec("w0", WINDOW, num_window_pages, step)]
-    desk.pages = PageManager(
-        60, PAGE_SIZE, 8, options=PageOptions(windows=specs, num_checkpoints=4)
-    )
+    desk.pages = PageManager(60, PAGE_SIZE, 8, options=PageOptions(windows=specs, num_saved=4))
     desk.scheduler = decode_scheduler(
         desk.pages,
         reserve_tokens=0,
@@ -163,8 +162,8 @@ def compute(desk: Desk, rid: str, tokens: int | list[int], max_new: int = 4) -> 
 
 def depths(desk: Desk) -> list[int]:
     """Of the checkpoints, in tokens."""
-    assert desk.pages.checkpoints is not None
-    return sorted(one.depth * PAGE_SIZE for one in desk.pages.checkpoints._at.values())
+    assert isinstance(desk.pages.saves, Checkpoints)
+    return sorted(one.depth * PAGE_SIZE for one in desk.pages.saves._at.values())
 
 
 def test_a_prompt_that_runs_has_left_a_checkpoint_at_its_end() -> None:
@@ -229,7 +228,7 @@ def test_what_was_computed_before_a_flush_leaves_none() -> None:
 def test_a_state_that_was_kept_before_a_flush_is_not_entered() -> None:
     """Its pages were cached, and are in no tree any more."""
     desk = Desk(60)
-    desk.pages = PageManager(60, PAGE_SIZE, 8, options=PageOptions(num_slots=4, num_checkpoints=4))
+    desk.pages = PageManager(60, PAGE_SIZE, 8, options=PageOptions(num_slots=4, num_saved=4))
     sources = Sources(ComputeConfig(below=0))
     desk.scheduler = decode_scheduler(desk.pages, reserve_tokens=0, sources=sources)
     for flushes in (True, False):

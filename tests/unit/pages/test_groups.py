@@ -154,12 +154,12 @@ def test_all_groups_admit_or_none() -> None:
     groups = TailGroups(TailGroup(spec, 4, 3) for spec in specs)
     start = GroupStart(20, 9)
     assert groups.fit(start)
-    groups.open(0, start, None)
+    groups.open(0, start, list)
     assert not groups.fit(start)
     assert groups.short_of(start) is groups[1]
     before = [one.allocator.free_pages for one in groups]
     with pytest.raises(OutOfPagesError):
-        groups.open(1, start, None)
+        groups.open(1, start, list)
     groups.free(1)
     assert [one.allocator.free_pages for one in groups] == before
     assert [one.rows_in_use for one in groups] == [[0], [0]]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from prefixkv.cache.checkpoints import Checkpoints
 from prefixkv.config import PageOptions
 from prefixkv.errors import RequestError
 from prefixkv.pages.groups import GroupSpec
@@ -33,7 +34,7 @@ class Worker:
             num_pages,
             PAGE_SIZE,
             rows,
-            options=PageOptions(policy="lru", num_checkpoints=num_checkpoints, windows=windows),
+            options=PageOptions(policy="lru", num_saved=num_checkpoints, windows=windows),
         )
         self.has_state = has_state
         self.scheduler = prefill_scheduler(
@@ -42,7 +43,7 @@ class Worker:
         # By window group and page: what each slot was written with.
         self.last: list[dict[int, dict[int, tuple[int, ...]]]] = [{} for _ in windows]
         self.sent: dict[str, list[list[int]]] = {}  # tokens of the window pages, by group
-        self.points = self.pages.checkpoints
+        self.points = self.pages.saves
         self.slots: list[tuple[int, ...] | None] = [None] * (OWN + num_checkpoints)
         self.kv: dict[int, tuple[int, ...]] = {}  # by page: the tokens up to its end
         self.state: dict[str, tuple[int, ...]] = {}
@@ -161,7 +162,7 @@ class Worker:
     def at_rest(self) -> None:
         self.scheduler.pop_bootstrapped()
         self.check()
-        assert self.points is not None
+        assert isinstance(self.points, Checkpoints)
         assert (self.points.num_locks, self.points.taken) == (0, [])
         assert not self.scheduler.requests
         for group in self.pages.windows:

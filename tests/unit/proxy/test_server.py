@@ -783,3 +783,28 @@ def test_it_imports_no_engine() -> None:
         "('torch' in sys.modules and 'torch'))"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=PATIENCE_S).returncode == 0
+
+
+TRACE = 'Traceback (most recent call last):\n  File "/srv/engine/core.py", line 7\nat 10.1.2.3:8000'
+
+
+@played()
+async def test_what_goes_wrong_on_a_server_is_not_told_to_a_client(stage: Stage) -> None:
+    said = [
+        Response(TRACE, 500), json_response({"error": {"message": TRACE}}, 500),
+        json_response({"error": {"message": TRACE}}, 400),
+        json_response({"error": {"message": "wrong key sk-1"}}, 401),
+    ]  # fmt: skip
+    for wrong in said:
+
+        async def say(engine: Engine, body: dict[str, Any], wrong: Response = wrong) -> Response:
+            return wrong
+
+        stage.decode[0].say = say
+        for prompt in ("hello", ["one", "two"]):
+            answer = await stage.complete(prompt)
+            assert answer.status_code >= 400
+            told = answer.json()["error"]["message"]
+            assert "(request " in told
+            for inner in ("Traceback", "core.py", "10.1.2.3", "127.0.0.1", "http://", "sk-1"):
+                assert inner not in told

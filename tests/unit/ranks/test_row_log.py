@@ -329,7 +329,7 @@ def test_copies_of_pages_that_there_are_not_change_nothing(
 
 
 def leading() -> tuple[PrefillScheduler, RankLog, RowFollower]:
-    pages = PageManager(16, PAGE_SIZE, ROWS, options=PageOptions(num_checkpoints=2, windows=[SPEC]))
+    pages = PageManager(16, PAGE_SIZE, ROWS, options=PageOptions(num_saved=2, windows=[SPEC]))
     log = RankLog()
     log.sizes = PREFILL
     return prefill_scheduler(pages), log, RowFollower(PREFILL)

@@ -22,7 +22,7 @@ from prefixkv.memory.page_sums import ALGORITHMS
 from prefixkv.protocol.ids import ChunkTag
 from prefixkv.runtime import staging as staging_copies
 from prefixkv.runtime import transfers
-from prefixkv.transport.base import WriteJob
+from prefixkv.transport.base import CHECKS, WriteJob
 from prefixkv.transport.transports import Transports
 from tests.support.mesh_workers import MeshPair
 from tests.support.node_pair import tokens_of
@@ -208,7 +208,8 @@ def test_pages_of_each_kind(
 def test_both_sides_take_the_best_algorithm_that_both_have(
     algorithm: str, wires: FaultyWires, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfers, "ALGORITHMS", {algorithm: None})
+    one = CHECKS[0]._replace(algorithms=(algorithm,))
+    monkeypatch.setattr(transfers, "CHECKS", [one])
     wires.fault = swapped
     with MeshPair(mesh(1), mesh(1), num_pages=256, **checked("shm")) as pair:
         find_each(pair, wires)

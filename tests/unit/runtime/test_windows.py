@@ -133,7 +133,7 @@ def test_chats_with_small_pools_aborts_and_retractions(
             assert sum(node.stats()["staging_pieces_written"] for node in pair.prefills) > 0
         if seed == NO_CHECKPOINTS:
             return
-        points = pair.prefills[0].pages.checkpoints
+        points = pair.prefills[0].pages.saves
         assert points.evicted
         assert min(pair.computed.values()) < 12
 

@@ -70,7 +70,7 @@ async def test_each_follower_hears_all_there_is_and_then_what_changes() -> None:
     source.tap.after_step()
     source.tap.after_step()  # nothing has changed: nothing is sent
     late.append(await anext(second))
-    pieces.append(await anext(first))
+    pieces += [await anext(first), await anext(first)]  # the snapshot for the second, too
     for told in (pieces, late):
         index = WorkerIndex(100)
         for batch in await batches(told):
@@ -99,21 +99,6 @@ async def test_a_follower_that_does_not_read_is_cut_off() -> None:
     for i in range(5):
         source.insert([2 * i, 2 * i + 1])
     assert [piece async for piece in stream] == []  # it has ended
-
-
-@patch.multiple(feed, _MAX_WAITING_BYTES=200)
-@in_loop
-async def test_a_follower_is_behind_by_a_bounded_number_of_bytes() -> None:
-    source = Source()
-    stream, _ = await source.frames(1)
-    (follower,) = source.tap._followers
-    source.insert(list(range(1000)))  # one frame that is longer by itself is no fault
-    assert not follower.cut
-    for i in range(1000, 1100, 2):
-        source.insert([i, i + 1])
-    assert follower.cut
-    assert not follower.frames
-    assert [piece async for piece in stream] == []
 
 
 @patch.multiple(feed, _MAX_FOLLOWERS=1)

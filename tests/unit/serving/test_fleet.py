@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, Literal
 from unittest.mock import patch
 
+import httpx
 import msgspec
 import numpy as np
 import pytest
@@ -17,12 +18,15 @@ from starlette.routing import Route
 
 from prefixkv.cache.events import EventFeed
 from prefixkv.cache.radix_cache import RadixCache
+from prefixkv.engines.hf.small import CHAT_TEMPLATE, small_tokenizer
 from prefixkv.errors import ConfigError
 from prefixkv.serving import fleet as fleets
-from prefixkv.serving.config import Limits
+from prefixkv.serving.config import Limits, ListenSettings
 from prefixkv.serving.feed import EventTap
 from prefixkv.serving.fleet import Fleet, Start
+from prefixkv.serving.front import Front
 from prefixkv.serving.http import ApiError, HttpServer, Stream, json_response, make_app
+from prefixkv.serving.text import Texts
 from prefixkv.serving.wire import Ask, FenceRequest, LostPeer, TokenEvent, WorkerInfo
 from tests.support.patience import NEVER_S, PATIENCE_S
 from tests.support.scenes import played_by, until
@@ -180,7 +184,7 @@ async def test_a_worker_that_cannot_work_with_the_others_is_not_taken(stage: Sta
     ):
         with pytest.raises(ConfigError, match=why):
             fleet.add(msgspec.structs.replace(info, life="2", **change))
-    assert [one.life for one in fleet.workers.values()] == ["1", "1"]
+    assert [one.life for one in fleet.workers] == ["1", "1"]
     assert await stage.said() == [TOKEN, END]
 
 
@@ -264,12 +268,12 @@ async def test_a_lost_life_is_told_to_all_that_are_here_and_that_come(stage: Sta
     prefill, decode = stage.prefill[0], stage.decode[0]
     prefill.fence_statuses = [503, 500]  # it is told until it has taken it
     first, second = FenceRequest("d9", "a"), FenceRequest("d9", "b")
-    await stage.fleet.fence("d9", "a")
+    stage.fleet.fence(first)
     await until(lambda: prefill.fenced and decode.fenced)
     late = Worker("decode", "late", well)
     await late.server.start()
     stage.fleet.add(late.info)
-    await stage.fleet.fence("d9", "b")
+    stage.fleet.fence(second)
     await until(lambda: len(prefill.fenced) == len(late.fenced) == len(decode.fenced) == 2)
     assert prefill.fenced == decode.fenced == late.fenced == [first, second]
     assert not prefill.fence_statuses
@@ -285,6 +289,28 @@ async def test_what_workers_hold_for_lost_peers_is_asked_of_those_that_answer(st
 
 
 @played([well], 1)
+async def test_an_operator_sees_lost_lives_and_says_which_are_dead(stage: Stage) -> None:
+    listen = ListenSettings(port=0, status_port=0)
+    front = Front(stage.fleet, Texts(small_tokenizer(), CHAT_TEMPLATE), "m", listen)
+    await front.status.start()
+    async with httpx.AsyncClient(base_url=front.status.url) as operator:
+
+        async def fence(name: str, life: str) -> int:
+            return (await operator.post("/fence", json={"name": name, "life": life})).status_code
+
+        shown = (await operator.get("/lost")).json()
+        assert shown == [{"name": "peer", "life": "1f", "held": {"p0": 3, "d0": 3}}]
+        assert await fence("d0", "1") == 409, "it serves"
+        assert await fence("peer", "2f") == 404, "no worker holds anything for it"
+        assert stage.fleet.fenced == []
+        assert [await fence("peer", "1f") for _ in range(2)] == [202, 202]
+    peer = FenceRequest("peer", "1f")
+    await until(lambda: stage.prefill[0].fenced == stage.decode[0].fenced == [peer])
+    await front.server.stop()
+    await front.status.stop()
+
+
+@played([well], 1)
 async def test_a_worker_is_removed_by_its_life(stage: Stage) -> None:
     fleet = stage.fleet
     assert fleet.ready
@@ -297,7 +323,7 @@ async def test_a_worker_is_removed_by_its_life(stage: Stage) -> None:
     assert not fleet.ready
     fleet.add(msgspec.structs.replace(stage.decode[0].info, life="2"))
     fleet.add(msgspec.structs.replace(stage.decode[0].info, life="3"))
-    assert fleet.workers["d0"].life == "3"
+    assert fleet.members["d0"].info.life == "3"
     assert fleet.stats()["decode_workers"] == 1
     assert await stage.said() == [TOKEN, END]
 
@@ -345,7 +371,6 @@ def test_a_request_waits_for_a_worker_that_is_alone_until_there_is_another(
         asked = asyncio.create_task(stage.said())
         await until(lambda: {"d0", "p0"} <= set(fleet.silent) and stage.decode[0].under_way)
         assert not fleet.ready
-        assert fleet.takes_requests
         later = asyncio.create_task(stage.said(rid="later"))  # it may come even now
         await until(lambda: stage.decode[0].under_way == 2)
         await asyncio.sleep(0.05)
@@ -370,12 +395,12 @@ def test_no_request_waits_for_a_worker_that_is_given_up(monkeypatch: pytest.Monk
         yield TOKEN
 
     async def scene(stage: Stage) -> None:
-        assert stage.fleet.takes_requests
+        given_up = lambda: all(one.given_up for one in stage.fleet.members.values())  # noqa: E731
         for number in range(2):  # the second comes when it has been given up
             with pytest.raises(ApiError, match=r"worker is ready, [dp]0 is silent") as raised:
                 await stage.said(rid=f"r{number}")
             assert (raised.value.status, raised.value.code) == (503, "not_ready")
-            await until(lambda: not stage.fleet.takes_requests)
+            await until(given_up)
             assert stage.fleet.retried == 1
         # It is asked again when it speaks. No tick comes meanwhile, on however slow a machine.
         monkeypatch.setattr(fleets, "_TICK_S", NEVER_S)
@@ -383,7 +408,7 @@ def test_no_request_waits_for_a_worker_that_is_given_up(monkeypatch: pytest.Monk
         stage.decode[0].say = well
         for worker in (*stage.prefill, *stage.decode):
             worker.insert(list(range(8)))
-        await until(lambda: stage.fleet.takes_requests)
+        await until(lambda: not stage.fleet.silent)
         assert await stage.said(rid="last") == [TOKEN, END]
 
     run(scene, [stands_still], 1)
@@ -394,14 +419,10 @@ def test_no_request_waits_for_a_worker_that_is_given_up(monkeypatch: pytest.Monk
 async def test_a_request_waits_for_a_worker_that_is_being_started(
     stage: Stage, role: Literal["prefill", "decode"], caplog: pytest.LogCaptureFixture
 ) -> None:
-    fleet, asked = stage.fleet, []
+    fleet = stage.fleet
     (worker,) = stage.prefill if role == "prefill" else stage.decode
-
-    def next_start(which: str) -> Start:
-        asked.append(which)
-        return Start(26.5, is_late=False)
-
-    fleet.next_start = next_start
+    fleet.starts = [Start(role)]
+    fleet.starts[0].begin(11.5)
     fleet.remove(worker.name)
     requests = [asyncio.create_task(stage.said(rid=f"r{i}")) for i in range(3)]
     leaves = asyncio.create_task(stage.said(rid="leaves"))
@@ -409,8 +430,6 @@ async def test_a_request_waits_for_a_worker_that_is_being_started(
         await stage.said(rid="late", deadline_s=0.01)
     assert (raised.value.status, raised.value.code) == (503, "not_ready")
     assert raised.value.response().headers["retry-after"] == "27"
-    await until(lambda: len(asked) >= 4)
-    assert {*asked} == {role}
     leaves.cancel()
     assert not any(one.done() for one in requests)
     assert not stage.decode[0].asked
@@ -422,35 +441,34 @@ async def test_a_request_waits_for_a_worker_that_is_being_started(
 
 
 @pytest.mark.parametrize(
-    ("start", "coming"),
+    ("timeout_s", "coming"),
     [
-        (None, ", a decode worker is starting (about 1 s)"),
-        (
-            Start(4.2, is_late=True),
-            ", a decode worker is starting (about 1 s), a prefill worker is starting and late",
-        ),
+        (NEVER_S, ", a decode worker is starting (about 15 s)"),
+        (0.0, ", a decode worker is starting and late, a prefill worker is starting and late"),
     ],
 )
 @played([well], 1)
 async def test_no_request_waits_where_no_worker_is_being_started(
-    stage: Stage, start: Start | None, coming: str
+    stage: Stage, timeout_s: float, coming: str
 ) -> None:
     fleet = stage.fleet
-    fleet.next_start = lambda role: start if role == "prefill" else Start(1.0, is_late=False)
+    fleet._start_timeout_s = timeout_s
+    fleet.starts = [Start("decode"), Start("prefill")]
+    if timeout_s:
+        fleet.starts[1].give_up()
     fleet.remove("p0")
     fleet.remove("d0")
     with pytest.raises(ApiError) as raised:
         await stage.said()
     assert (raised.value.status, raised.value.code) == (503, "not_ready")
-    assert f"no decode and no prefill worker is ready{coming}" in str(raised.value)
-    waits = "1" if start is None else "5"
-    assert raised.value.response().headers["retry-after"] == waits
+    assert str(raised.value) == f"no decode and no prefill worker is ready{coming}"
+    assert raised.value.response().headers["retry-after"] == "15"
 
 
 @played([well], 1)
 async def test_a_request_whose_worker_is_lost_waits_for_the_next_one(stage: Stage) -> None:
     fleet = stage.fleet
-    fleet.next_start = lambda role: Start(1.0, is_late=False)
+    fleet.starts = [Start("decode")]
 
     async def dies() -> AsyncGenerator[TokenEvent, None]:
         fleet.remove("d0")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from typing import Any
 
 import msgspec
@@ -15,10 +14,9 @@ from hypothesis import strategies as st
 from prefixkv.engines.hf import Sampling
 from prefixkv.engines.hf.small import CHAT_TEMPLATE, small_tokenizer
 from prefixkv.serving.http import ApiError
-from prefixkv.serving.openai import _UNSERVED, ChatRequest, CompletionRequest, parse
+from prefixkv.serving.openai import _NEUTRAL, ChatRequest, CompletionRequest, parse
 from prefixkv.serving.text import TextError, Texts
 
-PARSERS_WORDS = re.compile(r"Expected `|msgspec|\bgot `|JSON is malformed|codec|recursion")
 KINDS = (ChatRequest, CompletionRequest)
 KNOWN = sorted({field.name for kind in KINDS for field in msgspec.structs.fields(kind)})
 TEXTS = Texts(small_tokenizer(), CHAT_TEMPLATE)
@@ -55,7 +53,7 @@ prompts = (
     st.text(max_size=30) | anything
     | st.lists(st.text(max_size=3) | st.integers() | st.lists(st.integers() | anything, max_size=3))
 )  # fmt: skip
-names = st.sampled_from([*KNOWN, *_UNSERVED]) | st.text(max_size=8)
+names = st.sampled_from([*KNOWN, *_NEUTRAL]) | st.text(max_size=8)
 bodies = st.builds(
     lambda base, more: {**base, **more},
     st.fixed_dictionaries(
@@ -89,12 +87,11 @@ def check(body: bytes, kind: type[Any]) -> bool:
         assert error.status == 400
         assert set(told["error"]) == {"message", "type", "param", "code"}
         assert error.response().status_code == 400
-        assert not PARSERS_WORDS.search(error.message), error.message
         return False
     Sampling(**msgspec.structs.asdict(asked.sampling()))  # the engine takes it
     assert asked.most_tokens is None or asked.most_tokens >= 1
-    assert 1 <= asked.num_samples <= 128
-    assert isinstance(asked.streams, bool)
+    assert 1 <= asked.n <= 128
+    assert isinstance(asked.stream, bool)
     return True
 
 

@@ -6,15 +6,17 @@ import asyncio
 import logging
 import os
 import sys
+from types import SimpleNamespace
 
 import aiohttp
 import msgspec
 import pytest
 
 from prefixkv.errors import ConfigError
+from prefixkv.serving import fleet as fleets
 from prefixkv.serving import launch
 from prefixkv.serving.fleet import Fleet, Start
-from prefixkv.serving.launch import Child, Followed, StartClock
+from prefixkv.serving.launch import Child, Followed
 from prefixkv.serving.process import READY
 from prefixkv.serving.wire import WorkerInfo
 from tests.support.patience import PATIENCE_S
@@ -35,16 +37,16 @@ def test_a_worker_that_the_fleet_does_not_take_is_an_error_and_ends() -> None:
         raise ConfigError("another model")
 
     async def main() -> None:
-        gone: list[WorkerInfo] = []
-        within = [sys.executable, "-c", program]
-        child = Child("decode", os.environ, refuse, gone.append, within)
+        gone: list[tuple[str, str]] = []
+        fleet = SimpleNamespace(add=refuse, remove=lambda *life: gone.append(life))
+        child = Child("decode", os.environ, fleet, [sys.executable, "-c", program])
         with pytest.raises(ConfigError, match="another model"):
             await child.ready
         process = child._process
         await child.end(0)
         assert process is not None
         assert process.returncode is not None
-        assert gone == [INFO]
+        assert gone == [("d", "1")]
 
     asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
 
@@ -54,59 +56,50 @@ async def test_a_fleet_that_is_closed_takes_no_worker() -> None:
     """One may become ready while all are being ended."""
     fleet = Fleet("key")
     fleet.add(INFO)
-    assert [*fleet.workers] == ["d"]
+    assert fleet.workers == [INFO]
     await fleet.close()
     fleet.add(INFO)
     assert not fleet.workers
-    assert not fleet.members
 
 
 def test_a_start_is_expected_to_take_as_long_as_the_last_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now_s = [100.0]
-    monkeypatch.setattr(launch.time, "monotonic", lambda: now_s[0])
-    clock = StartClock()
-    assert clock.start(60) == Start(15.0, is_late=False), "none was measured"
+    monkeypatch.setattr(fleets.time, "monotonic", lambda: now_s[0])
+    start = Start("decode")
+    assert start.left_s == 15, "none was measured"
     now_s[0] += 26
-    assert clock.start(60) == Start(0.0, is_late=False)
-    clock.served()
-    assert clock.start(60) is None
+    assert (start.left_s, start.is_under_way) == (0, True)
+    start.served()
+    assert not start.is_under_way
     now_s[0] += 1000
-    clock.begin()
-    clock.begin(0.5)
-    assert clock.start(60) == Start(26.5, is_late=False)
+    start.begin()
+    start.begin(0.5)
+    assert (start.left_s, start.is_late(60)) == (26.5, False)
     now_s[0] += 20
-    clock.begin(30)  # it has failed, and is tried again
-    assert clock.start(60) == Start(56.0, is_late=False)
+    start.begin(30)  # it has failed, and is tried again
+    assert (start.left_s, start.is_late(60)) == (56, False)
     now_s[0] += 41
-    assert clock.start(60) == Start(15.0, is_late=True)
-    clock.give_up()
-    assert clock.start(60) is None
+    assert (start.left_s, start.is_late(60)) == (15, True)
+    start.give_up()
+    assert not start.is_under_way
+    assert not start.is_late(60)
 
 
 def test_a_child_says_that_it_is_started_and_that_it_is_given_up() -> None:
     line = READY + msgspec.json.encode(INFO).decode()
 
     async def main() -> None:
-        seen: list[bool] = []
+        under_way: list[bool] = []
+        note = lambda *_: under_way.append(child.is_under_way)  # noqa: E731
         within = [sys.executable, "-c", f"print({line!r}, flush=True)"]
-        ready: list[WorkerInfo] = []
-
-        def note(info: WorkerInfo) -> None:
-            ready.append(info)
-            seen.append(child.clock.start(60) is None)
-
-        def gone(_: WorkerInfo) -> None:
-            seen.append(child.clock.start(60) is not None)
-
-        child = Child("decode", os.environ, note, gone, within)
-        async with asyncio.timeout(PATIENCE_S):
-            while len(ready) < 2:  # it ends at once, and is started again
-                await asyncio.sleep(0.01)
+        child = Child("decode", os.environ, SimpleNamespace(add=note, remove=note), within)
+        # It ends at once, and is started again.
+        await until(lambda: len(under_way) == 4)
         await child.end(0)
-        assert all(seen)
-        assert child.clock.start(60) is None
+        assert all(under_way)
+        assert not child.is_under_way
 
     asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
 
@@ -128,6 +121,9 @@ class ByHand:
     def says(self, url: str, **info: str) -> None:
         self.at[url] = msgspec.structs.replace(INFO, **info)
 
+    def taken(self) -> set[str]:
+        return {info.name for info in self.fleet.workers}
+
     async def follow(self, *urls: str) -> list[Followed]:
         followed = [Followed(url, self.fleet, self.model) for url in urls]
         await asyncio.sleep(0.1)
@@ -146,12 +142,12 @@ async def test_workers_are_replaced_by_those_of_another_model_one_by_one(
     hands.says("http://a", name="a", identity="old")
     hands.says("http://b", name="b", identity="old")
     followed = await hands.follow("http://a", "http://b")
-    assert {*hands.fleet.workers} == {"a", "b"}
+    assert hands.taken() == {"a", "b"}
     hands.says("http://a", name="a", identity="new", life="2")
-    await until(lambda: {*hands.fleet.workers} == {"b"})  # a's former life is over
+    await until(lambda: hands.taken() == {"b"})  # a's former life is over
     hands.says("http://b", name="b", identity="new", life="2")
-    await until(lambda: {*hands.fleet.workers} == {"a", "b"})  # a is taken once it fits
-    assert {info.identity for info in hands.fleet.workers.values()} == {"new"}
+    await until(lambda: hands.taken() == {"a", "b"})  # a is taken once it fits
+    assert {info.identity for info in hands.fleet.workers} == {"new"}
     await hands.end(followed)
 
 
@@ -163,11 +159,11 @@ async def test_a_worker_with_the_name_of_another_one_does_not_take_its_place(
     hands.says("http://a", life="1")
     hands.says("http://b", life="2")
     followed = await hands.follow("http://a", "http://b")
-    assert [info.url for info in hands.fleet.workers.values()] == ["http://a"]
+    assert [info.url for info in hands.fleet.workers] == ["http://a"]
     (line,) = [text for text in caplog.messages if "http://b" in text]
     assert "not taken: http://a has its name, 'd'" in line
     hands.fleet.members["d"].silent = True  # it may have moved
-    await until(lambda: hands.fleet.workers["d"].url == "http://b")
+    await until(lambda: hands.fleet.workers[0].url == "http://b")
     await hands.end(followed)
 
 

@@ -1,99 +1,21 @@
-"""Long texts: their tokens are those of the whole, until too many are certain; other clients do not
-wait for them, and a client that leaves ends the work."""
+"""How a front's texts and defaults become tokens: no client waits for the long text of another."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from prefixkv.engines.hf.generation import SamplingDefaults
 from prefixkv.engines.hf.small import CHAT_TEMPLATE, small_tokenizer
-from prefixkv.serving.text import Texts, TooManyTokensError
+from prefixkv.serving.text import Texts
 from tests.support.fronts import fronted
 from tests.support.patience import PATIENCE_S
 from tests.support.scenes import in_loop
-
-
-def blanks() -> Tokenizer:
-    """A tokenizer with tokens of up to 128 blanks."""
-    vocab = {piece: i for i, piece in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    merges = [("Ġ" * 2**i, "Ġ" * 2**i) for i in range(7)]
-    for one, _ in merges:
-        vocab[one * 2] = len(vocab)
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
-
-
-class Pieces:
-    """Counts the pieces of a text, and ends the work before the one of number `last`."""
-
-    def __init__(self, last: int = 1 << 30) -> None:
-        self.num, self._last = 0, last
-
-    def __call__(self) -> None:
-        self.num += 1
-        if self.num == self._last:
-            raise InterruptedError
-
-
-parts = st.lists(
-    st.tuples(st.sampled_from([" ", "a", " kaka", "ü ", "\n", "世"]), st.integers(1, 60_000)),
-    min_size=1, max_size=4,
-)  # fmt: skip
-LONG = {"blanks": Texts(blanks()), "words": Texts(small_tokenizer())}
-
-
-@pytest.mark.parametrize("kind", LONG)
-@given(parts=parts, most=st.sampled_from([100, 5_000, 200_000]))
-def test_a_long_text_has_the_tokens_of_the_whole_or_too_many(
-    kind: str, parts: list[tuple[str, int]], most: int
-) -> None:
-    texts = LONG[kind]
-    text = "".join(part * num for part, num in parts)[:150_000]
-    whole = texts.tokenizer.encode(text).ids
-    try:
-        assert texts.plain(text, most) == whole
-    except TooManyTokensError as error:
-        assert len(whole) >= error.least > most
-    else:
-        # Whoever has no room for half of them is told without tokenizing all.
-        assert len(whole) <= 2 * most or len(text) <= 1 << 16
-
-
-def test_a_text_is_tokenized_until_too_many_are_certain() -> None:
-    texts, calls = LONG["blanks"], Pieces()
-    with pytest.raises(TooManyTokensError):
-        texts.plain(" " * 4_000_000, 4096, calls)
-    assert calls.num <= 11
-    calls = Pieces()
-    with pytest.raises(TooManyTokensError):
-        texts.plain("word " * 800_000, 4096, calls)
-    assert calls.num == 1
-    # The first 4 pieces have hardly a token: what they are is no measure of what comes.
-    calls = Pieces()
-    with pytest.raises(TooManyTokensError):
-        texts.plain(" " * 262_144 + "word " * 800_000, 4096, calls)
-    assert calls.num == 5
-
-
-def test_the_work_on_a_text_ends_between_its_pieces() -> None:
-    texts, long = LONG["words"], "a" * 1_000_000
-    for encode, what in ((texts.plain, long), (texts.chat, message(long))):
-        calls = Pieces(last=2)
-        with pytest.raises(InterruptedError):
-            encode(what, most=1 << 30, go_on=calls)
-        assert calls.num == 2
 
 
 def message(text: str) -> list[dict[str, Any]]:
@@ -104,24 +26,17 @@ def message(text: str) -> list[dict[str, Any]]:
 
 
 class Held(Texts):
-    """Texts that begin with "long" are tokenized only when that is allowed, or not any more."""
+    """Texts that begin with "long" are tokenized only when that is allowed."""
 
     def __init__(self) -> None:
         super().__init__(small_tokenizer(), CHAT_TEMPLATE)
-        self.begun, self.allowed, self.ended = (threading.Event() for _ in range(3))
+        self.begun, self.allowed = threading.Event(), threading.Event()
 
-    def plain(
-        self, text: str, most: int = 0, go_on: Callable[[], None] = lambda: None
-    ) -> list[int]:
-        if not text.startswith("long"):
-            return super().plain(text, most, go_on)
-        self.begun.set()
-        try:
-            while not self.allowed.wait(0.01):
-                go_on()
-            return [1]
-        finally:
-            self.ended.set()
+    def plain(self, text: str) -> list[int]:
+        if text.startswith("long"):
+            self.begun.set()
+            assert self.allowed.wait(PATIENCE_S)
+        return super().plain(text)
 
 
 @asynccontextmanager
@@ -141,10 +56,10 @@ async def completed(client: httpx.AsyncClient, prompt: Any, **more: Any) -> http
 
 
 @in_loop
-async def test_no_client_waits_for_a_text_much_longer_than_its_own() -> None:
+async def test_no_client_waits_for_a_text_longer_than_its_own() -> None:
     texts = Held()
     async with client_of_front(texts) as (client, _):
-        long = asyncio.create_task(completed(client, "long" + "a" * 1_000_000))
+        long = asyncio.create_task(completed(client, "long" + "a" * 100_000))
         await asyncio.to_thread(texts.begun.wait, PATIENCE_S)
         for prompt in ("short", " kaka" * 1000):
             assert (await completed(client, prompt)).status_code == 200
@@ -152,21 +67,7 @@ async def test_no_client_waits_for_a_text_much_longer_than_its_own() -> None:
         assert refused["code"] == "context_length_exceeded"
         assert not long.done()
         texts.allowed.set()
-        assert (await long).status_code == 200
-
-
-@in_loop
-async def test_the_work_on_a_text_ends_with_its_client() -> None:
-    texts = Held()
-    async with client_of_front(texts) as (client, asked):
-        task = asyncio.create_task(completed(client, "long" + "a" * 1_000_000))
-        await asyncio.to_thread(texts.begun.wait, PATIENCE_S)
-        task.cancel()
-        assert await asyncio.to_thread(texts.ended.wait, PATIENCE_S)
-        assert not asked
-        # The place is free again.
-        texts.allowed.set()
-        assert (await completed(client, "long" + "a" * 1_000_000)).status_code == 200
+        assert (await long).json()["error"]["code"] == "context_length_exceeded"
 
 
 @in_loop

@@ -18,7 +18,7 @@ from prefixkv.errors import ConfigError
 from prefixkv.proxy.config import ProxyConfig
 from prefixkv.serving.config import KINDS, FrontConfig, ListenSettings, ServeConfig
 from prefixkv.serving.launch import ServeLaunch
-from prefixkv.serving.roles import role_settings, without_settings
+from prefixkv.serving.roles import role_environs
 from prefixkv.settings import PREFIX, fields_of, load, settings_of
 from tests.support.processes import ROOT
 
@@ -32,10 +32,7 @@ def workers_of(
     in the role's file."""
     file.write_text(text, encoding="utf-8")
     config = replace(config, **{f"{role}_config": str(file)})
-    launch = ServeLaunch(config)
-    launch._key, launch._settings[role] = "k", role_settings(config, role, environ)
-    num = config.prefill if role == "prefill" else config.decode
-    return [load(KINDS[role], None, launch.environ(role, number)) for number in range(num)]
+    return [load(KINDS[role], None, one) for one in role_environs(config, role, "k", environ)]
 
 
 # --- one setting, at one place ----------------------------------------------------------------
@@ -107,7 +104,7 @@ def test_a_variable_that_serve_has_too_is_its_own(
         monkeypatch.setenv(name, text)
     launch = ServeLaunch(config)
     for role in KINDS:
-        environment = launch.environ(role, 0)
+        (environment,) = launch.environs[role]
         (worker,) = workers_of(config, role, "", tmp_path / "r.toml", environ)
         listen = worker.worker.listen
         assert (listen.host, listen.port, listen.status_port) == ("127.0.0.1", 0, 0)
@@ -250,9 +247,3 @@ def test_the_settings_of_all_commands_are_known_where_only_the_core_is() -> None
     assert have <= known_variables()
     check_environ(dict.fromkeys(known_variables(), "x"))
     assert {PREFIX + name for name in _OF_SERVING} <= have, "no command has it any more"
-
-
-def test_a_child_inherits_what_is_no_setting() -> None:
-    environ = {"PATH": "x", "PREFIXKV_DEBUG": "1", "PREFIXKV_PORT": "1", "PREFIXKV_POLICY": "lru",
-               "PREFIXKV_CHUNK_TOKENS": "3"}  # fmt: skip
-    assert without_settings(environ) == {"PATH": "x", "PREFIXKV_DEBUG": "1"}

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from prefixkv.cache.events import Cleared, EventBatch, EventFeed, Removed, Stored, page_keys
+from prefixkv.cache.events import Cleared, EventBatch, EventFeed, Stored, page_keys
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.errors import CallerError, ConfigError, ProtocolError
@@ -77,18 +77,6 @@ class Life:
         ]
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_the_index_matches_what_the_cache_does(seed: int) -> None:
-    life = Life(seed)
-    index = WorkerIndex(1000)
-    for _ in range(80):
-        for _ in range(life.rng.randrange(4)):
-            life.step()
-        assert index.apply(EventBatch.decode(life.worker.feed.take().encode()))
-        assert all(ours == theirs for ours, theirs in life.depths(index))
-        assert index.num_pages == life.worker.cache.num_pages
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_what_is_in_host_memory_counts_as_what_is_in_the_pool(seed: int) -> None:
     """Each has its own events in a worker's batches; a gap is mended for both."""
@@ -124,7 +112,7 @@ def test_a_lost_batch_is_noticed_and_a_fresh_one_mends_it(seed: int) -> None:
         life.step()
         batch = life.worker.feed.take()
         if life.rng.randrange(10):
-            was_synced, synced = synced, index.apply(batch)
+            was_synced, synced = synced, index.apply(EventBatch.decode(batch.encode()))
             was_reset = any(isinstance(event, Cleared) for event in batch.events)
             assert was_synced or synced == was_reset
         else:
@@ -134,6 +122,7 @@ def test_a_lost_batch_is_noticed_and_a_fresh_one_mends_it(seed: int) -> None:
             synced = True
         if synced:
             assert all(ours == theirs for ours, theirs in life.depths(index))
+            assert index.num_pages == life.worker.cache.num_pages
 
 
 @pytest.mark.parametrize("lives", [(1, 2), (2, 1)])
@@ -162,21 +151,6 @@ def test_batches_heard_twice_or_of_a_predecessor_change_nothing(lives: tuple[int
     assert index.depth(None, keys_of([3, 4])) == 1
 
 
-@pytest.mark.parametrize(
-    "event",
-    [
-        Stored(None, b"unheard of", (b"a",)),
-        Removed(None, b"", (b"unheard of",)),
-        Removed("x", b"", (b"y",)),
-    ],
-)
-def test_what_cannot_follow_is_out_of_sync(event: Stored | Removed) -> None:
-    index = WorkerIndex(1000)
-    assert index.apply(EventBatch("w", 1, 0, (Cleared(), Stored(None, b"", (b"k",)))))
-    assert not index.apply(EventBatch("w", 1, 1, (event,)))
-    assert not index.apply(EventBatch("w", 1, 2, ()))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("max_pages", [0, 1, 7, 20])
 def test_the_index_is_bounded_and_never_claims_more(max_pages: int) -> None:
@@ -186,12 +160,11 @@ def test_the_index_is_bounded_and_never_claims_more(max_pages: int) -> None:
         life.step()
         assert index.apply(life.worker.feed.take())
         assert index.num_pages <= max_pages
-        assert index.num_pages + index.skipped_pages == life.worker.cache.num_pages
         assert all(ours <= theirs for ours, theirs in life.depths(index))
     life.worker.cache.evict(10_000)
     assert index.apply(life.worker.feed.take())
-    assert index.num_pages == index.skipped_pages == 0
-    assert not index._pool._held
+    assert index.num_pages == 0
+    assert not index._held
 
 
 def test_what_is_expected_counts_until_its_time_or_until_it_is_there() -> None:
@@ -252,7 +225,7 @@ class Cluster:
         worker.insert(tokens)
         assert self.router.apply(worker.feed.take())
         if end:
-            assert self.router.ended(route, now_s)
+            self.router.ended(route, now_s)
         return route.worker
 
 
@@ -318,10 +291,10 @@ def test_a_burst_with_a_new_prefix_goes_together_before_any_event_tells() -> Non
 def test_load_is_what_is_in_progress_and_what_ended_lately() -> None:
     router = BoundedAffinityRouter(fade_s=100.0)
     router.add_worker("w")
-    route = router.route([], 0.0, work=10.0)
+    route = router.route(keys_of(list(range(18))), 0.0)  # 9 pages
     assert router.loads(1000.0) == {"w": 10.0}
-    assert router.ended(route, 1000.0)
-    assert not router.ended(route, 1000.0)
+    for _ in range(2):
+        router.ended(route, 1000.0)
     assert router.loads(1000.0) == {"w": 10.0}
     assert router.loads(1100.0)["w"] == pytest.approx(10 / np.e)
     assert router.loads(900.0)["w"] == pytest.approx(10 / np.e)  # a clock that steps back
@@ -333,11 +306,11 @@ def test_a_lost_worker_is_forgotten_and_may_come_back() -> None:
     route = cluster.router.route(keys_of(chat(1, 12)), 0.0)
     assert (route.worker, route.matched_pages) == (home, 18)
     cluster.router.remove_worker(home)
-    assert not cluster.router.ended(route, 1.0)
+    cluster.router.ended(route, 1.0)
     other = cluster.send(chat(1, 10), 1.0)
     assert other != home
     cluster.join(home, incarnation=2)
-    assert not cluster.router.ended(route, 2.0)
+    cluster.router.ended(route, 2.0)
     assert cluster.router.loads(2.0)[home] == 0
     assert cluster.send(chat(1, 14), 2.0) == other
     assert cluster.router.route(keys_of(chat(1, 14)), 2.0, among=[home]).worker == home
@@ -354,11 +327,9 @@ def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
         router.remove_worker("v")
     with pytest.raises(CallerError, match="unknown"):
         router.route([], 0.0, among=["v"])
-    for work in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(CallerError, match="work"):
-            router.route([], 0.0, work=work)
+    with pytest.raises(CallerError, match="now_s"):
+        router.route([], float("nan"))
     assert router.apply(EventBatch("v", 1, 5, ()))
-    assert router.stats()["batches_of_unknown_workers"] == 1
     assert router.stats()["routed"] == 0
 
 

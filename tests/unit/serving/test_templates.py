@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -110,35 +111,28 @@ def test_a_chat_names_one_of_the_models_templates() -> None:
 @pytest.mark.parametrize(
     ("template", "what"),
     [
-        ("a\nb\n{{ raise_exception('users first') }}", r"\(line 3\): users first"),
-        ("\n{{ missing.a }}", r"\(line 2\): 'missing' is undefined"),
-        ("{% macro f() %}\n\n{{ 1 / 0 }}{% endmacro %}\n\n\n{{ f() }}", r"\(line 3\): division"),
-        ("\n\n{{ {}['a']['b'] }}", r"\(line 3\)"),
-        ("\n{% generation %}\n{{ messages.x.y }}{% endgeneration %}", r"\(line 3\)"),
-        ("{% macro f() %}{{ f() }}{% endmacro %}\n{{ f() }}", r"\(line 1\): maximum recursion"),
+        ("{{ raise_exception('users first') }}", "refuses it: users first"),
+        ("{{ missing.a }}", "'missing' is undefined"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion"),
     ],
 )
-def test_a_template_that_fails_says_which_line(template: str, what: str) -> None:
+def test_a_template_that_fails_says_why(template: str, what: str) -> None:
     with pytest.raises(TextError, match=what):
         Texts(small_tokenizer(), template).chat(CHAT)
 
 
-def test_a_template_that_is_not_read_says_which_line() -> None:
-    for template in ("a\n\n{% if %}", "\n\n{% generation %}", "x\n\n{{ a | nofilter }}"):
-        with pytest.raises(ConfigError, match="template is not read: line 3: "):
-            Texts(small_tokenizer(), template)
-    with pytest.raises(ConfigError, match="template 'rag' is not read: line 1: "):
-        Texts(small_tokenizer(), {"default": "x", "rag": "{{"})
+@pytest.mark.parametrize("template", ["a\n\n{% if %}", "x\n\n{{ a | nofilter }}"])
+def test_a_template_that_is_not_read_says_which_line(template: str) -> None:
+    with pytest.raises(ConfigError, match="template 'rag' is not read: line 3: "):
+        Texts(small_tokenizer(), {"default": "x", "rag": template})
 
 
-def test_what_is_no_variable_is_refused() -> None:
-    texts = Texts(small_tokenizer(), "{{ messages[0].content }}")
-    for variables in ({"messages": []}, {"continue_final_message": True}, {"tokenize": False}):
-        with pytest.raises(TextError, match=f"{next(iter(variables))} is no variable"):
-            texts.chat(CHAT, variables=variables)
-    for variables in ({"tools": ["x"]}, {"tools": {}}, {"documents": "x"}, {"documents": [1]}):
-        with pytest.raises(TextError, match=f"{next(iter(variables))} is no list of objects"):
-            texts.chat(CHAT, variables=variables)
+@pytest.mark.parametrize(
+    "variables", [{"messages": []}, {"conversations": []}, {"tools": ["x"]}, {"documents": "x"}]
+)
+def test_what_is_no_variable_is_refused(variables: dict[str, Any]) -> None:
+    with pytest.raises(TextError):
+        Texts(small_tokenizer(), "{{ messages[0].content }}").chat(CHAT, variables)
 
 
 def test_rendering_changes_nothing_that_was_given() -> None:

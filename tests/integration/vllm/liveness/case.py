@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+import msgspec
 
 from tests.laws.liveness.arrivals import Ask
 
 MAX_LEN_BLOCKS = 23  # of a request
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(msgspec.Struct, frozen=True):
     """One run. `order` names what arrives: "P0" is request 0 at its prefill server, "D0" at its
     decode server, "-P0" and "-D0" its client's leave there, "!D0" the word to decode that its
     client has left before it came there. What a router has not learned yet arrives when it may.
@@ -47,15 +45,9 @@ class Case:
     states: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return json.dumps(asdict(self), separators=(",", ":"))
+        return msgspec.json.encode(self).decode()
 
     @classmethod
     def of(cls, text: str) -> Case:
         """The case that `str` gave."""
-        raw = json.loads(text)
-        raw["asks"] = tuple(
-            Ask(**{**one, "prompt": tuple(map(tuple, one["prompt"]))}) for one in raw["asks"]
-        )
-        tuples = "order", "blocks", "windows", "states"
-        raw |= {key: tuple(raw[key]) for key in tuples if key in raw}
-        return cls(**raw)
+        return msgspec.json.decode(text, type=cls)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from itertools import product
+from typing import Any
+
+from msgspec.structs import replace
 
 from tests.integration.vllm.liveness.case import MAX_LEN_BLOCKS, Case
 from tests.laws.liveness.arrivals import BLOCK, PATTERNS, Ask, arrivals, orders, prompts
@@ -125,17 +127,39 @@ WINDOWS = ((5,), (9,), (8,), (16,), (9, 9), (6, 21), (40,))
 
 def with_windows(seed: int) -> Case:
     """A case of `at_random` whose model has layers that keep a window."""
-    case, chance = at_random(seed), random.Random(-1 - seed)
-    windows = chance.choice(WINDOWS)
-    small = 24 + 22 * len(windows)
+    windows = random.Random(-1 - seed).choice(WINDOWS)
+    return _with_groups(seed, 22 * len(windows), windows=windows)
+
+
+STATES = ("align", "align"), ("checkpoint", "checkpoint"), ("none", "align"), ("align", "none")
+"""How servers a and b keep states: each with the prefix cache on and off."""
+
+
+def with_states(seed: int) -> Case:
+    """A case of `at_random` whose model has layers that keep a state."""
+    states = random.Random(-1 - seed).choice(STATES)
+    # Of each of the two groups what a request has at once.
+    most = max({"none": 1, "align": 3, "checkpoint": 6}[mode] for mode in states)
+    return _with_groups(seed, 2 * most, states=states)
+
+
+def _with_groups(seed: int, num_blocks: int, **groups: Any) -> Case:
+    """`num_blocks`: what the groups of a request take besides."""
+    chance, small = random.Random(-2 - seed), 24 + num_blocks
     return replace(
-        case,
+        at_random(seed),
         blocks=chance.choice(((small, small), (small, small), (small, 300), (300, small))),
-        windows=windows,
         recompute_below=0,
         compute_below=0,
         flushes=chance.choice((0.0, 0.0, 0.0, 0.02)),
+        **groups,
     )
+
+
+WITH: dict[str, Callable[[int], Case]] = {
+    "": at_random, "host": with_host, "both": with_both, "windows": with_windows,
+    "states": with_states,
+}  # fmt: skip
 
 
 def leaving(order: list[str], asks: tuple[Ask, ...], chance: random.Random) -> list[str]:
@@ -203,23 +227,3 @@ def _once() -> dict[str, Case]:
 
 
 ONCE = _once()
-
-
-STATES = ("align", "align"), ("checkpoint", "checkpoint"), ("none", "align"), ("align", "none")
-"""How servers a and b keep states: each with the prefix cache on and off."""
-
-
-def with_states(seed: int) -> Case:
-    """A case of `at_random` whose model has layers that keep a state."""
-    case, chance = at_random(seed), random.Random(-1 - seed)
-    states = chance.choice(STATES)
-    # Of each of the two groups what a request has at once.
-    small = 24 + 2 * max({"none": 1, "align": 3, "checkpoint": 6}[mode] for mode in states)
-    return replace(
-        case,
-        blocks=chance.choice(((small, small), (small, small), (small, 300), (300, small))),
-        states=states,
-        recompute_below=0,
-        compute_below=0,
-        flushes=chance.choice((0.0, 0.0, 0.0, 0.02)),
-    )

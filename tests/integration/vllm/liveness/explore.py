@@ -32,29 +32,12 @@ from itertools import count, islice
 from typing import Any
 
 from tests.integration.vllm.liveness.case import Case
-from tests.integration.vllm.liveness.cases import (
-    ONCE,
-    at_random,
-    every_order,
-    with_both,
-    with_host,
-    with_states,
-    with_windows,
-)
-from tests.integration.vllm.liveness.mutants import (
-    HOST_MUTANTS,
-    MUTANTS,
-    STATE_MUTANTS,
-    WINDOW_MUTANTS,
-    mutated,
-)
+from tests.integration.vllm.liveness.cases import ONCE, WITH, every_order
+from tests.integration.vllm.liveness.mutants import ALL, mutated
 from tests.integration.vllm.liveness.world import run
 from tests.laws.liveness.arrivals import PATTERNS
 
 PACES = "none", "rest", "a", "b"
-WITH = {"host": with_host, "both": with_both, "windows": with_windows, "states": with_states}
-MORE_MUTANTS = {"host": HOST_MUTANTS, "windows": WINDOW_MUTANTS, "states": STATE_MUTANTS}
-ALL_MUTANTS = (*MUTANTS, *HOST_MUTANTS, *WINDOW_MUTANTS, *STATE_MUTANTS)
 
 
 def explore(cases: Iterable[Case], until_s: float, most_failures: int) -> dict[str, Any]:
@@ -87,11 +70,8 @@ def failure_of(case: Case, *, promises_first: bool = True) -> str:
 def find(mutant: str, most_cases: int) -> dict[str, Any]:
     """Which case shows a mutant first: one that stood still once, or a random one. The old order is
     looked for in the two cases by which it was found, as the deadlock that it is."""
-    is_old = mutant == "old_order"
-    cases = [*ONCE.values(), *map(at_random, range(most_cases))]
-    for of, mutants in MORE_MUTANTS.items():
-        if mutant in mutants:
-            cases = list(map(WITH[of], range(most_cases)))
+    is_old, of = mutant == "old_order", ALL[mutant][0]
+    cases = [*(() if of else ONCE.values()), *map(WITH[of], range(most_cases))]
     if is_old:
         cases = [ONCE["ordered"], ONCE["join"]]
     failures = []
@@ -112,11 +92,8 @@ def is_repeatable(case: Case) -> bool:
 def short_profile() -> Iterator[Case]:
     yield from ONCE.values()
     yield from islice(every_order(2, ("different", "all share", "prefix"), PACES), 0, None, 26)
-    yield from map(at_random, range(160))
-    yield from map(with_host, range(90))
-    yield from map(with_both, range(50))
-    yield from map(with_windows, range(50))
-    yield from map(with_states, range(40))
+    for of, number in {"": 160, "host": 90, "both": 50, "windows": 50, "states": 40}.items():
+        yield from map(WITH[of], range(number))
 
 
 def long_profile(seed: int | None, of: str) -> Iterator[Case]:
@@ -125,7 +102,7 @@ def long_profile(seed: int | None, of: str) -> Iterator[Case]:
     if seed is None:
         yield from every_order(2, PATTERNS, PACES)
         yield from every_order(3, PATTERNS, PACES)
-    yield from map(at_random, count(seed or 0))
+    yield from map(WITH[""], count(seed or 0))
 
 
 def main() -> int:
@@ -133,12 +110,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--case", help="as a failure printed it, or a name of `cases.ONCE`")
     parser.add_argument("-v", action="store_true", help="say each step of the case")
-    parser.add_argument("--mutant", default="", choices=["", *ALL_MUTANTS], help="with this fault")
+    parser.add_argument("--mutant", default="", choices=["", *ALL], help="with this fault")
     parser.add_argument("--mutants", action="store_true", help="only these")
     parser.add_argument("--seconds", type=float, default=0.0, help="the long profile")
-    parser.add_argument(
-        "--with", dest="of", default="", choices=["", *WITH], help="only such cases"
-    )
+    parser.add_argument("--with", dest="of", default="", choices=[*WITH], help="only such cases")
     parser.add_argument("--seed", type=int, help="of the first random case, without all orders")
     parser.add_argument("--most-failures", type=int, default=20)
     options = parser.parse_args()
@@ -160,14 +135,12 @@ def main() -> int:
         with mutated(options.mutant):
             explored = explore(cases, until_s, options.most_failures)
         explored["repeatable"] = all(
-            is_repeatable(of(seed))
-            for of in (at_random, with_host, with_windows, with_states)
-            for seed in range(4)
+            is_repeatable(make(seed)) for make in WITH.values() for seed in range(3)
         )
         failed = explored["failures"] > 0 or not explored["repeatable"]
         print(json.dumps(explored))
     if options.mutants or not options.seconds:
-        for mutant in ALL_MUTANTS:
+        for mutant in ALL:
             found = find(mutant, 400)
             failed |= not found["found"]
             print(json.dumps(found), flush=True)

@@ -24,6 +24,15 @@ from prefixkv.engines.vllm.worker import WorkerSide
 from tests.integration.vllm.liveness.process import Bell
 
 Patch = Callable[[Any, str, Any], None]
+Fault = Callable[[Patch], None]
+
+
+def _replaced(owner: Any, name: str, value: Any) -> Fault:
+    return lambda patch: patch(owner, name, value)
+
+
+def _none(*args: Any, **more: Any) -> None:
+    """Do nothing, whatever is asked."""
 
 
 def _old_order(patch: Patch) -> None:
@@ -39,29 +48,6 @@ def _old_order(patch: Patch) -> None:
     patch(ScheduledSends, "may_start", lambda self, rid: None)
 
 
-def _promises_are_lost(patch: Patch) -> None:
-    patch(ScheduledSends, "promised", lambda self, rid: None)
-
-
-def _sent_blocks_stay(patch: Patch) -> None:
-    def forget(self: Any, rid: str) -> None:
-        del self.rooms[self.sends.pop(rid).room]
-
-    patch(ScheduledSends, "_forget", forget)
-
-
-def _offers_stay(patch: Patch) -> None:
-    patch(ScheduledSends, "make_room", lambda self, num_blocks, grace_s=0.0: None)
-
-
-def _offers_stay_for_those_behind(patch: Patch) -> None:
-    patch(ScheduledSends, "has_promised_uncomputed", False)
-
-
-def _followers_sleep(patch: Patch) -> None:
-    patch(Flights, "land", lambda self, rid: None)
-
-
 def _the_unwanted_wait(patch: Patch) -> None:
     unsent = ScheduledSends.unsent
 
@@ -72,16 +58,12 @@ def _the_unwanted_wait(patch: Patch) -> None:
     patch(ScheduledSends, "unsent", told)
 
 
-def _refusals_are_lost(patch: Patch) -> None:
-    patch(ScheduledLoads, "_order_refusal", lambda self, ask, reason: None)
-
-
 def _aborts_are_lost(patch: Patch) -> None:
     finished = ScheduledSends.finished
 
     def ended(self: Any, rid: str) -> Any:
         said = finished(self, rid)
-        self.ledger.orders.abort_sends.pop(rid, None)
+        self.ledger.orders.abort_sends.clear()
         return said
 
     patch(ScheduledSends, "finished", ended)
@@ -109,20 +91,6 @@ def _prompts_start_beside_others(patch: Patch) -> None:
     patch(ScheduledSends, "may_start", asked)
 
 
-def _preempted_prompts_wait_their_turn(patch: Patch) -> None:
-    """Whatever vLLM preempted later goes before a preempted prompt, which holds blocks."""
-    patch(ScheduledSends, "must_yield", lambda self, rid: False)
-
-
-def _promised_prompts_wait_for_loads(patch: Patch) -> None:
-    """They wait behind a request that needs blocks of loads."""
-    patch(Turns, "must_yield", lambda self, need: False)
-
-
-def _rests_too_early(patch: Patch) -> None:
-    patch(wakeup_module, "QUIET_STEPS", 0)
-
-
 def _bells_ring_once(patch: Patch) -> None:
     arm = Bell.arm
 
@@ -132,10 +100,6 @@ def _bells_ring_once(patch: Patch) -> None:
             arm(self)
 
     patch(Bell, "arm", armed)
-
-
-def _nothing_is_held(patch: Patch) -> None:
-    patch(Holds, "take", lambda self, rid, pages: None)
 
 
 # --- of host memory: some without the laws of its tiers, so that what follows shows ---------------
@@ -159,40 +123,6 @@ def _blocks_go_before_they_are_written(patch: Patch) -> None:
     patch(DeviceBlocks, "pin_key", pinned)
 
 
-def _host_pages_go_before_they_are_loaded(patch: Patch) -> None:
-    """Host memory may evict what a load reads. Wrong KV is seen in one of 500 cases, T2 soon."""
-    order = HostTier._order
-
-    def ordered(self: Any, is_load: bool, *args: Any) -> None:
-        order(self, is_load, *args)
-        if is_load:
-            copy = self._copies[self._count]
-            self.cache.unlock(copy.host_lock)
-            copy.host_lock = self.cache.pin(self.cache.match_prefix([]))
-
-    patch(HostTier, "_order", ordered)
-
-
-def _writes_count_at_once(patch: Patch) -> None:
-    """What a write has still to bring is in host memory's tree already."""
-    _no_tier_laws(patch)
-    order = HostTier._order
-
-    def ordered(self: Any, is_load: bool, *args: Any) -> None:
-        order(self, is_load, *args)
-        if not is_load:
-            copy = self._copies[self._count]
-            self.cache.insert(copy.key, copy.dst, lock=copy.host_lock)
-            self.allocator.cache(copy.dst)
-
-    def written(self: Any, copy: Any, is_good: bool, now_s: float) -> None:
-        self.pages.unpin(copy.device_lock)
-        self._free(self.cache.unlock(copy.host_lock))
-
-    patch(HostTier, "_order", ordered)
-    patch(HostTier, "_wrote", written)
-
-
 def _failed_copies_count(patch: Patch) -> None:
     """What a copy that was broken off has left behind is taken for what it should have brought."""
     take = WorkerHost.take_ends
@@ -209,8 +139,8 @@ def _rooms_do_not_wait_for_copies(patch: Patch) -> None:
     end = WorkerSide._end_load
 
     def ended(self: Any, rid: str, failed: bool) -> None:
-        if rid in self._parts:
-            self._parts[rid].pending = 1
+        if rid in self._pending:
+            self._pending[rid] = 1
             end(self, rid, failed)
 
     patch(WorkerSide, "_end_load", ended)
@@ -233,20 +163,6 @@ def _aborted_loads_are_forgotten(patch: Patch) -> None:
     patch(WorkerSide, "_end_load", heard)
 
 
-def _loads_are_not_joined(patch: Patch) -> None:
-    """Two requests load one path from host memory at once: T4."""
-    patch(Flights, "begin", lambda self, rid, hashes: None)
-
-
-def _failed_requests_load_again(patch: Patch) -> None:
-    patch(HostBlocks, "bar", lambda self, rid: None)
-
-
-def _copies_are_not_waited_for(patch: Patch) -> None:
-    """The engine rests, or stops, while copies are under way."""
-    patch(HostBlocks, "num_copies", 0)
-
-
 def _stale_host_memory(patch: Patch) -> None:
     """A write that was under way at a flush is entered behind it: T3."""
     flush = DeviceBlocks.flush
@@ -259,11 +175,6 @@ def _stale_host_memory(patch: Patch) -> None:
 
 
 # --- of layers that keep a window -----------------------------------------------------------------
-
-
-def _the_last_token_is_sent(patch: Patch) -> None:
-    """What vLLM computes first on decode sees one token more than it has kept."""
-    patch(BlockGroups, "num_sent", lambda self, num_prompt_tokens: num_prompt_tokens)
 
 
 def _windows_are_not_held(patch: Patch) -> None:
@@ -293,29 +204,7 @@ def _cached_windows_are_written_over(patch: Patch) -> None:
     patch(connector_module, "look_up_densely", found_in_all)
 
 
-def _failed_loads_wait_for_blocks(patch: Patch) -> None:
-    """vLLM comes to nothing behind a request whose load has failed and for which blocks lack."""
-    patch(Turns, "steps_back", lambda self, rid, need: False)
-
-
-WINDOW_MUTANTS: dict[str, Callable[[Patch], None]] = {
-    one.__name__.removeprefix("_"): one
-    for one in (
-        _the_last_token_is_sent,
-        _windows_are_not_held,
-        _cached_windows_are_written_over,
-        _failed_loads_wait_for_blocks,
-    )
-}
-"""Faults with layers that keep a window, for `cases.with_windows`."""
-
-
 # --- of layers that keep a state ------------------------------------------------------------------
-
-
-def _prefill_computes_the_last_token(patch: Patch) -> None:
-    """The state that is sent is then behind a token that vLLM computes on decode once more."""
-    patch(SchedulerSide, "_end_before_last", lambda self, request: None)
 
 
 def _prefill_goes_on(patch: Patch) -> None:
@@ -327,11 +216,6 @@ def _prefill_goes_on(patch: Patch) -> None:
         request.max_tokens = 20
 
     patch(scheduler_module, "leave_out_last_token", cut)
-
-
-def _states_are_not_held(patch: Patch) -> None:
-    """vLLM gives the block to another request, whoever still sends it."""
-    _windows_are_not_held(patch)
 
 
 def _the_state_before_is_sent(patch: Patch) -> None:
@@ -350,55 +234,59 @@ def _the_state_before_is_sent(patch: Patch) -> None:
     patch(BlockGroups, "window_blocks", before)
 
 
-STATE_MUTANTS: dict[str, Callable[[Patch], None]] = {
-    one.__name__.removeprefix("_"): one
-    for one in (
-        _prefill_computes_the_last_token,
-        _prefill_goes_on,
-        _states_are_not_held,
-        _the_state_before_is_sent,
-    )
+MUTANTS: dict[str, dict[str, Fault]] = {
+    "": {
+        "old_order": _old_order,
+        "promises_are_lost": _replaced(ScheduledSends, "promised", _none),
+        "sent_blocks_stay": _replaced(
+            ScheduledSends, "_forget", lambda self, rid: self.sends.pop(rid)
+        ),
+        "offers_stay": _replaced(ScheduledSends, "make_room", _none),
+        "offers_stay_for_those_behind": _replaced(ScheduledSends, "has_promised_uncomputed", False),
+        "followers_sleep": _replaced(Flights, "land", _none),
+        "the_unwanted_wait": _the_unwanted_wait,
+        "refusals_are_lost": _replaced(ScheduledLoads, "refuse", _none),
+        "aborts_are_lost": _aborts_are_lost,
+        "loads_take_all": _loads_take_all,
+        "prompts_start_beside_others": _prompts_start_beside_others,
+        # Whatever vLLM preempted later goes before a preempted prompt, which holds blocks.
+        "preempted_prompts_wait_their_turn": _replaced(ScheduledSends, "must_yield", _none),
+        # Behind a request that needs blocks of loads.
+        "promised_prompts_wait_for_loads": _replaced(Turns, "must_yield", _none),
+        "rests_too_early": _replaced(wakeup_module, "QUIET_STEPS", 0),
+        "bells_ring_once": _bells_ring_once,
+        "nothing_is_held": _replaced(Holds, "take", _none),
+    },
+    "host": {
+        "blocks_go_before_they_are_written": _blocks_go_before_they_are_written,
+        "failed_copies_count": _failed_copies_count,
+        "rooms_do_not_wait_for_copies": _rooms_do_not_wait_for_copies,
+        "aborted_loads_are_forgotten": _aborted_loads_are_forgotten,
+        "loads_are_not_joined": _replaced(Flights, "begin", _none),  # two load one path at once: T4
+        "failed_requests_load_again": _replaced(HostBlocks, "bar", _none),
+        # The engine rests, or stops, while copies are under way.
+        "copies_are_not_waited_for": _replaced(HostBlocks, "num_copies", 0),
+        "stale_host_memory": _stale_host_memory,
+    },
+    "windows": {
+        # What vLLM computes first on decode sees one token more than it has kept.
+        "the_last_token_is_sent": _replaced(BlockGroups, "num_sent", lambda self, number: number),
+        "windows_are_not_held": _windows_are_not_held,
+        "cached_windows_are_written_over": _cached_windows_are_written_over,
+        # vLLM comes to nothing behind a request whose load has failed and for which blocks lack.
+        "failed_loads_wait_for_blocks": _replaced(Turns, "steps_back", _none),
+    },
+    "states": {
+        # The state that is sent is then behind a token that vLLM computes on decode once more.
+        "prefill_computes_the_last_token": _replaced(SchedulerSide, "_end_before_last", _none),
+        "prefill_goes_on": _prefill_goes_on,
+        # vLLM gives the block to another request, whoever still sends it.
+        "states_are_not_held": _windows_are_not_held,
+        "the_state_before_is_sent": _the_state_before_is_sent,
+    },
 }
-"""Faults with layers that keep a state, for `cases.with_states`."""
-
-HOST_MUTANTS: dict[str, Callable[[Patch], None]] = {
-    one.__name__.removeprefix("_"): one
-    for one in (
-        _blocks_go_before_they_are_written,
-        _host_pages_go_before_they_are_loaded,
-        _writes_count_at_once,
-        _failed_copies_count,
-        _rooms_do_not_wait_for_copies,
-        _aborted_loads_are_forgotten,
-        _loads_are_not_joined,
-        _failed_requests_load_again,
-        _copies_are_not_waited_for,
-        _stale_host_memory,
-    )
-}
-"""Faults of host memory, for `cases.with_host`."""
-
-MUTANTS: dict[str, Callable[[Patch], None]] = {
-    one.__name__.removeprefix("_"): one
-    for one in (
-        _old_order,
-        _promises_are_lost,
-        _sent_blocks_stay,
-        _offers_stay,
-        _offers_stay_for_those_behind,
-        _followers_sleep,
-        _the_unwanted_wait,
-        _refusals_are_lost,
-        _aborts_are_lost,
-        _loads_take_all,
-        _prompts_start_beside_others,
-        _preempted_prompts_wait_their_turn,
-        _promised_prompts_wait_for_loads,
-        _rests_too_early,
-        _bells_ring_once,
-        _nothing_is_held,
-    )
-}
+"""By what the model or the server has: see `cases.WITH`."""
+ALL = {name: (of, fault) for of, faults in MUTANTS.items() for name, fault in faults.items()}
 
 
 @contextmanager
@@ -412,7 +300,7 @@ def mutated(name: str) -> Iterator[None]:
 
     try:
         if name:
-            (MUTANTS | HOST_MUTANTS | WINDOW_MUTANTS | STATE_MUTANTS)[name](patch)
+            ALL[name][1](patch)
         yield
     finally:
         for owner, attribute, value in reversed(former):

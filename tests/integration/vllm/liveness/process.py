@@ -5,7 +5,7 @@ world's until it hands them over."""
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from prefixkv import HostConfig, KVPool
 from prefixkv.control.effects import FrameReceived, Tick
 from prefixkv.engines.vllm import connector as connector_module
+from prefixkv.engines.vllm import hooks
 from prefixkv.engines.vllm import host_worker as host_worker_module
 from prefixkv.engines.vllm import worker as worker_module
 from prefixkv.memory.host_pool import HostPool
@@ -112,11 +113,27 @@ class Thread(ControlThread[Any]):
             self.events.close()
 
 
+class Inputs(deque[Callable[[], object]]):
+    """What an engine is to do, and until when it rests."""
+
+    resting_until_s = -1.0
+
+    def rest(self, timeout_s: float) -> None:
+        if not self:
+            self.resting_until_s = Thread.world.now_s + timeout_s
+
+    @property
+    def is_resting(self) -> bool:
+        if self or Thread.world.now_s >= self.resting_until_s:
+            self.resting_until_s = -1.0
+        return self.resting_until_s >= 0.0
+
+
 class Tower:
     """What hears the bells, by address."""
 
-    def __init__(self, on_ring: Callable[[], None]) -> None:
-        self.on_ring = on_ring
+    def __init__(self, wakeup: Any) -> None:
+        self.inputs: Any = None
         self.address = f"tower {len(Thread.world.towers)}"
         Thread.world.towers[self.address] = self
 
@@ -141,7 +158,8 @@ class Bell:
     def look(self) -> None:
         if self._armed and any(events.pending for events in self._events):
             self._armed = False
-            self._tower.on_ring()
+            if self._tower.inputs is not None:
+                self._tower.inputs.append(int)  # of which nothing is done
 
     def close(self) -> None:
         pass
@@ -227,6 +245,7 @@ def put_in_place() -> None:
     vars(decode_transfers).update(ControlThread=Thread, DealerChannel=_dealer)
     vars(prefill_transfers).update(ControlThread=Thread, RouterChannel=_router)
     vars(connector_module)["WakeupListener"] = Tower
+    vars(hooks)["rest"] = Inputs.rest
     vars(worker_module)["WakeupSender"] = Bell
     vars(host_worker_module)["HostMemory"] = Copies
 

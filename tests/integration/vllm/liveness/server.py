@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
@@ -35,6 +34,7 @@ from prefixkv.memory.kv_pool import KVPool, PoolGroup
 from prefixkv.protocol.ids import RoomKey
 from tests.integration.vllm.drift import config_folder
 from tests.integration.vllm.liveness.case import MAX_LEN_BLOCKS
+from tests.integration.vllm.liveness.process import Inputs
 from tests.laws.liveness.arrivals import BLOCK, LivenessError
 from tests.unit.engines.vllm.standin import prefix_hashes
 
@@ -176,11 +176,7 @@ class Server:
         named = [PoolGroup(one.name, KVPool.from_tensors([self.memory]), one.window)
                  for one in windows]  # fmt: skip
         self.worker.register(pool.with_groups(*named) if named else pool)
-        self.connector.rest = SimpleNamespace(ring=self._ring, wait=self._rest)
-        self._rung = False
-        self.connector._wakeups.on_ring = self._ring
-        self._resting_until_s = -1.0
-        self._input: deque[Callable[[], None]] = deque()
+        self._input = Inputs()
         self._aborts: deque[str] = deque()
         self._queue: deque[_Batch] = deque()  # the oldest first
         self._blocked = False  # until the oldest batch is executed
@@ -194,25 +190,9 @@ class Server:
             batch_queue=self._queue,
         )
         self._executed = False
-        self._process_engine_step = hooks._wrap_process_engine_step(lambda _: self._executed)
-
-    # --- a server that only waits -----------------------------------------------------------------
-
-    def _ring(self) -> None:
-        self._rung = True
-
-    def _rest(self, _: Any, timeout_s: float) -> None:
-        if not self._rung:
-            self._resting_until_s = self.world.now_s + timeout_s
-        self._rung = False
-
-    @property
-    def is_resting(self) -> bool:
-        for bell in self.world.bells:
-            bell.look()
-        if self._rung or self._input or self.world.now_s >= self._resting_until_s:
-            self._resting_until_s = -1.0
-        return self._resting_until_s >= 0.0
+        self._process_engine_step = hooks.wrapped(
+            lambda _: self._executed, hooks._process_engine_step
+        )
 
     # --- the engine's loop ------------------------------------------------------------------------
 
@@ -237,8 +217,10 @@ class Server:
     def may_step(self) -> bool:
         if self._blocked:
             return self._queue[0].result is not None
+        for bell in self.world.bells:
+            bell.look()
         has_work = bool(self._input or self._queue or self.scheduler.has_requests())
-        return has_work and not self.is_resting
+        return has_work and not self._input.is_resting
 
     def step(self) -> bool:
         """Go on until the loop has been round once, or waits for the worker. True if something
@@ -439,7 +421,7 @@ class Server:
             "copies": host.num_copies,
             "host": [*host._keys, *host._load_of, *host._barred, *host._flights._blocks],
             "asked": list(self.side._asked),
-            "parts": list(worker._parts),
+            "parts": [*worker._pending, *worker._failed],
             "requests": list(self.scheduler.requests),
             "blocks": len(self.pool.blocks) - 1 - self.num_free,
             "holds": self.side.holds.num_blocks,
@@ -454,7 +436,7 @@ class Server:
             "drawn": list(sends._drawn),
             "ending": list(sends.ending),
             "answers": dict(self.side._answers),
-            "worker": [*worker._loads, *worker._send_keys, *worker._offers],
+            "worker": [*worker._loads, *worker._sends],
             "batches": len(self._queue),
         }
         return {name: what for name, what in left.items() if what}
@@ -462,7 +444,7 @@ class Server:
     def picture(self) -> str:
         """Who holds what."""
         lines = [f"server {self.name}: {self.num_free} of {len(self.pool.blocks) - 1} blocks free"]
-        lines[0] += " (rests)" if self._resting_until_s >= 0.0 else ""
+        lines[0] += " (rests)" if self._input.is_resting else ""
         blocks_of = self.scheduler.kv_cache_manager.get_block_ids
         for rid, request in self.scheduler.requests.items():
             lines.append(
@@ -477,7 +459,7 @@ class Server:
         for rid, send in self.side.sends.sends.items():
             state = "unpromised" if send.unpromised > 0 else "promised"
             state = "offer" if send.is_offer else state
-            lines.append(f"  send {rid}: room {send.room}, {state}, {send.end} tokens computed")
+            lines.append(f"  send {rid}: {send.key}, {state}, {send.end} tokens computed")
         lines.append(f"  copies of host memory: {self.side.host.num_copies}")
         if joined := [rid for rid, asked in self.side._asked.items() if asked.has_joined]:
             lines.append(f"  wait for another's load: {sorted(joined)}")

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from prefixkv.control.effects import LookAt, PagesLookedAt
+from prefixkv.control.decode.looks import LookAt, PagesLookedAt
 from prefixkv.errors import ChecksumError
 from prefixkv.protocol.events import RoomEnded
 from prefixkv.protocol.ids import ChunkTag, KVPoll

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+import threading
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -19,8 +22,10 @@ from prefixkv.config import ControlConfig, ModelConfig
 from prefixkv.engines.vllm.groups import BlockGroups
 from prefixkv.engines.vllm.layout import pool_of
 from prefixkv.engines.vllm.options import OPTION_NAMES, ConnectorOptions, ServerSetup
+from prefixkv.engines.vllm.orders import WorkerReport
 from prefixkv.engines.vllm.scheduler import SchedulerSide
-from prefixkv.engines.vllm.worker import WorkerSide
+from prefixkv.engines.vllm.worker import Results, WorkerSide
+from tests.support.patience import PATIENCE_S
 
 BLOCK = 4  # tokens
 HEADS, CONTENT, LAYERS = 2, 8, 2
@@ -124,13 +129,9 @@ class Request:
         self.kv_hints: Any = None
         self.session_id: str | None = None
         vars(self).update(more)
-        salt = hash((self.cache_salt, self.lora_request and self.lora_request.lora_name))
-        chain = prefix_hashes(tokens)
-        self.block_hashes = [
-            hashlib.sha256(repr((salt, tuple(tokens[: end + 1]))).encode()).digest()
-            for end in range(BLOCK - 1, len(tokens), BLOCK)
-        ]
-        self.chain, self.all_token_ids = chain, list(tokens)
+        self.salt = hash((self.cache_salt, self.lora_request and self.lora_request.lora_name))
+        self.chain, self.all_token_ids = prefix_hashes(tokens), list(tokens)
+        self.hash_blocks(BLOCK)
         self.blocks: list[Block] = []
         self.computed = self.num_in_flight_tokens = 0
         self.status = "waiting"
@@ -138,6 +139,13 @@ class Request:
         self.recomputed = False
         self.loaded_from: int | None = None  # tokens that were cached when it was loaded
         self.loaded_to = 0
+
+    def hash_blocks(self, size: int) -> None:
+        tokens = self.all_token_ids
+        self.block_hashes = [
+            hashlib.sha256(repr((self.salt, tuple(tokens[: end + 1]))).encode()).digest()
+            for end in range(size - 1, len(tokens), size)
+        ]
 
     @property
     def num_computed_tokens(self) -> int:
@@ -183,8 +191,26 @@ def step_of(
     )
 
 
+class Gathering:
+    """`worker.Gather` between threads."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._barrier = threading.Barrier(num_ranks, timeout=PATIENCE_S)
+        self._given: list[object] = [None] * num_ranks
+
+    def of(self, rank: int) -> Any:
+        def gather(given: object) -> list[object]:
+            self._given[rank] = given
+            self._barrier.wait()
+            found = list(self._given)
+            self._barrier.wait()
+            return found
+
+        return gather
+
+
 class Engine:
-    """One server: scheduler, one worker, memory. `step` is a step of vLLM's engine."""
+    """One server: scheduler, a worker of each rank, memory. `step` is a step of vLLM's engine."""
 
     CHUNK = 7  # tokens a step of one request: no whole blocks
 
@@ -196,24 +222,36 @@ class Engine:
         consumer: bool = False,
         num_blocks: int = 64,
         block_size: int = BLOCK,
+        num_ranks: int = 1,
         tag: str = "stand-in",
+        plain: bool = False,
         policy: str = "recompute",
         caching: bool = True,
         **more: Any,
     ) -> None:
-        self.caching = caching
+        self.caching, self.size = caching, block_size
         self.options = options(name, **more)
-        setup = ServerSetup(producer, consumer)
+        setup = ServerSetup(producer, consumer, num_ranks)
         self.pool, self.policy = BlockPool(num_blocks), policy
         self.scheduler = SchedulerSide(self.options, setup, BlockGroups(block_size))
         self.scheduler.bind(self.pool)
         self.scheduler.sends.can_end = True  # as vLLM's step says, before it asks of any request
-        model = ModelConfig(model="m", option_names=OPTION_NAMES)
-        self.worker = WorkerSide(self.options, setup, model)
-        shape = num_blocks, HEADS, block_size, CONTENT
-        self.memory = torch.zeros(LAYERS, *shape)
-        self.caches = {f"layer.{i}": self.memory[i] for i in range(LAYERS)}
-        self.worker.register(pool_of(self.caches, kv_cache_config(num_blocks, block_size), tag))
+        model, heads = ModelConfig(model="m", option_names=OPTION_NAMES), HEADS // num_ranks
+        self.memory = torch.zeros(num_ranks, LAYERS, num_blocks, heads, block_size, CONTENT)
+        # What each head has in each place is its own.
+        self.places = torch.arange(HEADS * CONTENT).view(num_ranks, 1, heads, CONTENT)
+        config, gathering = kv_cache_config(num_blocks, block_size, heads), Gathering(num_ranks)
+
+        def worker(rank: int) -> WorkerSide:
+            made = WorkerSide(self.options, setup, model, rank, HEADS, gathering.of(rank))
+            caches = {f"layer.{i}": self.memory[rank, i] for i in range(LAYERS)}
+            made.register(pool_of(caches, config, tag, plain=plain))
+            return made
+
+        with ThreadPoolExecutor(num_ranks) as threads:
+            self.workers = list(threads.map(worker, range(num_ranks)))
+        self._received: Counter[str] = Counter()  # ranks that have said so
+        self._failed: set[str] = set()
         self.waiting: list[Request] = []
         self.loading: dict[str, Request] = {}
         self.running: list[Request] = []
@@ -222,10 +260,16 @@ class Engine:
         self.left: dict[str, Request] = {}  # aborted while they were loading
         self.spoilt: dict[str, int] = {}  # requests, and the token at whose KV they become NaN
 
+    @property
+    def worker(self) -> WorkerSide:
+        return self.workers[0]
+
     def close(self) -> None:
-        self.worker.close()
+        for worker in reversed(self.workers):
+            worker.close()
 
     def add(self, request: Request) -> None:
+        request.hash_blocks(self.size)
         self.waiting.append(request)
         self.scheduler.on_new_request(request)
 
@@ -244,33 +288,51 @@ class Engine:
         step = step_of(scheduled, tables)
         orders = self.scheduler.orders(step)
         self.orders.append(orders)
-        self.worker.before_forward(orders)
+        for worker in self.workers:
+            worker.before_forward(orders)
         num_nans = dict.fromkeys(scheduled, 0)
         for request in self.running:
             if request.request_id in scheduled:
                 start, count = scheduled[request.request_id]
                 num_nans[request.request_id] = self._forward(request, start, start + count)
-        self.worker.after_forward(orders)
-        results, news = self.worker.take_results(), self.worker.take_report()
+        for worker in self.workers:
+            worker.after_forward(orders)
+        results, news = self._reports()
         self._take_logits(step, num_nans)
         self._update(results, news)
         self.scheduler.check_invariants()
 
+    def _reports(self) -> tuple[Results, WorkerReport | None]:
+        """As vLLM has them: a load is over when it is on all ranks, and has failed where one has
+        said so."""
+        over, news = Results(), WorkerReport()
+        for worker in self.workers:
+            results = worker.take_results()
+            self._received.update(results.received)
+            self._failed |= results.failed
+            news = news.aggregate(worker.take_report() or WorkerReport())
+        for rid in [rid for rid, n in self._received.items() if n == len(self.workers)]:
+            del self._received[rid]
+            over.received.add(rid)
+        over.failed = self._failed & over.received
+        self._failed -= over.failed
+        return over, news or None
+
     def _admit(self, request: Request, scheduled: dict[str, tuple[int, int]]) -> None:
         cached = self._cached(request)
-        matched, _ = self.scheduler.count_loadable(request, len(cached) * BLOCK)
+        matched, _ = self.scheduler.count_loadable(request, len(cached) * self.size)
         if request.skip_reading_prefix_cache:  # vLLM's word, whatever the connector's is
             matched = 0
         if matched is None:
             return
         self.pool.touch(cached)
-        new = self.pool.new_blocks(-(-request.num_prompt_tokens // BLOCK) - len(cached))
+        new = self.pool.new_blocks(-(-request.num_prompt_tokens // self.size) - len(cached))
         if new is None:
             self.pool.free_blocks(reversed(cached))
             return
         self.waiting.remove(request)
         request.blocks = [*cached, *new]
-        request.computed = len(cached) * BLOCK
+        request.computed = len(cached) * self.size
         self.scheduler.allocated(request, ([block.block_id for block in request.blocks],), matched)
         if matched:
             request.loaded_from = request.computed
@@ -285,7 +347,7 @@ class Engine:
         found = []
         if request.skip_reading_prefix_cache:
             return []
-        for block_hash in request.block_hashes[: (request.num_prompt_tokens - 1) // BLOCK]:
+        for block_hash in request.block_hashes[: (request.num_prompt_tokens - 1) // self.size]:
             if block_hash not in self.pool.cached or not self.caching:
                 break
             found.append(self.pool.cached[block_hash])
@@ -303,27 +365,31 @@ class Engine:
         how many of the logits are NaN."""
         assert self.wrong_tokens(request, start) == 0
         for token in range(start, end):
-            block = request.blocks[token // BLOCK].block_id
-            assert request.blocks[token // BLOCK].ref_cnt >= 1
+            block = request.blocks[token // self.size].block_id
+            assert request.blocks[token // self.size].ref_cnt >= 1
             spoilt = token >= self.spoilt.get(request.request_id, end)
-            value = math.nan if spoilt else float(request.chain[token])
-            self.memory[:, block, :, token % BLOCK] = value
+            kv = math.nan if spoilt else self._kv(request, token)
+            self.memory[:, :, block, :, token % self.size] = kv
         request.computed = end
         self._cache(request)
         return 32 * (end > self.spoilt.get(request.request_id, end))
 
     def _cache(self, request: Request) -> None:
-        for i in range(request.computed // BLOCK):
+        for i in range(request.computed // self.size):
             self.pool.cache(request.blocks[i], request.block_hashes[i])
 
     def wrong_tokens(self, request: Request, end: int) -> int:
         """Of the first `end` tokens, how many have other KV than they should."""
         wrong = 0
         for token in range(end):
-            block = request.blocks[token // BLOCK].block_id
-            kv = self.memory[:, block, :, token % BLOCK]
-            wrong += not bool((kv == float(request.chain[token])).all())
+            block = request.blocks[token // self.size].block_id
+            kv = self.memory[:, :, block, :, token % self.size]
+            wrong += not bool((kv == self._kv(request, token)).all())
         return wrong
+
+    def _kv(self, request: Request, token: int) -> torch.Tensor:
+        """Of all heads: whole numbers below 2**24, which float32 has exactly."""
+        return request.chain[token] * HEADS * CONTENT + self.places
 
     def _take_logits(self, step: Any, num_nans: dict[str, int]) -> None:
         """As `hooks` has it, before vLLM's own work; and its prefix cache forgets the blocks."""

@@ -9,10 +9,8 @@ from unittest.mock import Mock, call
 
 import pytest
 
-from prefixkv.config import ControlConfig
 from prefixkv.engines.vllm.compute import OwnCompute
-from tests.support.patience import until
-from tests.unit.engines.vllm.conftest import MakeServers, Servers
+from tests.unit.engines.vllm.conftest import MakeServers
 from tests.unit.engines.vllm.standin import Engine
 from tests.unit.engines.vllm.test_transfers import PROMPT, blocks_sent, offered, opened
 
@@ -131,16 +129,6 @@ def test_a_preempted_prompt_is_due_again() -> None:
     assert not steps.is_here(200)
 
 
-@pytest.mark.parametrize(("seconds", "is_here"), [(0.2, False), (8.0, True)])
-def test_the_way_that_is_sooner_is_taken(seconds: float, is_here: bool) -> None:
-    """500 tokens of decode take a second."""
-    steps = Steps()
-    steps.compute_prompts()
-    for room in range(5):
-        steps.load(room, 500, seconds)
-    assert steps.is_here(500) is is_here
-
-
 def test_a_request_that_waits_is_decided_once() -> None:
     """vLLM asks for it in each step; to the rule it is another one if it lacks other tokens."""
     steps = Steps()
@@ -174,8 +162,11 @@ def counts(engine: Engine) -> dict[str, int]:
     return engine.scheduler.take_counts()
 
 
-def test_a_little_is_computed_here_and_prefill_computes_nothing(make_servers: MakeServers) -> None:
-    servers = make_servers(decode={"compute_below": 10})
+@pytest.mark.parametrize("option", ["compute_below", "recompute_below"])
+def test_a_little_is_computed_here_and_prefill_computes_nothing(
+    make_servers: MakeServers, option: str
+) -> None:
+    servers = make_servers(decode={option: 10})
     first = servers.ask("1", PROMPT)
     servers.until_ended("1")
     assert first.loaded_from == 0
@@ -196,31 +187,6 @@ def test_a_little_is_computed_here_and_prefill_computes_nothing(make_servers: Ma
     assert counts(servers.prefill)["requests_ended"] == 1
     assert blocks_sent(servers) == 8
     assert second.answer == {"prefixkv": {"room": 2, "loaded_tokens": 0, "cached_tokens": 28}}
-
-
-def slow(servers: Servers) -> None:
-    """Decode has computed a token a second of late, and prefill sends at once."""
-    compute = servers.decode.scheduler.compute
-    for _ in range(10):
-        compute.sources.chunk(1000, 1000.0, 0)
-    for room in range(1000, 1010):
-        compute.promised(servers.address, room, 100)
-        compute.arrived(room)
-
-
-def test_where_decode_is_slow_prefill_is_asked(make_servers: MakeServers) -> None:
-    servers = make_servers(decode={"compute_below": 500, "num_blocks": 128})
-    servers.step()  # its address has no port before it is bound
-    slow(servers)
-    long = servers.ask("1", [*range(100)])
-    servers.until_ended("1")
-    assert (long.loaded_from, long.recomputed) == (0, False)
-    assert counts(servers.decode) == {"loads_done": 1, "compute_declined": 1}
-    few = servers.ask("2", [*range(200, 260)])  # a transfer never pays for 64 tokens
-    servers.until_ended("2")
-    assert few.loaded_from is None
-    assert counts(servers.decode)["computed_tokens"] == 60
-    servers.settle()
 
 
 def test_steps_and_loads_are_measured(make_servers: MakeServers) -> None:
@@ -297,38 +263,3 @@ def test_the_choices_of_a_prompt_are_computed_once(make_servers: MakeServers) ->
     assert (load.loaded_from, other.loaded_from) == (None, None)
     assert counts(servers.decode)["computed_requests"] == 1
     servers.settle()
-
-
-def test_a_server_of_both_roles_computes_what_little_is_missing(make_servers: MakeServers) -> None:
-    """Also while its loads take all the blocks that they may."""
-    servers = make_servers(decode={"compute_below": 12, "producer": True, "num_blocks": 24})
-    waits = [servers.requests(str(i), [*range(100 * i, 100 * i + 40)]) for i in (1, 2)]
-    for load, _ in waits:
-        servers.decode.add(load)
-    servers.step()
-    little = servers.ask("9", [*range(900, 912)])
-    servers.until_ended("9")
-    assert little.loaded_from is None
-    assert servers.decode.wrong_tokens(little, 12) == 0
-    for _, send in waits:
-        servers.prefill.add(send)
-    servers.until_ended("1", "2")
-    servers.settle()
-
-
-def test_nothing_fails_while_prefill_is_gone(make_servers: MakeServers) -> None:
-    """What is little is computed at once; of the rest the load fails, and then it is computed."""
-    control = ControlConfig(
-        heartbeat_s=0.1, resend_s=0.05, fence_settle_s=0.05, connect_timeout_s=0.2
-    )
-    servers = make_servers(decode={"compute_below": 12, "control": control})
-    servers.step()
-    asked = [servers.requests(str(length), [*range(length)])[0] for length in (10, 40)]
-    servers.prefill.close()
-    for one in asked:
-        servers.decode.add(one)
-    until(lambda: len(servers.decode.outputs) == 2, step=servers.decode.step)
-    assert [one.loaded_from for one in asked] == [None, 0]
-    assert [one.recomputed for one in asked] == [False, True]
-    assert all(servers.decode.wrong_tokens(one, one.num_prompt_tokens) == 0 for one in asked)
-    until(lambda: servers.decode.num_used == 0, step=servers.decode.step)

@@ -249,36 +249,27 @@ def test_an_id_that_comes_again_waits_for_no_copy_of_the_former(
     small.settle()
 
 
-def test_a_load_that_fails_is_computed_and_not_tried_again(
-    small: Servers, copies: HeldCopies
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_load_that_fails_is_not_tried_again(
+    make_servers: MakeServers, copies: HeldCopies, policy: str
 ) -> None:
-    decode = left(small, PROMPT)
+    """It is computed, or its request ends, as vLLM's `kv_load_failure_policy` says."""
+    servers = make_servers(decode=SMALL | {"policy": policy})
+    decode = left(servers, PROMPT)
     copies.fails = True
     decode.add(again := Request("2", PROMPT))
     until(lambda: "2" in decode.outputs, step=decode.step)
-    assert again.recomputed
-    assert "host memory: broken off" in error_of(again)
+    assert again.recomputed is (policy == "recompute")
+    assert again.status == ("done" if again.recomputed else "FINISHED_ERROR")
     copies.fails = False
-    small.settle()
+    servers.settle()
+    assert host_of(decode)._barred == set()
     counts = decode.scheduler.take_counts()
     assert counts["host_loads"] == 1
     assert counts["host_copies_failed"] >= 1
-    assert counts["requests_in_error"] == 1
-
-
-def test_a_load_that_fails_ends_its_request_where_vllm_says_so(
-    make_servers: MakeServers, copies: HeldCopies
-) -> None:
-    """`kv_load_failure_policy` "fail"."""
-    servers = make_servers(decode=SMALL | {"policy": "fail"})
-    left(servers, PROMPT)
-    copies.fails = True
-    servers.decode.add(again := Request("2", PROMPT))
-    until(lambda: "2" in servers.decode.outputs, step=servers.decode.step)
-    assert again.status == "FINISHED_ERROR"
-    copies.fails = False
-    servers.settle()
-    assert host_of(servers.decode)._barred == set()
+    if again.recomputed:
+        assert "host memory: broken off" in error_of(again)
+        assert counts["requests_in_error"] == 1
 
 
 def test_a_request_that_asks_no_prefill_server_does_not_wait_for_one(small: Servers) -> None:

@@ -334,49 +334,40 @@ STATES = BlockGroups(N, windows=(WindowLayers(1, "s", STATE_WINDOW, N),))
 WINDOWS = BlockGroups(N, windows=(WindowLayers(1, "w", 9),))
 
 
+NOT_WINDOWED = {"policy": "lru", "host_memory": "4x", "compute_below": 9, "recompute_below": 9}
+
+
 @pytest.mark.parametrize(
-    ("changed", "groups", "words"),
+    ("changed", "groups", "said", "words"),
     [
-        *(({name: 2}, BlockGroups(N), f"{name} is 2, must be 1") for name in PARALLEL),
-        ({"is_encoder_decoder": True}, BlockGroups(N), "an encoder-decoder"),
-        ({"enable_sleep_mode": True}, BlockGroups(N), "enable_sleep_mode is True, must be False"),
-        ({"use_replayssm": True}, STATES, "--use-replayssm"),
-        ({"prefix_match_unit": 2}, STATES, "--prefix-match-unit is 2"),
+        *(({name: 2}, BlockGroups(N), {}, f"{name} is 2, must be 1") for name in PARALLEL),
+        ({"is_encoder_decoder": True}, BlockGroups(N), {}, "an encoder-decoder"),
+        ({"enable_sleep_mode": True}, BlockGroups(N), {}, "enable_sleep_mode is True, must be F"),
+        ({"use_replayssm": True}, STATES, {}, "--use-replayssm"),
+        ({"prefix_match_unit": 2}, STATES, {}, "--prefix-match-unit is 2"),
+        *(
+            ({}, groups, {name: value}, f"{name}: is {value!r}; leave it out .* keep {kept}")
+            for name, value in NOT_WINDOWED.items()
+            for groups, kept in ((WINDOWS, "a window, or start vLLM with"), (STATES, "a state$"))
+        ),
+        ({"is_kv_consumer": False}, BlockGroups(N), {"host_memory": "4x"}, "a kv_producer alone"),
+        (
+            {"enable_prefix_caching": False}, BlockGroups(N), {"host_memory": "4x"},
+            "host_memory: the prefix cache is off",
+        ),
     ],
-)
+)  # fmt: skip
 def test_settings_are_refused_by_name(
-    changed: dict[str, Any], groups: BlockGroups, words: str
+    changed: dict[str, Any], groups: BlockGroups, said: dict[str, Any], words: str
 ) -> None:
+    """Of vLLM, and of the connector: each is taken where the other one is another."""
     check_engine(options("d"), vllm_config(), groups)
+    check_engine(options("d", **said), vllm_config(), BlockGroups(N))
+    if said:
+        check_engine(options("d"), vllm_config(**changed), groups)
     check_engine(options("d"), vllm_config(enable_sleep_mode=True, device_type="cpu"), groups)
     with pytest.raises(ConfigError, match=words):
-        check_engine(options("d"), vllm_config(**changed), groups)
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [("policy", "lru"), ("host_memory", "4x"), ("compute_below", 9), ("recompute_below", 9)],
-)
-def test_options_that_windows_do_not_go_with_are_refused_by_name(option: str, value: Any) -> None:
-    said = options("d", **{option: value})
-    for groups, kept in ((WINDOWS, "a window, or start vLLM with"), (STATES, "a state$")):
-        words = rf"{option}: is {value!r}; leave it out with a model whose layers keep {kept}"
-        with pytest.raises(ConfigError, match=words):
-            check_engine(said, vllm_config(), groups)
-    check_engine(said, vllm_config(), BlockGroups(N))
-
-
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        ({"is_kv_consumer": False}, "host_memory: this server is a kv_producer alone"),
-        ({"enable_prefix_caching": False}, "host_memory: the prefix cache is off"),
-    ],
-)
-def test_servers_without_use_for_host_memory_refuse_it(changed: dict[str, Any], words: str) -> None:
-    check_engine(options("d"), vllm_config(**changed), BlockGroups(N))
-    with pytest.raises(ConfigError, match=words):
-        check_engine(options("d", host_memory="4x"), vllm_config(**changed), BlockGroups(N))
+        check_engine(options("d", **said), vllm_config(**changed), groups)
 
 
 def test_memory_that_may_be_released_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:

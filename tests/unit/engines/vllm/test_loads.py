@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from prefixkv.engines.vllm.asks import LoadAsk
+from prefixkv.engines.vllm.blocks import Ledger
 from prefixkv.engines.vllm.groups import BlockGroups
-from prefixkv.engines.vllm.ledger import Ledger
 from prefixkv.engines.vllm.loads import ScheduledLoads
 from prefixkv.engines.vllm.orders import WorkerReport
-from prefixkv.engines.vllm.wakeup import LONGEST_REST_S, QUIET_STEPS, Rest
+from prefixkv.engines.vllm.wakeup import QUIET_STEPS, Rest
 from prefixkv.errors import CallerError, RequestError
 from tests.unit.engines.vllm.standin import BLOCK, BlockPool, Request
 
@@ -78,7 +78,7 @@ def test_a_prompt_that_is_not_loaded_is_refused_unless_its_room_is_another_s() -
         case.begin("b", 2)
     assert [refusal.room for refusal in case.orders.refusals] == [7, 2]
     assert not case.loads.wanted
-    assert list(case.loads.rooms) == [1]
+    assert list(case.loads.pending) == ["b"]
 
 
 def test_a_proof_that_is_overdue_is_not_waited_for() -> None:
@@ -119,25 +119,14 @@ def test_the_engine_rests_once_every_worker_wakes_it_and_all_is_quiet() -> None:
         rest.stepped(is_quiet=True)
     rest.num_senders += 1
     assert rest.bell == "here", "a worker has not answered"
-    assert not rest.may_rest
+    assert rest.seconds(None) == 0.0
     rest.num_senders += 1
-    assert (rest.bell, rest.has_wakeups, rest.may_rest) == ("", True, True)
+    assert (rest.bell, rest.has_wakeups) == ("", True)
+    # Until an offer's grace ends; where it has ended, a request makes use of it.
+    for left_s, rest_s in ((None, 60.0), (5.0, 5.0), (61.0, 60.0), (0.0, 60.0), (-1.0, 60.0)):
+        assert rest.seconds(left_s) == rest_s
     rest.stepped(is_quiet=False)
     for _ in range(QUIET_STEPS):
-        assert not rest.may_rest
+        assert rest.seconds(None) == 0.0
         rest.stepped(is_quiet=True)
-    assert rest.may_rest
-
-
-@pytest.mark.parametrize(
-    ("left_s", "rest_s"),
-    [
-        (None, LONGEST_REST_S),
-        (5.0, 5.0),
-        (LONGEST_REST_S + 1, LONGEST_REST_S),
-        (0.0, LONGEST_REST_S),  # it has happened, and a request makes use of it
-        (-1.0, LONGEST_REST_S),
-    ],
-)
-def test_a_rest_ends(left_s: float | None, rest_s: float) -> None:
-    assert Rest.limited(left_s) == rest_s
+    assert rest.seconds(None) > 0.0

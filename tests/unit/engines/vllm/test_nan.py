@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from prefixkv.engines.vllm.orders import StepOrders
+from prefixkv.engines.vllm.orders import Chunk, OfferOrder, StepOrders
+from prefixkv.protocol.ids import RoomKey
 from tests.support.patience import until
 from tests.unit.engines.vllm.conftest import MakeServers, Servers
 from tests.unit.engines.vllm.standin import BLOCK, Engine, Request, step_of
@@ -72,7 +73,7 @@ def test_nan_on_prefill_ends_an_offer_before_any_worker_hears_of_it(
     proving.until(lambda: "1" in proving.prefill.outputs)
     assert send.answer is None
     proving.settle()
-    assert not any(orders.offers or orders.before for orders in proving.prefill.orders)
+    assert not any(orders.computed or orders.late for orders in proving.prefill.orders)
     assert cached(proving.prefill, PROMPT) == 0
     assert not proving.prefill.memory.isnan().any()
     load = opened(proving, "2", offered(proving, "2", PROMPT))
@@ -89,9 +90,9 @@ def test_what_is_finite_is_sent_by_either_way(proving: Servers) -> None:
     assert (load.recomputed, blocks_sent(proving)) == (False, 16)
     assert proving.decode.wrong_tokens(load, 30) == 0
     proving.settle()
-    late = [orders.before for orders in proving.prefill.orders if orders.before]
-    assert [(len(one.chunks), len(one.offers)) for one in late] == [(1, 0), (0, 1)]
-    assert not any(chunk.last for orders in proving.prefill.orders for chunk in orders.chunks)
+    late = [type(one) for orders in proving.prefill.orders for one in orders.late]
+    assert late == [Chunk, OfferOrder]
+    assert not any(one.last for orders in proving.prefill.orders for one in orders.computed)
 
 
 @pytest.mark.parametrize("token", SPOILT)
@@ -185,7 +186,7 @@ class Overlapping:
     def both(self) -> tuple[Any, Any]:
         """Both steps are under way."""
         first, second = self.step(4), self.step(4, 4)
-        assert [chunk.end for chunk in self.side.orders(first).chunks] in ([4], [])
+        assert [chunk.end for chunk in self.side.orders(first).computed] in ([4], [])
         assert not self.side.orders(second)
         return first, second
 
@@ -220,12 +221,10 @@ def test_a_prompt_waits_for_the_result_of_its_last_step(
     run = Overlapping(engine, params)
     first, second = run.both()
     run.side.take_logits(first, {"1": 0})
-    assert run.next().before is None
+    assert not run.next().late
     run.side.take_logits(second, {"1": 0})
-    before = run.next().before
-    assert before is not None
-    assert len(before.chunks) + len(before.offers) == 1
-    assert run.next().before is None
+    assert len(run.next().late) == 1
+    assert not run.next().late
 
 
 @pytest.mark.parametrize("params", [PROMISED, DRAWN])
@@ -239,9 +238,9 @@ def test_nan_in_the_first_step_ends_what_the_second_completes(
     )  # fmt: skip
     assert run.side.finished(run.request, run.pages) is None
     orders = run.next()
-    assert orders.abort_sends.keys() == ({"1"} if params is PROMISED else set())
+    assert [*orders.abort_sends] == ([RoomKey(1, 0, "decode-0")] if params is PROMISED else [])
     assert run.side.take_logits(second, {"1": 3})  # vLLM has ended it already
-    assert run.next().before is None
+    assert not run.next().late
     assert ("1" in run.side.sends.sends) == (params is PROMISED)  # until the workers say "freed"
 
 
@@ -255,7 +254,7 @@ def test_weights_that_move_meanwhile_leave_nothing_to_send(
     run.next()
     run.side.take_logits(first, {"1": 0})
     run.side.take_logits(second, {"1": 0})
-    assert run.next().before is None
+    assert not run.next().late
     assert ("1" in run.side.sends.sends) == (params is PROMISED)
 
 
@@ -264,7 +263,7 @@ def test_an_offer_whose_blocks_are_needed_meanwhile_is_dropped(engine: Engine) -
     _, second = run.both()
     run.side.sends.make_room(1)
     run.side.take_logits(second, {"1": 0})
-    assert run.next().before is None
+    assert not run.next().late
     assert not run.side.sends.sends
     counts = run.side.take_counts()
     assert (counts["offers_withdrawn"], counts["sends_over"]) == (1, 1)

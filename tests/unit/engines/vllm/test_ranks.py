@@ -2,243 +2,57 @@
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
-
 import pytest
-import torch
 
-from prefixkv.config import ModelConfig
-from prefixkv.engines.vllm.groups import BlockGroups
-from prefixkv.engines.vllm.layout import pool_of
 from prefixkv.engines.vllm.options import ServerSetup
-from prefixkv.engines.vllm.orders import StepOrders, WorkerReport
-from prefixkv.engines.vllm.scheduler import SchedulerSide
-from prefixkv.engines.vllm.worker import Results, WorkerSide
-from tests.support.patience import PATIENCE_S, lasting_address, until
-from tests.unit.engines.vllm.standin import (
-    BLOCK,
-    CONTENT,
-    BlockPool,
-    Request,
-    kv_cache_config,
-    options,
-    side_of,
-    step_of,
-)
+from prefixkv.engines.vllm.orders import WorkerReport
+from tests.support.patience import lasting_address
+from tests.unit.engines.vllm.conftest import MakeServers
+from tests.unit.engines.vllm.standin import Request, side_of
 
-NUM_RANKS, NUM_BLOCKS, NUM_HEADS = 2, 16, 4
 PROMPT = list(range(18))  # 4 blocks and a half
+NUM_BLOCKS = 16
+SLOW = [
+    pytest.param(ranks, sizes, True, marks=pytest.mark.slow)
+    for ranks in ((1, 2), (2, 1), (1, 1))
+    for sizes in ((4, 8), (8, 4), (4, 4))
+]
 
 
-class Gathering:
-    """`worker.Gather` between threads."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self._barrier = threading.Barrier(num_ranks, timeout=PATIENCE_S)
-        self._given: list[object] = [None] * num_ranks
-
-    def of(self, rank: int) -> Any:
-        def gather(given: object) -> list[object]:
-            self._given[rank] = given
-            self._barrier.wait()
-            found = list(self._given)
-            self._barrier.wait()
-            return found
-
-        return gather
-
-
-class Server:
-    """A scheduler's side and two workers' sides, with what vLLM does between them."""
-
-    def __init__(
-        self,
-        name: str,
-        *,
-        producer: bool,
-        num_ranks: int = NUM_RANKS,
-        block_size: int = BLOCK,
-        plain: bool = False,
-        **more: Any,
-    ) -> None:
-        setup = ServerSetup(producer, not producer, num_ranks)
-        # One port for rank 0 alone: the others take free ones.
-        self.options = options(name, **(more | {"bind": lasting_address()} if producer else more))
-        self.num_ranks = num_ranks
-        self.pool = BlockPool(NUM_BLOCKS)
-        self.scheduler = SchedulerSide(self.options, setup, BlockGroups(block_size))
-        self.scheduler.bind(self.pool)
-        gathering, heads = Gathering(num_ranks), NUM_HEADS // num_ranks
-        self.memory = [
-            torch.zeros(2, NUM_BLOCKS, heads, block_size, CONTENT) for _ in range(num_ranks)
-        ]
-
-        def worker(rank: int) -> WorkerSide:
-            made = WorkerSide(
-                self.options, setup, ModelConfig(model="m"), rank, NUM_HEADS, gathering.of(rank)
-            )
-            caches = {f"layer.{i}": self.memory[rank][i] for i in range(2)}
-            config = kv_cache_config(NUM_BLOCKS, block_size, heads)
-            made.register(pool_of(caches, config, "stand-in", plain=plain))
-            return made
-
-        with ThreadPoolExecutor(num_ranks) as threads:
-            self.workers = list(threads.map(worker, range(num_ranks)))
-        self._left: dict[str, int] = {}
-        self.received: list[str] = []
-        self.failed: set[str] = set()
-
-    def step(self, step: Any = None) -> None:
-        orders = self.scheduler.orders(step or step_of())
-        for worker in self.workers:
-            worker.before_forward(orders)
-            worker.after_forward(orders)
-        self.hear(orders)
-
-    def hear(self, orders: StepOrders) -> None:
-        received, news = [], None
-        for worker in self.workers:
-            results: Results = worker.take_results()
-            self.failed |= results.failed
-            for rid in results.received:
-                self._left[rid] = self._left.get(rid, self.num_ranks) - 1
-                if not self._left[rid]:
-                    received.append(rid)
-            said: WorkerReport | None = worker.take_report()
-            news = said if news is None else news if said is None else news.aggregate(said)
-        self.received += received
-        self.scheduler.take_reports(news, received)
-        self.scheduler.check_invariants()
-
-    def close(self) -> None:
-        for worker in reversed(self.workers):
-            worker.close()
-
-
-def admit(prefill: Server, decode: Server, sending: Request, source: list[int]) -> None:
-    """Prefill has heard decode's promise from every rank, and gives the request its blocks."""
-
-    def allowed() -> bool:
-        decode.step()
-        prefill.step()
-        return prefill.scheduler.count_loadable(sending, 0) == (0, False)
-
-    until(allowed)
-    prefill.scheduler.allocated(sending, (source,), 0)
-
-
-def test_every_rank_gets_its_share() -> None:
-    prefill = Server("prefill-0", producer=True)
-    decode = Server("decode-0", producer=False)
-    try:
-        for rank, memory in enumerate(prefill.memory):
-            memory[:] = torch.arange(NUM_BLOCKS).view(1, -1, 1, 1, 1) + 100 * rank
-        where = prefill.workers[0].prefill.endpoint
-        load = {"do_remote_prefill": True, "room": 1, "prefill": where}
-        send = {"do_remote_decode": True, "room": 1, "decode": "decode-0"}
-        source = [block.block_id for block in prefill.pool.new_blocks(8) or ()][3:]
-        target = [block.block_id for block in decode.pool.new_blocks(6) or ()][1:]
-        sending, loading = Request("1", PROMPT, send), Request("1", PROMPT, load)
-        prefill.scheduler.on_new_request(sending)
-        decode.scheduler.on_new_request(loading)
-        assert decode.scheduler.count_loadable(loading, 0) == (18, True)
-        decode.scheduler.allocated(loading, (target,), 18)
-        assert prefill.scheduler.count_loadable(sending, 0) == (None, False)
-        admit(prefill, decode, sending, source)
-        prefill.step(step_of({"1": (0, 18)}, source))
-        prefill.scheduler.finished(sending, source)
-        assert prefill.scheduler.gauges()["held_blocks"] == 5
-
-        def both() -> bool:
-            prefill.step()
-            decode.step()
-            return decode.received == ["1"] and not prefill.scheduler.busy
-
-        until(both)
-        assert decode.failed == set()
-        for rank, memory in enumerate(decode.memory):
-            for there, here in zip(source, target, strict=True):
-                assert (memory[:, here] == there + 100 * rank).all()
-        assert prefill.scheduler.gauges()["held_blocks"] == 0
-        assert not decode.scheduler.busy
-    finally:
-        decode.close()
-        prefill.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("block_sizes", [(4, 8), (8, 4), (4, 4)])
-@pytest.mark.parametrize("ranks", [(1, 2), (2, 1), (1, 1)])
-def test_plain_blocks_go_between_other_sizes(
-    block_sizes: tuple[int, int], ranks: tuple[int, int]
+@pytest.mark.parametrize(("ranks", "sizes", "plain"), [((2, 2), (4, 4), False), *SLOW])
+def test_every_rank_gets_its_share(
+    make_servers: MakeServers, ranks: tuple[int, int], sizes: tuple[int, int], plain: bool
 ) -> None:
-    """Of (prefill, decode). Every token and head is looked at, K and V."""
-    prefill = Server(
-        "prefill-0", producer=True, num_ranks=ranks[0], block_size=block_sizes[0], plain=True
-    )
-    decode = Server(
-        "decode-0", producer=False, num_ranks=ranks[1], block_size=block_sizes[1], plain=True
-    )
-    try:
-        source = [block.block_id for block in prefill.pool.new_blocks(9) or ()][2:]
-        target = [block.block_id for block in decode.pool.new_blocks(8) or ()][1:]
-        fill(prefill, source, block_sizes[0])
-        where = prefill.workers[0].prefill.endpoint
-        load = {"do_remote_prefill": True, "room": 1, "prefill": where}
-        send = {"do_remote_decode": True, "room": 1, "decode": "decode-0"}
-        sending, loading = Request("1", PROMPT, send), Request("1", PROMPT, load)
-        prefill.scheduler.on_new_request(sending)
-        decode.scheduler.on_new_request(loading)
-        decode.scheduler.allocated(loading, (target,), 18 - 8)  # decode has 8 tokens
-        admit(prefill, decode, sending, source)
-        prefill.step(step_of({"1": (0, 11)}, source))
-        prefill.step(step_of({"1": (0, 18)}, source))
-        prefill.scheduler.finished(sending, source)
-
-        def both() -> bool:
-            prefill.step()
-            decode.step()
-            return decode.received == ["1"] and not prefill.scheduler.busy
-
-        until(both)
-        assert decode.failed == set()
-        assert wrong(decode, target, block_sizes[1]) == list(range(8))
-    finally:
-        decode.close()
-        prefill.close()
-
-
-def places(server: Server, blocks: list[int], block_size: int, token: int) -> Any:
-    """Of each head of the model: its K and V at that token, in both layers."""
-    block, slot = blocks[token // block_size], token % block_size
-    for rank, memory in enumerate(server.memory):
-        heads = NUM_HEADS // server.num_ranks
-        for head in range(heads):
-            yield rank * heads + head, memory[:, block, head, slot]
-
-
-def fill(server: Server, blocks: list[int], block_size: int) -> None:
-    for token in range(len(PROMPT)):
-        for head, place in places(server, blocks, block_size, token):
-            place[:] = torch.arange(CONTENT) + 100 * head + 1000 * (token + 1)
-
-
-def wrong(server: Server, blocks: list[int], block_size: int) -> list[int]:
-    """Tokens whose KV is not as `fill` writes it."""
-    return [
-        token
-        for token in range(len(PROMPT))
-        if not all(
-            (place == torch.arange(CONTENT) + 100 * head + 1000 * (token + 1)).all()
-            for head, place in places(server, blocks, block_size, token)
-        )
-    ]
+    """Of (prefill, decode): ranks, and sizes of blocks, which may differ where blocks are plain.
+    One port is told to prefill, for rank 0 alone. Host memory has a share of each rank as well."""
+    servers = make_servers(
+        decode={
+            "num_ranks": ranks[1], "block_size": sizes[1], "plain": plain, "host_memory": "4x",
+            "num_blocks": NUM_BLOCKS,
+        },
+        prefill={
+            "num_ranks": ranks[0], "block_size": sizes[0], "plain": plain,
+            "bind": lasting_address(),
+        },
+    )  # fmt: skip
+    decode = servers.decode
+    for rid, prompt, cached in (("1", PROMPT[:9], 0), ("2", PROMPT, 8)):
+        load = servers.ask(rid, prompt)
+        servers.until_ended(rid)
+        assert (load.loaded_from, load.recomputed) == (cached, False)
+        assert decode.wrong_tokens(load, len(prompt)) == 0
+    servers.settle()
+    decode.pool.evict([*decode.pool.cached])
+    decode.memory.fill_(-1.0)
+    decode.add(again := Request("3", PROMPT))
+    servers.until_ended("3")
+    assert (again.loaded_from, again.loaded_to) == (0, 16)
+    assert decode.wrong_tokens(again, len(PROMPT)) == 0
+    servers.settle()
 
 
 def test_blocks_are_held_until_the_last_rank_has_its_proof() -> None:
-    side, pool = side_of(ServerSetup(False, True, NUM_RANKS), num_blocks=NUM_BLOCKS)
+    side, pool = side_of(ServerSetup(False, True, 2), num_blocks=NUM_BLOCKS)
     request = Request("1", PROMPT, {"do_remote_prefill": True, "room": 1, "prefill": "tcp://a:1"})
     side.on_new_request(request)
     blocks = pool.new_blocks(5) or []
@@ -250,44 +64,3 @@ def test_blocks_are_held_until_the_last_rank_has_its_proof() -> None:
     side.take_reports(WorkerReport(settled=["1"]), ())
     assert len(pool.free) == NUM_BLOCKS
     side.check_invariants()
-
-
-def test_host_memory_has_a_share_of_each_rank() -> None:
-    """Its blocks are written when a request ends, and come back into other ones."""
-    decode = Server("decode-0", producer=False, host_memory="4x", bind="tcp://127.0.0.1:*")
-    side, pool = decode.scheduler, decode.pool
-    try:
-        decode.step()  # the ranks say how much they have
-        for rank, memory in enumerate(decode.memory):
-            memory[:] = torch.arange(NUM_BLOCKS).view(1, -1, 1, 1, 1) + 100 * rank
-        first = Request("1", PROMPT)
-        side.on_new_request(first)
-        blocks = pool.new_blocks(5) or []
-        assert side.count_loadable(first, 0) == (0, False)
-        side.allocated(first, ([one.block_id for one in blocks],), 0)
-        first.computed = 18
-        for block, one in zip(blocks, first.block_hashes, strict=False):
-            pool.cache(block, one)
-        side.finished(first, [one.block_id for one in blocks])
-        pool.free_blocks(reversed(blocks))
-        assert side.holds.num_blocks == 4
-        until(lambda: side.gauges()["host_blocks"] == 4, step=decode.step)
-        assert side.holds.num_blocks == 0
-        for memory in decode.memory:
-            memory[:] = -1.0
-        pool.cached.clear()
-        for one in pool.blocks:
-            one.block_hash = None
-        second = Request("2", PROMPT)
-        side.on_new_request(second)
-        assert side.count_loadable(second, 0) == (16, True)
-        target = [one.block_id for one in pool.new_blocks(4) or []]
-        assert side.allocated(second, (target,), 16) == 16
-        until(lambda: decode.received == ["2"], step=decode.step)
-        assert decode.failed == set()
-        for rank, memory in enumerate(decode.memory):
-            for block, source in zip(target, blocks, strict=False):
-                assert memory[:, block].unique().tolist() == [100 * rank + source.block_id]
-        assert set(target) != {one.block_id for one in blocks[:4]}
-    finally:
-        decode.close()

@@ -228,6 +228,26 @@ def test_a_preempted_send_goes_before_all_others(ends: bool) -> None:
     assert {one.request_id: made.count_loadable(one, 0) for one in others} == goes
 
 
+def test_loads_of_a_server_that_computes_for_others_leave_blocks_to_do_so() -> None:
+    """Both servers may hold as many loads as they may, which wait for the other to compute. What is
+    little is computed all the same."""
+    made, _ = side_of(BOTH, num_blocks=24, compute_below=12)
+    first, second, large = (
+        load("1", 1),
+        load("2", 2, [*range(50, 80)]),
+        load("3", 3, [*range(90, 142)]),
+    )
+    little = load("4", 4, [*range(900, 912)])
+    for request in (first, second, large, little):
+        made.on_new_request(request)
+    assert made.count_loadable(first, 0) == (30, True)
+    made.allocated(first, (range(8),), 30)
+    assert made.count_loadable(second, 0) == (None, False)
+    assert made.count_loadable(large, 0) == (0, False), "it is computed here"
+    assert made.count_loadable(little, 0) == (0, False)
+    made.check_invariants()
+
+
 def test_promised_sends_pass_a_request_that_lacks_the_blocks_of_loads() -> None:
     """Other requests do not, or new loads could take its blocks again and again."""
     made = both_roles()

@@ -9,25 +9,27 @@ from typing import Any
 
 import pytest
 
-from prefixkv.engines.vllm.wakeup import EngineWait, WakeupListener, WakeupSender
+from prefixkv.engines.vllm.wakeup import WakeupListener, WakeupSender, rest
 
 LONG_S = 60.0
 
 
-def test_a_sender_rings_once_each_time_it_is_armed() -> None:
-    rung = threading.Semaphore(0)
-    event = os.eventfd(0)
-    with (
-        WakeupListener(rung.release) as listener,
-        WakeupSender(listener.address, [event]) as sender,
-    ):
+def test_a_sender_rings_once_each_time_it_is_armed_and_ends_the_rest() -> None:
+    event, inputs = os.eventfd(0), Queue[Any]()
+    with WakeupListener("wake up") as listener, WakeupSender(listener.address, [event]) as sender:
+        listener.inputs = inputs
         os.eventfd_write(event, 1)
-        assert not rung.acquire(timeout=0.05)
-        sender.arm()
-        assert rung.acquire(timeout=LONG_S)
-        assert not rung.acquire(timeout=0.05)
-        sender.arm()  # what it rang for was not taken
-        assert rung.acquire(timeout=LONG_S)
+        rest(inputs, 0.05)
+        assert inputs.empty()
+        for _ in range(2):  # what it rang for first was not taken
+            sender.arm()
+            rest(inputs, LONG_S)
+            assert inputs.get_nowait() == "wake up"
+            rest(inputs, 0.05)
+            assert inputs.empty()
+        inputs.put(1)
+        rest(inputs, LONG_S)
+        assert inputs.get_nowait() == 1
         listener.close()
         sender.arm()  # nobody hears it
         sender.close()
@@ -36,29 +38,15 @@ def test_a_sender_rings_once_each_time_it_is_armed() -> None:
         WakeupSender(listener.address, [])
 
 
-def test_a_ring_or_an_input_ends_the_wait_and_no_ring_is_lost() -> None:
-    wait = EngineWait()
-    inputs: Queue[Any] = Queue()
-    wait.ring()
-    wait.wait(inputs, LONG_S)
-    for wake in (wait.ring, lambda: inputs.put(1)):
-        later = threading.Timer(0.02, wake)
-        later.start()
-        wait.wait(inputs, LONG_S)
-        later.join()
-    assert inputs.get() == 1
-    wait.wait(inputs, 0.01)
-
-
 def test_where_no_thread_starts_no_descriptor_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    with WakeupListener(lambda: None) as listener:
+    with WakeupListener(None) as listener:
         before = os.listdir("/proc/self/fd")
         monkeypatch.setattr(threading.Thread, "start", fail)
         for make in (
-            lambda: WakeupListener(lambda: None),
+            lambda: WakeupListener(None),
             lambda: WakeupSender(listener.address, []),
         ):
             with pytest.raises(RuntimeError, match="new thread"):
