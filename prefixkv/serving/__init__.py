@@ -6,8 +6,8 @@ run. The extra `serve`.
 - `wire`: what a front, a decode worker and a prefill worker say to each other.
 - `worker`: one process with one node; `fleet`: the workers as a front sees them; `front`: the
   OpenAI interface over a fleet; `launch`: all of it.
-- `tracing`: spans of requests (the extra `otel`); `outcomes`, `request_file`: refusals by reason,
-  and the request log.
+- `record`: what is known of a request; of it `log` makes lines and refusals by reason, `tracing`
+  spans (the extra `otel`).
 - `actors`, `cluster`: the workers as actors of a Ray cluster (the extra `ray`).
 """
 

@@ -28,6 +28,7 @@ async function findModel() {
   const served = (await answer.json()).data[0];
   model = served.id;
   if (!chosen) $("temperature").value = served.default_temperature ?? 1;
+  if (model === "small" && !$("most").value) $("most").value = 128;  // words of no language
   $("model").textContent = model;
   $("key-row").hidden = true;
 }

@@ -31,11 +31,7 @@ def _flat(kind: Any, *but: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds on what one client may cost.
-
-    A client that is beyond them gets 408, 413 or 429. The bodies that are arriving have eight times
-    `max_body_bytes` in sum: beyond, the body that has been coming for longest is given up.
-    """
+    """Bounds on what one client may cost. A client that is beyond them gets 408, 413 or 429."""
 
     max_body_bytes: Bytes = 16 << 20
     """Most bytes of a request's body."""
@@ -48,9 +44,8 @@ class Limits:
     write_timeout_s: Seconds = 60.0
     """A connection that does not read its answer is closed after this."""
     max_requests_per_client: CountOrZero = 1024
-    """Requests of one address that a front or a proxy answers at once, and as many samples (`n`,
-    times prompts) of those that have several; 0: any number. Behind another proxy all clients have
-    one address."""
+    """Answers of one address that a front or a proxy gives at once (`n`, times prompts, of each
+    request); 0: any number. Behind another proxy all clients have one address."""
 
     def __post_init__(self) -> None:
         check_fields(self)

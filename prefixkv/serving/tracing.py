@@ -300,7 +300,7 @@ class OpenSpan:
                 "gen_ai.usage.cache_read.input_tokens":
                     usage["prompt_tokens_details"]["cached_tokens"],
                 **{f"prefixkv.{name}": number for name, number in usage["prefixkv"].items()},
-                "gen_ai.response.finish_reasons": finishes,
+                "gen_ai.response.finish_reasons": tuple(finishes),
                 "gen_ai.response.time_to_first_chunk": ttft_s,
             }
         )  # fmt: skip
@@ -312,7 +312,7 @@ def _sendable(attributes: Attributes) -> dict[str, Any]:
     return {
         name: _clean(value) if isinstance(value, str) else value
         for name, value in attributes.items()
-        if isinstance(value, str | float | list)
+        if isinstance(value, str | float | tuple)
         or (isinstance(value, int) and -(2**63) <= value < 2**63)
     }
 

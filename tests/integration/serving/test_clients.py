@@ -100,18 +100,6 @@ def test_an_answer_has_its_least_tokens(http: httpx.Client, expected: Expected) 
     assert made["choices"][0]["message"]["content"] == text
 
 
-def test_usage_is_told_all_along_if_that_is_asked_for(http: httpx.Client) -> None:
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    found = events(http, stream_options=options)
-    counts = [event["usage"]["completion_tokens"] for event in found]
-    assert counts == sorted(counts)
-    assert counts[0] <= 1
-    assert counts[-1] == 4
-    assert not found[-1]["choices"]
-    assert all("usage" not in event for event in events(http))
-    said(http, stream_options=options)  # without a stream there is nothing that they change
-
-
 # --- ids ------------------------------------------------------------------------------------------
 
 

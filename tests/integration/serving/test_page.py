@@ -98,6 +98,7 @@ def test_the_temperature_begins_as_the_server_has_it_and_then_is_the_readers(
 ) -> None:
     chromium.open(page_of(serve))
     until(lambda: chromium.one("#temperature").get_attribute("value") == "0")
+    assert chromium.one("#most").get_attribute("value") == "128", "the small model's"
     chromium.fill("#most", "12")
     chromium.ask(HELLO)
     ended(chromium, 1)

@@ -70,7 +70,6 @@ class Client:
         head = {"content-type": "application/json"}
         self._connection.request("POST", path, json.dumps(body), head)
         self.answer: http.client.HTTPResponse | None = None
-        self.asked = body
 
     def first_event(self) -> str:
         """The first line of a stream that says something."""
@@ -140,7 +139,7 @@ _HELD: Final = frozenset(
 
 
 class Rooms:
-    """The servers, the gates, the proxy. `decode` are options of decode's connector."""
+    """The servers and the proxy. `decode` are options of decode's connector."""
 
     def __init__(self, folder: Path, **decode: Any) -> None:
         model = make_model(PYTHON, folder / "model", TINY)
@@ -165,10 +164,12 @@ class Rooms:
     prefill: Server
     decode: Server
 
+    @property
+    def servers(self) -> tuple[Server, ...]:
+        return self.prefill, self.decode
+
     def start(self) -> None:
-        """Raises NotStartedError."""
-        self.prefill.wait()
-        self.decode.wait()
+        """Start the proxy, before servers that answer."""
         command = [
             sys.executable, "-m", "prefixkv.cli.main", "proxy",
             "--prefill", f"{self.prefill.url}=tcp://127.0.0.1:{self.kv_port}",

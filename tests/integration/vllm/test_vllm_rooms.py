@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.vllm_servers import MODEL, NotStartedError, Server
+from benchmarks.vllm_servers import MODEL, Server
 from tests.integration.vllm.rooms import (
     DECODE_LEN,
     NAMES,
@@ -25,7 +25,7 @@ from tests.integration.vllm.rooms import (
     is_same,
     new_prompt,
 )
-from tests.integration.vllm.test_vllm import BLOCK, PYTHON, until
+from tests.integration.vllm.test_vllm import BLOCK, started, until
 
 TOKENS, BLOCKS = 70, 3  # of a row's prompt
 OUT = 4
@@ -34,17 +34,10 @@ BELOW = 8  # tokens that decode computes; all prompts but those of conversations
 
 @pytest.fixture(scope="module")
 def rooms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rooms]:
-    assert PYTHON, "PREFIXKV_ENGINE_PYTHON is the interpreter of `benchmarks env vllm`"
-    made = Rooms(tmp_path_factory.mktemp("rooms"), compute_below=BELOW)
-    try:
-        try:
-            made.start()
-        except NotStartedError as error:
-            pytest.skip(f"a vLLM server did not start: {error}")
+    with started(lambda: Rooms(tmp_path_factory.mktemp("rooms"), compute_below=BELOW)) as made:
+        made.start()
         yield made
         print(f"the slowest room took {made.slowest_s:.2f} s to end")
-    finally:
-        made.close()
 
 
 def text_of(tokens: list[int]) -> str:

@@ -313,6 +313,17 @@ def test_pieces_of_a_stream_are_events() -> None:
     assert plain.end() == b"data: [DONE]\n\n"
 
 
+def test_usage_is_told_all_along_if_that_is_asked_for() -> None:
+    usage = Usage(5)
+    answers = Answers("r", chat(stream_options={"continuous_usage_stats": True}), usage)
+    opening = answers.piece(OUTPUTS[0])
+    usage.output_tokens += 1
+    *events, _ = (opening + answers.piece(OUTPUTS[2])).decode().split("\n\n")
+    told = [json.loads(one.removeprefix("data: "))["usage"]["total_tokens"] for one in events]
+    assert told == [5, 5, 6]
+    assert answers.end() == b"data: [DONE]\n\n"
+
+
 def choices_of(events: list[Any]) -> list[Any]:
     return [one for event in events for one in event["choices"]]
 
