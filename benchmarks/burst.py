@@ -14,7 +14,6 @@ the three, or more is sent in the first two: what fails on prefill has been sent
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from dataclasses import asdict, dataclass
@@ -25,7 +24,14 @@ import numpy as np
 import numpy.typing as npt
 import typer
 
+from benchmarks.pair import Watch, run_pair
 from benchmarks.report import JsonFile, check_json, tell, write
+from prefixkv import DecodeNode, PrefillNode
+from prefixkv.config import DecodeConfig, PrefillConfig
+from prefixkv.conformance.hashing import PrefixHasher
+from prefixkv.conformance.pattern import KVPattern
+from prefixkv.memory.kv_pool import KVPool
+from prefixkv.request import Request
 
 PAGE_SIZE = 16
 SHAPE: dict[str, Any] = {
@@ -71,12 +77,6 @@ class Prefill:
     midway."""
 
     def __init__(self, pipe: Connection, sizes: Sizes, follow_s: float) -> None:
-        from prefixkv import PrefillNode
-        from prefixkv.config import PrefillConfig
-        from prefixkv.conformance.hashing import PrefixHasher
-        from prefixkv.conformance.pattern import KVPattern
-        from prefixkv.memory.kv_pool import KVPool
-
         self.pipe = pipe
         self.chunk_tokens, self.midway = sizes.chunk_tokens, sizes.system_tokens // 4
         self.tokens = 0
@@ -107,8 +107,6 @@ class Prefill:
 
     def take(self, message: Any) -> bool:
         """False at the end."""
-        from prefixkv.request import Request
-
         match message:
             case ("first", rid):
                 self.first = rid
@@ -141,7 +139,9 @@ class Prefill:
             self.pipe.send("midway")
 
 
-def prefill_process(pipe: Connection, sizes: Sizes, follow_s: float) -> None:
+def prefill_side(
+    pipe: Connection, _watch: Watch, sizes: Sizes, _ends: Any, follow_s: float
+) -> None:
     Prefill(pipe, sizes, follow_s).run()
 
 
@@ -149,12 +149,6 @@ class Decode:
     """The decode side: one burst a call."""
 
     def __init__(self, pipe: Connection, sizes: Sizes) -> None:
-        from prefixkv import DecodeNode
-        from prefixkv.config import DecodeConfig
-        from prefixkv.conformance.hashing import PrefixHasher
-        from prefixkv.conformance.pattern import KVPattern
-        from prefixkv.memory.kv_pool import KVPool
-
         self.pipe, self.sizes = pipe, sizes
         pool = KVPool.create(DECODE_PAGES, **SHAPE)
         self.page_bytes = pool.layout.page_bytes
@@ -164,8 +158,6 @@ class Decode:
         self.prefill = pipe.recv()
 
     def burst(self, number: int, ends: str) -> dict[str, Any]:
-        from prefixkv.request import Request
-
         sizes, node = self.sizes, self.node
         before, (sent_before, computed_before) = node.stats(), self.sums()
         rids = [f"{number}.{at}" for at in range(sizes.requests)]
@@ -227,22 +219,14 @@ class Decode:
         return sent, computed
 
 
-def measure(
-    sizes: Sizes, ends: tuple[str, ...] = ENDS, follow_s: float = 1.0
+def decode_side(
+    pipe: Connection, _watch: Watch, sizes: Sizes, ends: tuple[str, ...], _follow_s: float
 ) -> list[dict[str, Any]]:
-    context = multiprocessing.get_context("spawn")
-    pipe, theirs = context.Pipe()
-    child = context.Process(target=prefill_process, args=(theirs, sizes, follow_s), daemon=True)
-    child.start()
-    theirs.close()
     decode = Decode(pipe, sizes)
-    try:
-        with decode.node:
-            return [decode.burst(number, how) for number, how in enumerate(ends, start=1)]
-    finally:
+    with decode.node:
+        rows = [decode.burst(number, how) for number, how in enumerate(ends, start=1)]
         pipe.send(None)
-        child.join(10)
-        child.kill()
+    return rows
 
 
 def burst(
@@ -254,7 +238,7 @@ def burst(
     rows = []
     for sizes in (SMALL,) if quick else (LARGE, SMALL):
         for follow_s, ends in ((1.0, ENDS), (0.0, ENDS[:1])):
-            for row in measure(sizes, ends, follow_s):
+            for row in run_pair(decode_side, prefill_side, sizes, ends, follow_s, cores=0):
                 is_met = row["computed_ratio"] <= AIM
                 is_met &= row["ratio"] <= AIM or row["the_first"] == ENDS[2]
                 rows.append({**asdict(sizes), "follow_s": follow_s, **row})

@@ -164,8 +164,8 @@ class Run:
         sizes = Sizes(output=(2, 96))  # long answers: more than the pools have room for
         endless = iter(lambda: Conversation(self.chance, systems, sizes), None)
         self.clients = Clients(
-            self.cluster, self.ledger, self.chance, endless, STORM_OPEN, sizes, trouble=0.15,
-            prefix="s",
+            cluster=self.cluster, ledger=self.ledger, chance=self.chance, conversations=endless,
+            num_open=STORM_OPEN, sizes=sizes, trouble=0.15, prefix="s",
         )  # fmt: skip
         self.storming = True
         self.clients.fill()
@@ -289,8 +289,8 @@ class Run:
         conversations = [Conversation(chance, systems, Sizes()) for _ in range(CALM_CONVERSATIONS)]
         before = self.ledger.num_calls - self.ledger.outcomes["finished"]
         self.clients = Clients(
-            self.cluster, self.ledger, chance, iter(conversations), CALM_OPEN, Sizes(),
-            prefix=f"{label}.",
+            cluster=self.cluster, ledger=self.ledger, chance=chance, num_open=CALM_OPEN,
+            conversations=iter(conversations), sizes=Sizes(), prefix=f"{label}.",
         )  # fmt: skip
         self.clients.fill()
         if not self.wait(lambda: self.clients is not None and self.clients.done, DEADLINE_S + 60):

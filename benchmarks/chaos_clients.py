@@ -165,38 +165,25 @@ class Ledger:
         return not self.calls and not self.asks
 
 
+@dataclass(kw_only=True)
 class Clients:
-    """Keeps `num_open` conversations going through the cluster.
+    """Keeps `num_open` conversations going through the cluster. `trouble`: share of the calls that
+    are aborted somewhere, or never reach prefill, or prefill only. `prefix`: of the calls' ids."""
 
-    Args:
-        trouble: share of the calls that are aborted somewhere, or never reach prefill, or prefill
-            only.
-        prefix: of the calls' ids.
-    """
+    cluster: Cluster
+    ledger: Ledger
+    chance: random.Random
+    conversations: Iterator[Conversation]
+    num_open: int
+    sizes: Sizes
+    trouble: float = 0.0
+    prefix: str = ""
+    paused: bool = False
+    exhausted: bool = False
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        ledger: Ledger,
-        chance: random.Random,
-        conversations: Iterator[Conversation],
-        num_open: int,
-        sizes: Sizes,
-        trouble: float = 0.0,
-        prefix: str = "",
-    ) -> None:
-        self._cluster = cluster
-        self._ledger = ledger
-        self._chance = chance
-        self._conversations = conversations
-        self._num_open = num_open
-        self._sizes = sizes
-        self._trouble = trouble
-        self._prefix = prefix
+    def __post_init__(self) -> None:
         self._sent = 0
         self._open: set[Conversation] = set()
-        self.paused = False
-        self.exhausted = False
 
     @property
     def done(self) -> bool:
@@ -204,10 +191,10 @@ class Clients:
 
     def fill(self) -> None:
         """Begin conversations until enough are open."""
-        while len(self._open) < self._num_open and not self.exhausted and not self.paused:
-            if not (self._cluster.ready("decode") and self._cluster.ready("prefill")):
+        while len(self._open) < self.num_open and not self.exhausted and not self.paused:
+            if not (self.cluster.ready("decode") and self.cluster.ready("prefill")):
                 return
-            conversation = next(self._conversations, None)
+            conversation = next(self.conversations, None)
             if conversation is None:
                 self.exhausted = True
                 return
@@ -220,14 +207,14 @@ class Clients:
         if conversation not in self._open:
             return
         self._open.discard(conversation)
-        able = self._cluster.ready("decode") and self._cluster.ready("prefill")
+        able = self.cluster.ready("decode") and self.cluster.ready("prefill")
         if kind == "finished" and conversation.answered(output) and not self.paused and able:
             self._open.add(conversation)
             self._send(conversation)
         self.fill()
 
     def _send(self, conversation: Conversation) -> None:
-        chance, cluster = self._chance, self._cluster
+        chance, cluster = self.chance, self.cluster
         decodes = cluster.ready("decode")
         decode = next((w for w in decodes if w.name == conversation.decode), None)
         if decode is None or chance.random() < 0.15:
@@ -235,12 +222,12 @@ class Clients:
         conversation.decode = decode.name
         prefill = chance.choice(cluster.ready("prefill"))
         self._sent += 1
-        room = self._ledger.new_room(chance if self._trouble else None)
-        call = Call(f"{self._prefix}{self._sent}", room, decode, conversation, time.monotonic())
-        self._ledger.opened(call)
-        output_len = chance.randint(*self._sizes.output)
+        room = self.ledger.new_room(chance if self.trouble else None)
+        call = Call(f"{self.prefix}{self._sent}", room, decode, conversation, time.monotonic())
+        self.ledger.opened(call)
+        output_len = chance.randint(*self.sizes.output)
         address = cluster.address(decode.name, prefill.name)
-        reaches = chance.random() > 0.1 * self._trouble
+        reaches = chance.random() > 0.1 * self.trouble
         plan = self._plan(_DECODE_PLANS)
         steps: list[Callable[[], None]] = [
             lambda: decode.tell(
@@ -254,19 +241,19 @@ class Clients:
             step()
 
     def ask(self, call: Call, rid: str, prefill: Worker, generation: int, tokens: Tokens) -> None:
-        self._ledger.asked(rid, prefill, call)
+        self.ledger.asked(rid, prefill, call)
         where = call.room, generation, call.decode.name
         prefill.tell("ask", rid, *where, tokens, self._plan(_PREFILL_PLANS))
 
     def again(self, rid: str, prefill: str, generation: int, tokens: Tokens) -> None:
         """Decode wants the call asked for once more."""
-        call = self._ledger.calls.get(rid)
-        worker = self._cluster.current.get(prefill)
+        call = self.ledger.calls.get(rid)
+        worker = self.cluster.current.get(prefill)
         if call is not None and worker is not None and worker.up:
             self.ask(call, f"{rid}.{generation}", worker, generation, tokens)
 
     def _plan(self, plans: tuple[str, ...]) -> str:
-        if self._chance.random() >= self._trouble:
+        if self.chance.random() >= self.trouble:
             return ""
-        plan = self._chance.choice(plans)
-        return f"later:{self._chance.uniform(0, 0.5):.3f}" if plan == "later" else plan
+        plan = self.chance.choice(plans)
+        return f"later:{self.chance.uniform(0, 0.5):.3f}" if plan == "later" else plan

@@ -8,7 +8,6 @@ runs it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, Final
@@ -44,10 +43,6 @@ SMALL: Final = Hits(requests=5, repeats=1, patience_s=0.0)
 def measured(case: Hits) -> Row:
     row: Row = run_pair(decode_side, prefill_side, case)
     return row
-
-
-def measure(quick: bool) -> Iterator[Row]:
-    yield measured(SMALL if quick else Hits())
 
 
 def prefill_side(pipe: Connection, _watch: Watch, case: Hits) -> None:

@@ -40,6 +40,7 @@ import torch.nn.functional as F  # noqa: N812
 import typer
 
 from benchmarks import own_compute
+from benchmarks.pair import turn_about
 from benchmarks.report import JsonFile, Row, check_json, tell, write
 from prefixkv.config import HostConfig
 from prefixkv.engines.hf.attention import FlatPool, Plan
@@ -159,8 +160,7 @@ def _host(device: str, order: str, quick: bool) -> Row:
     times: dict[str, list[float]] = {}
     try:
         for number in range(rounds + 1):
-            names = [*ways, "plain"]
-            for name in names[number % len(names) :] + names[: number % len(names)]:
+            for name in turn_about([*ways, "plain"], number):
                 rows, kept, other = tier.pages(), tier.pages(), tier.pages()
                 for what, pages in (("write", kept), ("load", other)):
                     settle(device)

@@ -28,9 +28,8 @@ from benchmarks import host_copies
 from benchmarks.own_compute import Served, agents, one_core_each, ratios, served
 from benchmarks.report import JsonFile, Row, check_json, tell, write
 from benchmarks.turns.workload import longest_request
-from prefixkv.cli.demo.play import small_vocabulary
 from prefixkv.cli.demo.workers import PREFILL, ChatAnswer, ModelWorkers
-from prefixkv.cli.demo.workload import Workload
+from prefixkv.cli.demo.workload import Workload, small_vocabulary
 
 SESSIONS, ACTIVE = 20, 2
 NEAR, NEAR_SHARE = 3, 0.6

@@ -49,12 +49,12 @@ class WorkerError(PrefixKVError):
 
 def run_pair(
     measuring: Side, serving: Side, *args: Any, env: Mapping[str, str] | None = None,
-    cores: int = 1,
+    cores: int = 1, patience_s: float = PATIENCE_S,
 ) -> Any:  # fmt: skip
     """Run both sides, each in a process of its own, and return what `measuring` returns.
 
-    Each is pinned to `cores` of its own, where there are so many. `env` is set in both before
-    anything is imported there (UCX_TLS). Raises WorkerError when a side fails.
+    Each is pinned to `cores` of its own, where there are so many; 0: to none. `env` is set in both
+    before anything is imported there (UCX_TLS). Raises WorkerError when a side fails.
     """
     context = get_context("spawn")
     ends = dict(zip((measuring, serving), context.Pipe(), strict=True))
@@ -73,7 +73,7 @@ def run_pair(
             processes.append(process)
             results[ours] = side
     try:
-        return _result(results, measuring)
+        return _result(results, measuring, patience_s)
     except BaseException:
         for process in processes:
             process.terminate()
@@ -86,14 +86,14 @@ def run_pair(
                 process.join()
 
 
-def _result(results: dict[Connection, Side], measuring: Side) -> Any:
+def _result(results: dict[Connection, Side], measuring: Side, patience_s: float) -> Any:
     """What the measuring side returned, once both have ended well. Raises WorkerError."""
-    end_s = time.monotonic() + PATIENCE_S
+    end_s = time.monotonic() + patience_s
     figures: Any = None
     while results:
         ready = wait(list(results), end_s - time.monotonic())
         if not ready:
-            raise WorkerError(f"the benchmark did not end within {PATIENCE_S:g} s")
+            raise WorkerError(f"the benchmark did not end within {patience_s:g} s")
         for pipe in ready:
             assert isinstance(pipe, Connection)
             side = results.pop(pipe)
@@ -120,7 +120,8 @@ def _child(
     die_with(parent)
     cores = sorted(os.sched_getaffinity(0))
     first = number * num_cores
-    os.sched_setaffinity(0, {cores[(first + i) % len(cores)] for i in range(num_cores)})
+    if num_cores:
+        os.sched_setaffinity(0, {cores[(first + i) % len(cores)] for i in range(num_cores)})
     try:
         import torch
 

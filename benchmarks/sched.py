@@ -28,6 +28,7 @@ import typer
 from rich.console import Console
 
 import prefixkv.assembly  # noqa: F401 - what a scheduler gets host memory from
+from benchmarks.pair import turn_about
 from benchmarks.radix import bushy
 from benchmarks.replay import generated
 from benchmarks.report import JsonFile, check_json, tell, write
@@ -437,9 +438,8 @@ def host_admission(size: Size) -> Times:
         worker.others = others
     with no_collector():
         for at in range(min(size.calls, 300)):
-            prompt, names = tokens(PROMPT_TOKENS), list(HOST_WAYS)
-            # Each takes its turn first.
-            for name in names[at % len(names) :] + names[: at % len(names)]:
+            prompt = tokens(PROMPT_TOKENS)
+            for name in turn_about(list(HOST_WAYS), at):
                 worker = workers[name]
                 worker.serve(prompt[:CACHED_TOKENS], HOST_WAYS[name])
                 worker.serve(prompt, times=times[name])

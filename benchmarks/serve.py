@@ -38,6 +38,7 @@ from urllib.parse import urlsplit
 
 import typer
 
+from benchmarks.pair import turn_about
 from benchmarks.report import ROOT, JsonFile, Row, check_json, tell, write
 
 BURSTS: Final = ("first", "second")
@@ -158,7 +159,7 @@ def chats_at_once(commit: str | None, chats: list[int], tokens: int, rounds: int
         for turn in range(rounds):
             for num in chats:
                 # Each side is as often the first.
-                for side in sides[turn % len(sides) :] + sides[: turn % len(sides)]:
+                for side in turn_about(sides, turn):
                     with serving(trees[side]) as (_, url, _status):
                         for burst, waits in asyncio.run(bursts(url, num, tokens)).items():
                             found.setdefault((num, burst, side), []).append(waits)
@@ -222,9 +223,8 @@ async def agents(url: str, num_agents: int, hints: bool) -> tuple[list[float], f
 def agents_row(num_agents: int, rounds: int) -> Row:
     found: dict[str, list[float]] = {"hints": [], "none": [], "again": []}
     hits: dict[str, list[float]] = {side: [] for side in found}
-    sides = [*found]
     for number in range(rounds):
-        for side in sides[number % 3 :] + sides[: number % 3]:
+        for side in turn_about([*found], number):
             with serving(ROOT, *AGENT_MEMORY) as (_, url, _status):
                 waits, share = asyncio.run(agents(url, num_agents, side == "hints"))
             found[side].append(round(statistics.median(waits), 4))

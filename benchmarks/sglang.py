@@ -23,6 +23,7 @@ from typing import Annotated, Any, Final
 import numpy as np
 import typer
 
+from benchmarks.pair import turn_about
 from benchmarks.report import JsonFile, Row, check_json, tell, write
 from benchmarks.samples import no_collector
 from prefixkv.errors import ConfigError
@@ -111,8 +112,7 @@ def measure(desk_module: Any, num_tokens: int, rounds: int) -> list[Row]:
         for number in range(rounds):
             prompts = rng.integers(0, 150_000, (2 * IN_A_ROW, num_tokens))
             prompts[IN_A_ROW:, :-TURN] = cached[:-TURN]
-            first = number % len(SIDES)
-            for kind in (*SIDES[first:], *SIDES[:first]):
+            for kind in turn_about(SIDES, number):
                 for what, calls in _round(sides[kind], number, cached, prompts):
                     for name, us in calls.items():
                         took[kind].setdefault((what, name), []).append(us)

@@ -22,7 +22,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+from benchmarks import vllm_model
 from benchmarks.ports import free_port
+from benchmarks.vllm_model import VOCABULARY as VOCABULARY
 from prefixkv.errors import ConfigError
 
 ENVIRONMENT: Final = {
@@ -37,7 +39,6 @@ COMMON: Final = [
     "--watchdog-timeout", "1000", "--sleep-on-idle", "--skip-server-warmup",
     "--mem-fraction-static", "0.6",
 ]  # fmt: skip
-VOCABULARY: Final = 2048
 CONVERSATIONS, TURNS, SYSTEM, USER, OUTPUT = 5, 4, 256, 96, 16
 SIDES: Final = {
     "sglang": ["--disaggregation-transfer-backend", "nixl"],
@@ -54,22 +55,7 @@ DECODE_TOKENS: Final = 1536
 
 
 def make_model(folder: Path) -> None:
-    import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, max_position_embeddings=32768, tie_word_embeddings=False,
-        hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=64, initializer_range=0.08, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCABULARY)}, unk_token="t0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(
-        tokenizer_object=words, bos_token="t1", eos_token="t2", unk_token="t0"
-    ).save_pretrained(folder)
+    vllm_model.make(str(folder), 256, 4, 4, 2, 64, "bfloat16")
 
 
 class Pair:

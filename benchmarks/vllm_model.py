@@ -1,5 +1,5 @@
 """Makes a small Llama with random weights, a tokenizer of whole words, and two LoRA adapters
-(`adapter-1`, `adapter-2`). Run with the interpreter that has transformers:
+(`adapter-1`, `adapter-2`), for vLLM and SGLang. Run with the interpreter that has transformers:
 
     python vllm_model.py FOLDER HIDDEN LAYERS HEADS KV_HEADS HEAD_DIM DTYPE
 """

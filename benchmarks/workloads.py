@@ -248,7 +248,7 @@ def mix(traces: Sequence[Trace]) -> Trace:
         return RadixKey(np.frombuffer(key.data, "<i4"), (number, key.namespace))
 
     requests = [
-        replace(request, key=apart(request.key, number), whole_key=apart(request.whole_key, number))
+        replace(request, key=apart(request.key, number))
         for number, trace in enumerate(traces)
         for request in trace.requests
     ]

@@ -35,9 +35,8 @@ import typer
 from benchmarks.report import JsonFile, Row, check_json, write
 from benchmarks.turns.workload import longest_request
 from prefixkv.cli.demo.command import SIZES
-from prefixkv.cli.demo.play import Played, play, small_vocabulary
 from prefixkv.cli.demo.workers import ModelWorkers
-from prefixkv.cli.demo.workload import Run, Turn, Workload
+from prefixkv.cli.demo.workload import Played, Run, Turn, Workload, play, small_vocabulary
 from prefixkv.engines.hf.reference import Reference
 from prefixkv.engines.hf.small import small_model, small_tokenizer
 from prefixkv.errors import ConfigError

@@ -27,14 +27,13 @@ def two_tenants(trace: Trace, seed: int) -> tuple[Trace, list[int]]:
     random, owners = Random(seed), dict[Any, int]()
     requests, tenants = [], []
     for request in trace.requests:
-        names = block_names(request.whole_key, trace.page_size)
+        names = block_names(request.key, trace.page_size)
         known = next((at for at in range(len(names), 0, -1) if names[at - 1] in owners), 0)
         goes_on = known and known >= 0.3 * len(names)
         tenant = owners[names[known - 1]] if goes_on else random.randrange(2)
         for name in names:
             owners.setdefault(name, tenant)
-        keys = [RadixKey(key.tokens(), tenant) for key in (request.key, request.whole_key)]
-        requests.append(replace(request, key=keys[0], whole_key=keys[1]))
+        requests.append(replace(request, key=RadixKey(request.key.tokens(), tenant)))
         tenants.append(tenant)
     return replace(trace, requests=requests), tenants
 

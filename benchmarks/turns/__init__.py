@@ -18,16 +18,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from itertools import count, product
-from typing import Annotated, Any
+from typing import Annotated, Any, Final, TypeVar
 
-import psutil
 import typer
 
-from benchmarks.pair import WorkerError
+from benchmarks.pair import WorkerError, run_pair
 from benchmarks.report import JsonFile, Row, check_json, tell, write
 from benchmarks.turns.options import LOAD_FRACTION, PassPlan, StandInOptions
 from benchmarks.turns.report import Measured
-from benchmarks.turns.workers import SWITCH_INTERVAL_S, Workers
+from benchmarks.turns.workers import SWITCH_INTERVAL_S, RunPass, decode_side, prefill_side
 from prefixkv.spi import DEFAULT_POLICY
 
 SMALL: dict[str, Any] = {
@@ -39,31 +38,34 @@ SIZES = ((1, 1), (2, 1), (1, 2), (4, 2), (2, 4))  # ranks of prefill, of decode
 LAYOUTS = ("layer_major", "page_major")
 MODES = {"staged": 16.0, "staged, 1.5 leases": 1.5, "sliced": 0.0}
 
-RunPass = Callable[[PassPlan, Callable[[int], None]], Measured]
+T = TypeVar("T")
+
+PATIENCE_S: Final = 7200.0
+CACHES: Final = (True, False)
 
 
-def passes(run_pass: RunPass, caches: tuple[bool, ...] = (True, False)) -> Iterator[Row]:
+def passes(run_pass: RunPass) -> Iterator[Row]:
     """Verified, saturated, then timed passes, whose load comes from the saturated one with the
     cache off. Raises WorkerError if nothing was answered in that."""
     salts = count(1)
 
     def row(kind: str, cache: bool, rate: float | None = None) -> tuple[Row, Measured]:
         plan = PassPlan(cache, kind == "verified", rate, next(salts))
-        measured = run_pass(plan, lambda _ended: None)
+        measured = run_pass(plan)
         found = {"pass": kind, "cache": "cache_on" if cache else "cache_off", "offered_per_s": rate}
         return found | measured.figures() | {"wrong": measured.complaints()}, measured
 
-    for cache in caches:
+    for cache in CACHES:
         yield row("verified", cache)[0]
     found, base = row("saturated", cache=False)
     yield found
     if base.requests == base.failed:
         raise WorkerError("no request was answered with the cache off: there is no rate to offer")
     rate = round(LOAD_FRACTION * (base.requests - base.failed) / base.duration_s, 2)
-    for cache in caches:
+    for cache in CACHES:
         if cache:
             yield row("saturated", cache)[0]
-    for cache in caches:
+    for cache in CACHES:
         yield row("moderate", cache, rate)[0]
 
 
@@ -88,19 +90,33 @@ def unequal(quick: bool) -> Iterator[tuple[Row, StandInOptions]]:
             }, options  # fmt: skip
 
 
-def verified(options: StandInOptions) -> Row:
-    """Both verified passes of these options."""
-    with Workers(options, options.workload()) as workers:
-        workers.wait_ready()
-        both = [
-            workers.run(PassPlan(cache, True, None, salt), lambda _ended: None)
-            for salt, cache in enumerate((True, False))
-        ]
+def told(run_pass: RunPass) -> list[Row]:
+    """All passes, each told of when it has ended."""
+    rows = []
+    for row in passes(run_pass):
+        rows.append(row)
+        tell(row)
+    return rows
+
+
+def both(run_pass: RunPass) -> Row:
+    """Both verified passes."""
+    found = [run_pass(PassPlan(cache, True, None, salt)) for salt, cache in enumerate(CACHES)]
     return {
-        "pages_verified": sum(one.pages_verified for one in both),
-        "pages_mismatched": sum(one.pages_mismatched for one in both),
-        "wrong": [complaint for one in both for complaint in one.complaints()],
+        "pages_verified": sum(one.pages_verified for one in found),
+        "pages_mismatched": sum(one.pages_mismatched for one in found),
+        "wrong": [complaint for one in found for complaint in one.complaints()],
     }
+
+
+def played(options: StandInOptions, play: Callable[[RunPass], T]) -> T:
+    """What `play` makes of passes with these options. Each worker may use every core."""
+    found: T = run_pair(decode_side, prefill_side, options, play, cores=0, patience_s=PATIENCE_S)
+    return found
+
+
+def verified(options: StandInOptions) -> Row:
+    return played(options, both)
 
 
 def turns(
@@ -125,13 +141,7 @@ def turns(
     else:
         sizes: dict[str, Any] = {"seed": seed, "layers": layers, "policy": policy}
         options = StandInOptions(**sizes | (SMALL if quick else {}))
-        workload = options.workload()
-        options.check_pools(workload, psutil.virtual_memory().available)
-        with Workers(options, workload) as workers:
-            workers.wait_ready()
-            for row in passes(workers.run):
-                rows.append(row)
-                tell(row)
+        rows = played(options, told)
     wrong = [complaint for row in rows for complaint in row["wrong"]]
     pages = sum(row["pages_verified"] for row in rows)
     print(f"{len(rows)} rows, {pages} pages verified, {len(wrong)} things wrong")

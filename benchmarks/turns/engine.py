@@ -11,7 +11,7 @@ from __future__ import annotations
 import select
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Final
@@ -151,7 +151,7 @@ class DecodeEngine:
 
     A step writes the KV of every running request's newest token, then samples the next. Steps are
     at least `step_s` apart, which stands for the model's own time. `patterns` are of each rank's
-    pool, `prefill` is where it is, and `progress` hears how many requests have ended.
+    pool, `prefill` is where it is.
     """
 
     node: DecodeGroup
@@ -161,7 +161,6 @@ class DecodeEngine:
     prefill: str
     step_s: float
     verify: bool
-    progress: Callable[[int], None]
 
     def __post_init__(self) -> None:
         self._page_size = self.patterns[0].page_size
@@ -265,7 +264,6 @@ class DecodeEngine:
             happened += 1
             self._running.pop(req.rid, None)
             self.clients.fail(self._open.pop(req.rid).call)
-            self.progress(self.clients.ended)
         arrived = node.pop_transferred()
         self._begin(arrived)
         return happened + len(arrived)
@@ -363,4 +361,3 @@ class DecodeEngine:
         continues = self.clients.answer(state.call, state.req.output, now_s)
         self.node.finish(state.req, continues=continues)
         del self._running[rid], self._open[rid]
-        self.progress(self.clients.ended)

@@ -5,21 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from benchmarks.turns.workload import longest_request
 from prefixkv.cli.demo.workload import Workload, chat
 from prefixkv.cli.policies import policy_of
 from prefixkv.config import TransportConfig
-from prefixkv.errors import ConfigError, check_range
+from prefixkv.errors import check_range
 from prefixkv.memory.kv_layout import ITEMSIZE, SLABS_PER_LAYER
 from prefixkv.memory.mesh import Mesh, check_meshes
 from prefixkv.memory.staging_area import BLOCK_BYTES
-from prefixkv.paging import pages_for
 from prefixkv.spi import DEFAULT_POLICY
 
 RESERVE_TOKENS: Final = 64  # room decode keeps for each running request's answer
 LOAD_FRACTION: Final = 0.7  # of what cache-off sustains, in the timed passes
 _LEASE_BYTES: Final = 4 << 20
-_WORKER_BYTES: Final = 1 << 30  # of two workers without their pools: torch, NIXL, token lists
 
 
 class PassPlan(NamedTuple):
@@ -91,23 +88,3 @@ class StandInOptions:
             self.seed, self.conversations, self.turns, system_tokens=self.system_tokens,
             user_tokens=self.user_tokens, output_tokens=self.output_tokens,
         )  # fmt: skip
-
-    def check_pools(self, workload: Workload, available_bytes: int) -> None:
-        """That each pool holds the longest request, and the machine both pools. Raises ConfigError
-        otherwise."""
-        longest = longest_request(workload)
-        total = _WORKER_BYTES
-        for pages, tokens, tp_size in (
-            (self.prefill_pages, longest, self.prefill_tp),
-            (self.decode_pages, longest + RESERVE_TOKENS, self.decode_tp),
-        ):
-            needed = pages_for(tokens, self.page_size)
-            if pages < needed:
-                raise ConfigError(f"a pool has {pages} pages, at least {needed} are needed")
-            total += pages * self.page_bytes * self.mesh(tp_size).replicas
-            total += tp_size * self.transport().staging_bytes
-        if total > available_bytes:
-            raise ConfigError(
-                f"two pools of pages of {self.page_bytes} bytes need {total} bytes with their "
-                f"workers, {available_bytes} are available"
-            )

@@ -12,7 +12,7 @@ from typing import Annotated, Final
 import typer
 
 from prefixkv import PrefixKVError, __version__
-from prefixkv.cli.demo.links import LINKS, link_of
+from prefixkv.cli.demo import LINKS, link_of
 from prefixkv.cli.keys import keys
 from prefixkv.cli.outputs import check_outputs
 from prefixkv.cli.replay.command import replay

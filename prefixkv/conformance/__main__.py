@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from importlib import import_module
+from pkgutil import resolve_name
 
 from prefixkv.conformance.interface import SidesError
 from prefixkv.conformance.kit import PAGE_SIZE, PATIENCE_S, check_run, run
@@ -16,18 +16,12 @@ from prefixkv.conformance.scenarios import SCENARIOS
 def _imported(text: str) -> MakeSides:
     """Return what MODULE:NAME stands for. Raises ValueError."""
     module, _, name = text.partition(":")
-    name, needed = name or "make", "(MODULE:NAME is needed)"
     try:
-        found = import_module(module)
-    except (ModuleNotFoundError, TypeError, ValueError) as error:
-        # Another module that this one imports and misses is the engine's fault, not a wrong name.
-        if not f"{module}.".startswith(f"{getattr(error, 'name', None) or module}."):
-            raise
-        raise ValueError(f"there is no module {module!r} here {needed}") from None
-    make: MakeSides | None = getattr(found, name, None)
+        make: MakeSides = resolve_name(f"{module}:{name or 'make'}")
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"MODULE:NAME is needed, {text!r} is not: {error}") from error
     if not callable(make):
-        has = "is not callable" if hasattr(found, name) else "does not exist"
-        raise ValueError(f"{name!r} of module {module!r} {has} {needed}")
+        raise ValueError(f"MODULE:NAME is needed, {text!r} is not callable")
     return make
 
 

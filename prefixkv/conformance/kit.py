@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, NamedTuple
 
 from prefixkv import TransportConfig
-from prefixkv.conformance.interface import Finding
+from prefixkv.conformance.interface import Finding, ScenarioSettings
 from prefixkv.conformance.scenario_run import MakeSides, ScenarioOverError, ScenarioRun
 from prefixkv.conformance.scenarios import SCENARIOS
 
@@ -53,10 +53,16 @@ class ConformanceReport:
 
     def __str__(self) -> str:
         lines = []
-        for first, *alike in _of_one_cause(self.findings):
+        # Findings that differ in names and numbers alone have one cause.
+        groups: dict[Finding, list[Finding]] = {}
+        for found in self.findings:
+            groups.setdefault(found._replace(what=_NUMBER.sub("#", found.what)), []).append(found)
+        for first, *alike in groups.values():
             lines.append(f"in {first.scenario!r}, seed {first.seed}: {first}")
             if alike:
-                lines.append(f"    and {len(alike)} more of the kind: {_named(alike)}")
+                names = [match[0] for one in alike if (match := _RID.match(one.what))]
+                named = ", ".join(dict.fromkeys(names)) or alike[0].what
+                lines.append(f"    and {len(alike)} more of the kind: {named}")
         for name, logged in self.logs.items():
             lines.append(f"logged in {name}:")
             lines += [f"    {line}" for line in logged[-_SHOWN_LOG_LINES:]]
@@ -67,21 +73,6 @@ class ConformanceReport:
             f"{self.seconds:.1f} s"
         )
         return "\n".join(lines)
-
-
-def _of_one_cause(findings: Iterable[Finding]) -> Iterator[list[Finding]]:
-    """Group findings that differ in names and numbers only, in order of the first."""
-    groups: dict[Finding, list[Finding]] = {}
-    for found in findings:
-        kind = found._replace(what=_NUMBER.sub("#", found.what))
-        groups.setdefault(kind, []).append(found)
-    yield from groups.values()
-
-
-def _named(findings: Sequence[Finding]) -> str:
-    """Return the requests that findings begin with, else the first of their texts."""
-    names = [match[0] for found in findings if (match := _RID.match(found.what))]
-    return ", ".join(dict.fromkeys(names)) or findings[0].what
 
 
 @contextmanager
@@ -160,44 +151,38 @@ def run(
     check_run(only, page_size)
     report = ConformanceReport()
     began_s = time.monotonic()
+    options = "" if page_size == PAGE_SIZE else f", page_size={page_size}"
+    options += "" if backend == "nixl" else f", backend={backend!r}"
     for case in scenarios(seeds):
-        if not only or case.scenario in only:
-            found = len(report.findings)
+        if only and case.scenario not in only:
+            continue
+        scenario = SCENARIOS[case.scenario]
+        settings = _settings_of(scenario.settings, backend, page_size // PAGE_SIZE)
+        try:
             with _held_log() as lines:
-                _run_case(case, make, report, patience_s, probe, backend, page_size)
-            if lines and len(report.findings) > found:
-                report.logs[str(case)] = lines
+                one = ScenarioRun(case.scenario, case.seed, settings, make, patience_s, probe)
+                with closing(one), suppress(ScenarioOverError):
+                    scenario.play(one)
+                    one.rest()
+        except NotImplementedError as error:
+            report.skipped[str(case)] = str(error) or "not implemented"
+            continue
+        report.findings += [found._replace(options=options) for found in one.findings]
+        if not one.findings:
+            report.passed.append(str(case))
+        elif lines:
+            report.logs[str(case)] = lines
     report.seconds = time.monotonic() - began_s
     return report
 
 
-def _run_case(
-    case: Case, make: MakeSides, report: ConformanceReport, patience_s: float, probe: bool,
-    backend: Backend, page_size: int,
-) -> None:  # fmt: skip
-    scenario = SCENARIOS[case.scenario]
-    settings, factor = scenario.settings, page_size // PAGE_SIZE
-    settings = replace(
+def _settings_of(settings: ScenarioSettings, backend: Backend, factor: int) -> ScenarioSettings:
+    """Make all sizes `factor` times larger, and the nodes have this backend."""
+    transport = TransportConfig(backend=backend)
+    return replace(
         settings, page_size=settings.page_size * factor,
         prefill_page_size=settings.prefill_page_size * factor,
-        chunk_tokens=settings.chunk_tokens * factor, factor=factor,
+        chunk_tokens=settings.chunk_tokens * factor, factor=factor, shared=backend != "nixl",
+        decode=replace(settings.decode, transport=transport),
+        prefill=replace(settings.prefill, transport=transport),
     )  # fmt: skip
-    if backend != "nixl":
-        transport = TransportConfig(backend=backend)
-        settings = replace(
-            settings, shared=True, decode=replace(settings.decode, transport=transport),
-            prefill=replace(settings.prefill, transport=transport),
-        )  # fmt: skip
-    try:
-        one = ScenarioRun(case.scenario, case.seed, settings, make, patience_s, probe)
-        with closing(one), suppress(ScenarioOverError):
-            scenario.play(one)
-            one.rest()
-    except NotImplementedError as error:
-        report.skipped[str(case)] = str(error) or "not implemented"
-        return
-    options = "" if factor == 1 else f", page_size={page_size}"
-    options += "" if backend == "nixl" else f", backend={backend!r}"
-    report.findings += [found._replace(options=options) for found in one.findings]
-    if not one.findings:
-        report.passed.append(str(case))

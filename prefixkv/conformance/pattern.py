@@ -9,12 +9,11 @@ different, so that bytes of an earlier pass are never right by luck.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from msgspec.structs import astuple, replace
+from msgspec.structs import astuple
 
 from prefixkv import Mesh
 from prefixkv.conformance.hashing import Hashes, splitmix64
@@ -25,13 +24,6 @@ Pages = npt.NDArray[np.int32]
 WordArray = npt.NDArray[Any]  # of unsigned words, 1 to 8 bytes
 
 _CHECK_BYTES: Final = 1 << 18  # compared at a time, so that the expected bytes stay in cache
-
-
-class _PatternSlabs(NamedTuple):
-    """Slabs at equal distances, as one array."""
-
-    view: WordArray  # [slabs, page, token, head, lane]
-    places: WordArray  # [slabs, 1, head, lane]
 
 
 class KVPattern:
@@ -51,25 +43,20 @@ class KVPattern:
         self._salt = splitmix64(np.array([salt], dtype=np.uint64))
         self._dtype = _word_dtype(layout)
         lanes = layout.head_bytes // self._dtype.itemsize
-        kinds = layout.slabs_per_layer
-        self._check_tokens = max(
-            1, _CHECK_BYTES // (layout.num_kv_heads * layout.head_bytes * kinds)
-        )
+        self._check_tokens = max(1, _CHECK_BYTES // (layout.num_kv_heads * layout.head_bytes))
         # Constants are numbered over the whole model, then cut to this rank's share: two ranks, or
         # two meshes, agree on every head's bytes.
         mesh, rank = place or (Mesh(layout.num_layers, layout.num_kv_heads), 0)
-        shard = mesh.shard(rank)
+        shard, kinds = mesh.shard(rank), layout.slabs_per_layer
         count = mesh.num_layers * kinds * mesh.num_kv_heads * lanes
         places = splitmix64(np.arange(count, dtype=np.uint64)).astype(self._dtype)
-        places = places.reshape(mesh.num_layers * kinds, 1, mesh.num_kv_heads, lanes)
+        places = places.reshape(mesh.num_layers * kinds, mesh.num_kv_heads, lanes)
         heads = slice(shard.first_head, shard.first_head + shard.num_heads)
-        places = places[shard.first_layer * kinds :, :, heads]
-        places = np.ascontiguousarray(places[: len(layout.slabs)])
-        self._groups = [
-            _PatternSlabs(
-                _as_array(layout, first, step, end - start, self._dtype), places[start:end]
-            )
-            for start, end, first, step in _even_runs(layout)
+        places = places[shard.first_layer * kinds :, heads]
+        # Of each slab its memory [page, token, head, lane], and its constants [head, lane].
+        self._slabs = [
+            (_as_array(layout, slab, self._dtype), places[number])
+            for number, slab in enumerate(layout.slabs)
         ]
 
     def fill(self, pages: Pages, start: int, hashes: Hashes) -> None:
@@ -84,8 +71,8 @@ class KVPattern:
 
     def _write(self, pages: Pages, slots: npt.NDArray[np.int64], hashes: Hashes) -> None:
         values = self._values(hashes)
-        for view, places in self._groups:
-            view[:, pages, slots] = values ^ places
+        for memory, places in self._slabs:
+            memory[pages, slots] = values ^ places
 
     def mismatches(self, pages: Pages, hashes: Hashes) -> int:
         """Count the pages with a wrong byte in any of tokens 0 to `len(hashes)`."""
@@ -95,15 +82,12 @@ class KVPattern:
         wrong: set[int] = set()
         for first in range(0, len(hashes), self._check_tokens):
             part = slice(first, first + self._check_tokens)
-            for view, places in self._groups:
-                # Two slabs at a time, as a rule K and V: the expected words stay in cache.
-                for i in range(0, len(places), 2):
-                    actual = view[i : i + 2, pages[page_at[part]], slots[part]]
-                    expected = values[:, part] ^ places[i : i + 2]
-                    # The common case is equal, which needs no mask per token.
-                    if not np.array_equal(expected, actual):
-                        bad = (expected != actual).any(axis=(0, 2, 3))
-                        wrong.update(page_at[part][bad].tolist())
+            for memory, places in self._slabs:
+                actual, expected = memory[pages[page_at[part]], slots[part]], values[part] ^ places
+                # The common case is equal, which needs no mask per token.
+                if not np.array_equal(expected, actual):
+                    bad = (expected != actual).any(axis=(1, 2))
+                    wrong.update(page_at[part][bad].tolist())
         return len(wrong)
 
     def _check(self, pages: Pages, hashes: Hashes) -> None:
@@ -112,8 +96,8 @@ class KVPattern:
             raise CallerError(f"{len(pages)} pages, {len(hashes)} tokens need {needed}")
 
     def _values(self, hashes: Hashes) -> WordArray:
-        """Return [1, token, 1, 1]: one value per token, for all slabs, heads and lanes."""
-        return splitmix64(hashes ^ self._salt).astype(self._dtype).reshape(1, -1, 1, 1)
+        """Return [token, 1, 1]: one value per token, for all slabs, heads and lanes."""
+        return splitmix64(hashes ^ self._salt).astype(self._dtype).reshape(-1, 1, 1)
 
 
 def _word_dtype(layout: KVLayout) -> np.dtype[Any]:
@@ -125,37 +109,18 @@ def _word_dtype(layout: KVLayout) -> np.dtype[Any]:
     return np.dtype(f"u{size}")
 
 
-def _even_runs(layout: KVLayout) -> Iterator[tuple[int, int, Slab, int]]:
-    """Yield slabs as (start, end, first slab, bytes between two bases), in the longest runs."""
-    slabs = layout.slabs
-    start = 0
-    while start < len(slabs):
-        first = slabs[start]
-        step = slabs[start + 1].base - first.base if start + 1 < len(slabs) else 0
-        end = start + 1
-        # A run goes on while the next slab differs in its base alone, by the same step.
-        while end < len(slabs) and slabs[end] == replace(
-            first, base=first.base + (end - start) * step
-        ):
-            end += 1
-        yield start, end, first, step
-        start = end
-
-
-def _as_array(
-    layout: KVLayout, first: Slab, step: int, count: int, dtype: np.dtype[Any]
-) -> WordArray:
-    """Return a writable view of `count` slabs: [slab, page, token, head, lane]."""
+def _as_array(layout: KVLayout, slab: Slab, dtype: np.dtype[Any]) -> WordArray:
+    """Return a writable view of a slab: [page, token, head, lane]."""
     lanes = layout.head_bytes // dtype.itemsize
 
     # numpy views foreign memory through this interface; `owner` keeps the memory alive.
     class ArrayView:
         __array_interface__ = {
             "version": 3,
-            "data": (first.base, False),
+            "data": (slab.base, False),
             "typestr": dtype.str,
-            "shape": (count, layout.num_pages, layout.page_size, layout.num_kv_heads, lanes),
-            "strides": (step, *astuple(first)[1:], dtype.itemsize),
+            "shape": (layout.num_pages, layout.page_size, layout.num_kv_heads, lanes),
+            "strides": (*astuple(slab)[1:], dtype.itemsize),
         }
 
     return np.asarray(ArrayView())

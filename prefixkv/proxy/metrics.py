@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from prometheus_client import Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from prefixkv.serving.failures import ApiError
+from prefixkv.serving.record import RequestRecord
+
 
 class ProxyMetrics:
-    """`sides` are the servers by role; `waiting` has, by request that decode has not answered yet,
-    its prefill server ("" without one) and when it was sent, time.time()."""
+    """`sides` are the servers by role."""
 
-    def __init__(self, sides: Mapping[Any, Any], waiting: Mapping[Any, tuple[str, float]]) -> None:
-        self._sides, self._waiting = sides, waiting
+    def __init__(self, sides: Mapping[Any, Any]) -> None:
+        self._sides = sides
+        # By request that decode has not answered yet: its prefill server ("" without one), and when
+        # it was sent, time.time().
+        self.waiting: dict[Any, tuple[str, float]] = {}
         self.requests = Counter(
             "prefixkv_proxy_requests", "Requests by how they ended; a stream counts with its first "
             "piece, see prefixkv_proxy_cut.", ["outcome"], registry=None,
@@ -38,6 +44,20 @@ class ProxyMetrics:
         for outcome in ("finished", "refused", "failed", "aborted"):
             self.requests.labels(outcome)
 
+    @contextmanager
+    def counted(self, line: RequestRecord) -> Iterator[None]:
+        """Count how a request ends, and write it to its line."""
+        outcome = "aborted"
+        try:
+            yield
+            outcome = "finished"
+        except ApiError as error:
+            outcome = "refused" if error.status < 500 else "failed"
+            raise
+        finally:
+            self.requests.labels(outcome).inc()
+            line.fields["outcome"] = outcome
+
     def collect(self) -> list[Metric]:
         routing = GaugeMetricFamily(
             "prefixkv_proxy_routing", "What the routers count.", labels=["role", "what"]
@@ -54,7 +74,7 @@ class ProxyMetrics:
             "0 without one.", labels=["prefill"],
         )  # fmt: skip
         # Collected in a thread: copied first, since the event loop changes it.
-        sent = [*self._waiting.values()]
+        sent = [*self.waiting.values()]
         for name in ("", *self._sides["prefill"].servers):
             times = [sent_s for prefill, sent_s in sent if prefill == name]
             waiting.add_metric([name], len(times))

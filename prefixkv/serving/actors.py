@@ -9,7 +9,6 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Final
 
 import msgspec
 
@@ -21,8 +20,6 @@ from prefixkv.serving.worker import make_worker
 from prefixkv.spi import HeldLife, ProcessLife
 
 logger = logging.getLogger("prefixkv.ray")
-
-_WATCH_S: Final = 30.0
 
 
 class Life(msgspec.Struct, frozen=True):
@@ -88,10 +85,9 @@ class WorkerActor:
         if not await self._worker.run():
             os._exit(1)  # its engine has failed: Ray restarts the actor
 
-    async def watch(self) -> bool:
-        """Return whether the worker was drained and has ended, after `_WATCH_S` at most."""
-        done, _ = await asyncio.wait((self._running,), timeout=_WATCH_S)
-        return bool(done)
+    async def watch(self) -> None:
+        """Return once the worker was drained and has ended."""
+        await asyncio.shield(self._running)
 
     async def drain(self) -> None:
         self._worker.drain()

@@ -43,49 +43,6 @@ _AGAIN_S: Final = 0.5  # pause before Ray is asked again
 _REACH_S: Final = 10.0
 
 
-class FormerLives:
-    """Lives of workers that seem to be over, until each is fenced. Used on one event loop."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
-        self._proofs: dict[FenceRequest, asyncio.Task[None]] = {}
-
-    def suspect(self, life: Life) -> None:
-        """Begin to prove that a life has ended; the fleet fences it once that is proved."""
-        self._proofs[life.key] = asyncio.create_task(self._prove(life))
-
-    def answered(self, life: Life) -> bool:
-        """Cancel the proof. Returns False if the life was fenced, so that it must not serve."""
-        if life.key in self._proofs:
-            self._proofs.pop(life.key).cancel()
-        return life.key not in self._fleet.fenced
-
-    async def close(self) -> None:
-        for task in self._proofs.values():
-            task.cancel()
-        await asyncio.gather(*self._proofs.values(), return_exceptions=True)
-
-    async def _prove(self, life: Life) -> None:
-        """Ask the life's node until its end is proved or said by an operator, or the node is
-        lost."""
-        while await _is_node_alive(life.node):
-            if life.key in self._fleet.fenced:
-                return
-            # No answer proves nothing: ask again, unless Ray has given the node up.
-            try:
-                if await ended_on_node(life):
-                    logger.warning("%s life %s has ended", life.info.name, life.info.life)
-                    self._fleet.fence(life.key)
-                    return
-            except RayError as error:  # the node is lost, or busy with its own end
-                logger.info("whether %s has ended is not known: %s", life.info.name, error)
-            await asyncio.sleep(_AGAIN_S)
-        logger.warning(
-            "%s life %s was on node %s, which is lost: what is held for it stays held until "
-            "/fence says that it is dead", life.info.name, life.info.life, life.node,
-        )  # fmt: skip
-
-
 async def ended_on_node(life: Life) -> bool:
     """Raises RayError if the task could not run there."""
     if life.process is None:
@@ -103,12 +60,12 @@ async def _is_node_alive(node: str) -> bool:
 
 
 class Actor(Kept):
-    """One worker as an actor, from its start to `end`."""
+    """One worker as an actor, from its start to `end`. `_proofs`: of its lives that seem to be
+    over, until each is fenced."""
 
-    def __init__(
-        self, role: str, name: str, handle: Any, fleet: Fleet, former: FormerLives
-    ) -> None:
-        self._handle, self._former = handle, former
+    def __init__(self, role: str, name: str, handle: Any, fleet: Fleet) -> None:
+        self._handle = handle
+        self._proofs: dict[FenceRequest, asyncio.Task[None]] = {}
         super().__init__(role, name, fleet)
 
     async def _live_on(self) -> None:
@@ -130,13 +87,14 @@ class Actor(Kept):
 
     async def _live(self, life: Life) -> bool:
         """Follow one life, with its worker in the fleet, to its end. True if it was drained."""
-        if not self._former.answered(life):
+        if life.key in self._proofs:
+            self._proofs.pop(life.key).cancel()
+        if life.key in self._fleet.fenced:
             ray.kill(self._handle, no_restart=False)  # a fenced life must not serve
             return False
         self._serves(life.info)
         try:
-            while not await self._handle.watch.remote():
-                pass
+            await self._handle.watch.remote()
             return True
         except RayActorError as error:
             if not self._ending:
@@ -147,7 +105,27 @@ class Actor(Kept):
             # reused.
             self._has_gone(life.info)
             if not self._ending:
-                self._former.suspect(life)
+                self._proofs[life.key] = asyncio.create_task(self._prove(life))
+
+    async def _prove(self, life: Life) -> None:
+        """Ask the life's node until its end is proved or said by an operator, or the node is
+        lost."""
+        while await _is_node_alive(life.node):
+            if life.key in self._fleet.fenced:
+                return
+            # No answer proves nothing: ask again, unless Ray has given the node up.
+            try:
+                if await ended_on_node(life):
+                    logger.warning("%s life %s has ended", life.info.name, life.info.life)
+                    self._fleet.fence(life.key)
+                    return
+            except RayError as error:  # the node is lost, or busy with its own end
+                logger.info("whether %s has ended is not known: %s", life.info.name, error)
+            await asyncio.sleep(_AGAIN_S)
+        logger.warning(
+            "%s life %s was on node %s, which is lost: what is held for it stays held until "
+            "/fence says that it is dead", life.info.name, life.info.life, life.node,
+        )  # fmt: skip
 
     async def end(self, grace_s: float) -> None:
         """Drain the worker, and kill the actor after `grace_s`. Ray does not restart it."""
@@ -160,20 +138,22 @@ class Actor(Kept):
         with contextlib.suppress(RayError):
             ray.kill(self._handle)
         await super().end(0.0)
+        # The proofs run tasks in the cluster, so they end before it is left.
+        for proof in self._proofs.values():
+            proof.cancel()
+        await asyncio.gather(*self._proofs.values(), return_exceptions=True)
 
 
 class RayLaunch(ServeLaunch):
     """The workers run in a Ray cluster. Those without keys in their settings get keys of this
     start: one pair that all prefill workers share, and one for each decode worker."""
 
-    _former: FormerLives | None = None
     _group: Any = None
 
     async def _begin(self, fleet: Fleet, name: str) -> None:
         """Connect, reserve a placement group for all workers, and start them. Raises
         ConfigError."""
         config, namespace = self.config, f"prefixkv/{name}"
-        former = self._former = FormerLives(fleet)
         # Checked first, since `ray.init` tries for minutes.
         await _check_reachable(config.ray)
         try:
@@ -205,12 +185,9 @@ class RayLaunch(ServeLaunch):
                 why = f"{config.node.name} is in {namespace} already: {error}"
                 raise ConfigError(why) from None
             role = "decode" if isinstance(config, DecodeWorkerConfig) else "prefill"
-            self._workers.append(Actor(role, config.node.name, handle, fleet, former))
+            self._workers.append(Actor(role, config.node.name, handle, fleet))
 
     async def _close(self) -> None:
-        # The proofs run tasks in the cluster, so they end before it is left.
-        if self._former is not None:
-            await self._former.close()
         if self._group is not None:
             with contextlib.suppress(RayError):
                 remove_placement_group(self._group)

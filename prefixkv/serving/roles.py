@@ -85,6 +85,8 @@ def numbered(settings: Mapping[str, Any], number: int, num: int) -> dict[str, An
 
     >>> numbered({"name": "d", "port": 90, "bind": "tcp://[::1]:95", "record": "a.jsonl"}, 2, num=3)
     {'name': 'd-2', 'port': 92, 'bind': 'tcp://[::1]:97', 'record': 'a-2.jsonl'}
+    >>> numbered({"name": "p", "kv_events_endpoint": "ipc:///run/a", "bind": "tcp://h:*"}, 1, num=3)
+    {'name': 'p-1', 'kv_events_endpoint': 'ipc:///run/a-1', 'bind': 'tcp://h:*'}
     """
     made = dict(settings, name=f"{settings['name']}-{number}")
     for name in _PORTS:

@@ -14,8 +14,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-from prefixkv.cli.demo.links import HERE, LinkRate
-from prefixkv.cli.demo.play import play, small_vocabulary
+from prefixkv.cli.demo import HERE, LinkRate
 from prefixkv.cli.demo.report import (
     DemoPass,
     DemoReport,
@@ -26,7 +25,7 @@ from prefixkv.cli.demo.report import (
     table,
 )
 from prefixkv.cli.demo.workers import PREFILL, ChatAnswer, ModelWorkers
-from prefixkv.cli.demo.workload import Workload, chat
+from prefixkv.cli.demo.workload import Workload, chat, play, small_vocabulary
 from prefixkv.cli.outputs import write_json
 from prefixkv.engines.hf.reference import Reference
 from prefixkv.engines.hf.small import small_model, small_tokenizer

@@ -11,9 +11,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from prefixkv.cli.demo.links import HERE, LinkRate
-from prefixkv.cli.demo.play import Played
+from prefixkv.cli.demo import HERE, LinkRate
 from prefixkv.cli.demo.workers import ChatAnswer
+from prefixkv.cli.demo.workload import Played
 from prefixkv.cli.outputs import aligned, drawing
 
 _ALIKE_RATIO: Final = 1.1

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Final
 
 from prefixkv.cli.replay.report import amount
-from prefixkv.cli.replay.trace import MOONCAKE, RECORD, TOKENS, Trace, TraceRequest, block_names
+from prefixkv.cli.replay.trace import MOONCAKE, RECORD, TOKENS, Trace, TraceRequest
 from prefixkv.spi import TOKEN_BYTES
 
 _FAST_S: Final = 0.005
@@ -15,25 +14,59 @@ _SLOW_S: Final = 24 * 3600.0
 """Mean times between requests beyond which a trace's timestamps are hardly in ms."""
 
 
-@dataclass(frozen=True, slots=True)
 class TraceCheck:
-    trace: str
-    kind: str
-    requests: int
-    seconds: float  # from the first request to the last
-    namespaces: int
-    block_tokens: int
-    bytes_per_token: int  # of KV; 0: the trace does not say
-    asked_blocks: int  # a prompt's partial last block included
-    whole_blocks: int
-    different_blocks: int  # whole ones; a cache of this many never evicts
-    largest_blocks: int  # whole blocks of one prompt
-    longest_tokens: int
-    block_bound: float  # the greatest `block_hit_ratio` of any cache
-    token_bound: float  # the greatest `token_hit_ratio`
-    lru_blocks: int  # with so many lru finds a block; 0: no cache does
-    why_nothing: tuple[str, ...]  # why no cache can find a block, a sentence each
-    doubts: tuple[str, ...]  # what looks wrong, a sentence each
+    """What a trace holds and what repeats in it. `warm`: share of the requests that only warm the
+    cache. O(blocks), but where nothing repeats O(blocks log blocks)."""
+
+    def __init__(self, trace: Trace, warm: float = 0.0) -> None:
+        requests = trace.requests
+        begin = int(warm * len(requests))
+        paths = [*trace.paths()]
+        seen: set[Any] = set()
+        known = []
+        for path in paths:
+            # A hit is a prefix, and what is in `seen` is closed upwards: the count is its length.
+            known.append(sum(name in seen for name in path))
+            seen.update(path)
+        times = [request.time_s for request in requests] or [0.0]
+        counted_tokens = sum(request.num_tokens for request in requests[begin:])
+        counted_blocks = sum(request.blocks for request in requests[begin:])
+        repeats = sum(known[begin:])
+        self.trace, self.kind, self.requests = trace.name, trace.kind, len(requests)
+        self.seconds = max(times) - min(times)  # from the first request to the last
+        self.namespaces = len({request.key.namespace for request in requests})
+        self.block_tokens = trace.block_tokens
+        self.bytes_per_token = trace.bytes_per_token  # of KV; 0: the trace does not say
+        self.asked_blocks = sum(
+            request.blocks for request in requests
+        )  # a prompt's partial last block included
+        self.whole_blocks = sum(map(len, paths))
+        self.different_blocks = len(seen)  # whole ones; a cache of this many never evicts
+        self.largest_blocks = max(map(len, paths), default=0)  # whole blocks of one prompt
+        self.longest_tokens = max((request.num_tokens for request in requests), default=0)
+        # The greatest `block_hit_ratio` and `token_hit_ratio` of any cache.
+        self.block_bound = repeats / max(1, counted_blocks)
+        self.token_bound = repeats * trace.block_tokens / max(1, counted_tokens)
+        self.lru_blocks = _lru_blocks(paths, begin)  # with so many lru finds a block; 0: none does
+        # Why no cache can find a block, and what looks wrong: a sentence each. Of the reasons, from
+        # the plainest one on, the first that holds is said.
+        self.why_nothing: list[str] = []
+        self.doubts = _doubts(trace, self.seconds)
+        if repeats:
+            return
+        if not any(paths):
+            # The partial block's id is there, but no cache keeps it.
+            self.why_nothing = [
+                f"No prompt has a whole block: the longest has {self.longest_tokens:,} tokens, a "
+                f"block {trace.block_tokens:,}. {_SMALLER.get(trace.kind, _SMALLER[MOONCAKE])}"
+            ]
+        elif any(known):
+            self.why_nothing = [
+                f"What repeats is in the first {begin:,} requests, which only warm the cache "
+                f"(--warm {warm:g}); the {len(requests) - begin:,} others ask for new blocks alone."
+            ]
+        else:
+            self.why_nothing = [_nothing_repeats(trace, self.namespaces), *self.doubts]
 
     def __str__(self) -> str:
         size = f"; KV of a token: {amount(self.bytes_per_token)}" if self.bytes_per_token else ""
@@ -66,61 +99,7 @@ class TraceCheck:
         ]
 
 
-def check_trace(trace: Trace, warm: float = 0.0) -> TraceCheck:
-    """Count what a trace holds and what repeats in it. `warm`: share of the requests that only warm
-    the cache. O(blocks), but where nothing repeats O(blocks log blocks)."""
-    requests, size = trace.requests, trace.page_size
-    begin = int(warm * len(requests))
-    paths = [block_names(request.whole_key, size) for request in requests]
-    asked = [len(request.key) // size for request in requests]
-    seen: set[Any] = set()
-    known = []
-    for path in paths:
-        # A hit is a prefix, and what is in `seen` is closed upwards: the count is the hit's length.
-        known.append(sum(name in seen for name in path))
-        seen.update(path)
-    times = [request.time_s for request in requests]
-    seconds = max(times, default=0.0) - min(times, default=0.0)
-    namespaces = len({request.key.namespace for request in requests})
-    longest = max((request.num_tokens for request in requests), default=0)
-    doubts = _doubts(trace, seconds)
-    counted_tokens = sum(request.num_tokens for request in requests[begin:])
-    counted_known = sum(known[begin:])
-    # From the plainest reason to the one that is left over: the first that holds is said.
-    if counted_known:
-        why = []
-    elif not any(paths):
-        # The partial block's id is there, but no cache keeps it.
-        why = [
-            f"No prompt has a whole block: the longest has {longest:,} tokens, a block "
-            f"{trace.block_tokens:,}. {_SMALLER.get(trace.kind, _SMALLER[MOONCAKE])}"
-        ]
-    elif any(known):
-        why = [
-            f"What repeats is in the first {begin:,} requests, which only warm the cache (--warm "
-            f"{warm:g}); the {len(requests) - begin:,} others ask for new blocks alone."
-        ]
-    else:
-        why = [_nothing_repeats(trace, namespaces), *doubts]
-    return TraceCheck(
-        trace=trace.name,
-        kind=trace.kind,
-        requests=len(requests),
-        seconds=seconds,
-        namespaces=namespaces,
-        block_tokens=trace.block_tokens,
-        bytes_per_token=trace.bytes_per_token,
-        asked_blocks=sum(asked),
-        whole_blocks=sum(map(len, paths)),
-        different_blocks=len(seen),
-        largest_blocks=max(map(len, paths), default=0),
-        longest_tokens=longest,
-        block_bound=counted_known / max(1, sum(asked[begin:])),
-        token_bound=counted_known * trace.block_tokens / max(1, counted_tokens),
-        lru_blocks=_lru_blocks(paths, begin),
-        why_nothing=tuple(why),
-        doubts=tuple(doubts),
-    )
+check_trace = TraceCheck
 
 
 _SMALLER: Final = {
@@ -145,7 +124,7 @@ def _doubts(trace: Trace, seconds: float) -> list[str]:
             f"{trace.out_of_order:,} requests are earlier than the one before them in the file; "
             "all are replayed by time."
         )
-    short = sum(len(request.whole_key) < trace.page_size for request in requests)
+    short = sum(len(request.key) < trace.page_size for request in requests)
     if 0 < short < count:
         found.append(
             f"{short:,} of {count:,} prompts are shorter than a block of {trace.block_tokens} "
@@ -206,5 +185,5 @@ def _lru_blocks(paths: list[list[Any]], begin: int) -> int:
 
 def _pages(trace: Trace, request: TraceRequest) -> list[bytes]:
     """Return the whole blocks, without what stands before them."""
-    size, data = TOKEN_BYTES * trace.page_size, request.whole_key.data
+    size, data = TOKEN_BYTES * trace.page_size, request.key.data
     return [bytes(data[at : at + size]) for at in range(0, len(data) - size + 1, size)]

@@ -127,7 +127,7 @@ def replay(
         checks = [check_trace(trace, warm) for trace in loaded]
         console.print("\n".join(map(str, checks)))
         if json_file is not None:
-            write_json(json_file, [asdict(found) for found in checks])
+            write_json(json_file, [vars(found) for found in checks])
         return
     results: list[ReplayResult] = []
     for trace in loaded:

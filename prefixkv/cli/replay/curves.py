@@ -103,27 +103,24 @@ def replay_curves(
 def makers_of(policies: Any) -> Makers:
     """Return what makes each policy. Raises ConfigError for what `replay_curves` does not take."""
     if not isinstance(policies, Mapping):
-        named = [(one if isinstance(one, str) else _name_of(one), one) for one in policies]
+        named = [(one if isinstance(one, str) else _made(one).name, one) for one in policies]
         policies = dict(named)
         if len(policies) < len(named):
             names = ", ".join(name for name, _ in named)
             raise ConfigError(f"two policies of one name: {names}; give them names of your own")
-    return {name: _maker_of(policy) for name, policy in policies.items()}
+    makers = {
+        name: None if policy == OPTIMUM else partial(_made, policy)
+        for name, policy in policies.items()
+    }
+    for make in filter(None, makers.values()):
+        make()  # what is wrong with it is found out before anything is replayed
+    return {**makers}
 
 
-def _maker_of(policy: str | MakePolicy) -> MakePolicy | None:
-    if policy == OPTIMUM:
-        return None
+def _made(policy: str | MakePolicy) -> Policy:
     if isinstance(policy, str):
-        policy_of(policy)  # what is wrong with it is found out before anything is replayed
-        return partial(policy_of, policy)
-    _name_of(policy)
-    return policy
-
-
-def _name_of(make: MakePolicy) -> str:
-    made = make() if callable(make) else None
-    name = getattr(made, "name", None)
-    if not isinstance(made, Policy) or not isinstance(name, str) or not name:
-        raise ConfigError(f"{make!r} is no function that makes an eviction policy with a name")
-    return name
+        return policy_of(policy)
+    made = policy() if callable(policy) else None
+    if not isinstance(made, Policy) or not isinstance(made.name, str) or not made.name:
+        raise ConfigError(f"{policy!r} is no function that makes an eviction policy with a name")
+    return made

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from prefixkv.cli.replay.run import Hits, ReplayResult, RequestHits
-from prefixkv.cli.replay.trace import Trace, block_names
+from prefixkv.cli.replay.trace import Trace
 
 OPTIMUM = "optimum"
 
@@ -27,7 +27,7 @@ def replay_optimum(
 ) -> ReplayResult:  # fmt: skip
     """No cache of this capacity hits more often. O(blocks log blocks). See `replay_policy`."""
     hits = Hits(trace, name, capacity, warm, running, each)
-    paths = [block_names(request.whole_key, trace.page_size) for request in trace.requests]
+    paths = [*trace.paths()]
     counted = running > 0
     never = len(paths)
     # Backwards: for each block of each request, the next request that has it, and is not refused.

@@ -97,8 +97,8 @@ def make_trace(name: str, entries: Iterable[Any], block_tokens: int | None = Non
         if isinstance(prompt, _Tokens):
             found, size = TOKENS, size or 16
             # Here a prompt has no partial block: `page_size` cuts it when it is matched.
-            key = whole_key = RadixKey(prompt.tokens)
-            length = len(key)
+            key = RadixKey(prompt.tokens)
+            length, num_blocks = len(key), len(key) // size
         else:
             is_record = prompt.block_size and prompt.bytes_per_token and kind != MOONCAKE
             found = RECORD if is_record else MOONCAKE
@@ -109,16 +109,16 @@ def make_trace(name: str, entries: Iterable[Any], block_tokens: int | None = Non
             bytes_per_token = prompt.bytes_per_token or bytes_per_token
             length = prompt.input_length
             blocks = [names.setdefault(one, len(names)) for one in prompt.blocks(size)]
-            key = RadixKey(blocks, prompt.namespace)
-            # The same blocks without a partial last one, which no cache holds.
-            whole_key = RadixKey(blocks[: length // size], prompt.namespace)
+            num_blocks = len(blocks)
+            # Without a partial last one, which no cache holds.
+            key = RadixKey(blocks[: length // size], prompt.namespace)
         # A file of two kinds would have two units of block and time.
         if kind and (kind == TOKENS) != (found == TOKENS):
             raise TypeError(f"{found} in a trace of {kind}")
         kind = found
         # Without a time, requests are a second apart.
         time_s = at if prompt.timestamp < 0 else prompt.timestamp / 1000
-        requests.append(TraceRequest(time_s, key, whole_key, length))
+        requests.append(TraceRequest(time_s, key, num_blocks, length))
     size = size or 512
     page_size = size if kind == TOKENS else 1
     return Trace(name, requests, page_size, size, bytes_per_token, kind or MOONCAKE).in_order()

@@ -168,17 +168,9 @@ def sentence(results: TraceResults, pool: int) -> str:
             more = other.hit_tokens - chosen.hit_tokens
             saved = f"{results.amount(abs(more))} {'more' if more >= 0 else 'less'}"
             said.append(f"{words} the memory: {other.block_hit_ratio:.1%}, {saved}.")
-    for at, host in enumerate(chosen.host):
-        written, loaded = (
-            results.amount(blocks * results.trace.block_tokens)
-            for blocks in (host.written_blocks, host.loaded_blocks)
-        )
-        said.append(
-            f"With host memory of {host.host_blocks / pool:.3g} times the pool: "
-            f"{host.block_hit_ratio:.1%}; it writes {written}, and loads {loaded} for "
-            f"{host.loads:,} requests."
-        )
-        said += _more(results.hits(pool, at), name)
+    for host in chosen.host:
+        times = f"{host.host_blocks / pool:.3g}"
+        said.append(f"With host memory of {times} times the pool: {host.block_hit_ratio:.1%}.")
     if chosen.too_long:
         said.append(f"{chosen.too_long:,} requests do not fit this pool, and are refused.")
     return " ".join(said)
@@ -186,57 +178,36 @@ def sentence(results: TraceResults, pool: int) -> str:
 
 def _others(hits: dict[str, float], chosen: str) -> list[str]:
     """Say which policies find as much as the table shows of the chosen one, or more."""
-    said, mine = [], f"{hits[chosen]:.1%}"
-    equal = [name for name, hit in hits.items() if name != chosen and f"{hit:.1%}" == mine]
+    said, shown = [], {name: f"{hit:.1%}" for name, hit in hits.items()}
+    equal = [name for name in hits if name != chosen and shown[name] == shown[chosen]]
     if equal:
         listed = " and ".join(filter(None, (", ".join(equal[:-1]), equal[-1])))
         said.append(f"{listed} {'find' if len(equal) > 1 else 'finds'} as much.")
-    said += [f"{more[:-1]}, too little more to choose by." for more in _more(hits, chosen)]
-    if DEFAULT_POLICY in hits and DEFAULT_POLICY not in (chosen, *equal):
-        said.append(f"The default, {DEFAULT_POLICY}, finds {hits[DEFAULT_POLICY]:.1%}.")
-    return said
-
-
-def _more(hits: dict[str, float], chosen: str) -> list[str]:
-    """Name the policy of which the table shows the most, if that is more than of the chosen one."""
     most = max(hits, key=hits.__getitem__)
-    shown = f"{hits[most]:.1%}"
-    is_more = hits[most] > hits[chosen] and shown != f"{hits[chosen]:.1%}"
-    return [f"{most} finds {shown}."] if is_more else []
+    if hits[most] > hits[chosen] and shown[most] != shown[chosen]:
+        said.append(f"{most} finds {shown[most]}, too little more to choose by.")
+    if DEFAULT_POLICY in hits and DEFAULT_POLICY not in (chosen, *equal):
+        said.append(f"The default, {DEFAULT_POLICY}, finds {shown[DEFAULT_POLICY]}.")
+    return said
 
 
 # --- the plot -------------------------------------------------------------------------------------
 
-_LINES: Final = ("-", "--", "-.", ":")
-_MARKERS: Final = "osD^vP*Xh<>"
-
 
 def draw(results: Sequence[ReplayResult], path: Path) -> None:
-    """Draw one curve per policy, one panel per trace; curves that are the same are one. Raises
-    ConfigError without matplotlib."""
-    traces = list(dict.fromkeys(result.trace for result in results))
-    # A policy looks the same in each panel: by colour, dashes and marker.
-    policies = [*dict.fromkeys(one.policy for one in results if one.policy != OPTIMUM)]
-    size = (7.5 * len(traces), 5)
-    with drawing(path, ncols=len(traces), figsize=size, squeeze=False) as panels:
-        for panel, trace in zip(panels[0], traces, strict=True):
-            curves: dict[tuple[tuple[int, float], ...], list[str]] = {}
-            for policy in [*policies, OPTIMUM]:
-                mine = [one for one in results if (one.trace, one.policy) == (trace, policy)]
-                points = sorted((one.capacity_blocks, 1 - one.block_hit_ratio) for one in mine)
-                if points:
-                    curves.setdefault(tuple(points), []).append(policy)
-            for curve, names in curves.items():
-                label = ", ".join(name + " (default)" * (name == DEFAULT_POLICY) for name in names)
-                style: dict[str, Any] = {"color": "black", "linestyle": "--", "linewidth": 1}
-                if names[0] != OPTIMUM:
-                    at = policies.index(names[0])
-                    style = {
-                        "color": f"C{at % 10}", "linestyle": _LINES[at % len(_LINES)],
-                        "marker": _MARKERS[at % len(_MARKERS)], "markersize": 5,
-                        "linewidth": 2.5 if DEFAULT_POLICY in names else 1.3,
-                    }  # fmt: skip
-                panel.plot(*zip(*curve, strict=True), label=label, **style)
+    """Draw one curve per policy, one panel per trace. Raises ConfigError without matplotlib."""
+    by_trace: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    for one in sorted(results, key=lambda one: one.capacity_blocks):
+        points = by_trace.setdefault(one.trace, {}).setdefault(one.policy, [])
+        points.append((one.capacity_blocks, 1 - one.block_hit_ratio))
+    size = (7.5 * len(by_trace), 5)
+    with drawing(path, ncols=len(by_trace), figsize=size, squeeze=False) as panels:
+        for panel, (trace, curves) in zip(panels[0], by_trace.items(), strict=True):
+            # Dashes show a curve that lies below another.
+            for at, (policy, points) in enumerate(sorted(curves.items())):
+                look = "k:" if policy == OPTIMUM else f"C{at % 10}{'-' * (at % 2 + 1)}o"
+                label = policy + " (default)" * (policy == DEFAULT_POLICY)
+                panel.plot(*zip(*points, strict=True), look, label=label)
             panel.set(
                 title=trace, xlabel="capacity (blocks)", ylabel="block miss ratio", xscale="log"
             )

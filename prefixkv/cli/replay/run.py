@@ -79,21 +79,20 @@ class Hits:
         """Count request number `at`: the device has `known` of its blocks, running requests hold
         `held`, its own included, and each host tier has `behind` behind those."""
         trace, request = self.trace, self.trace.requests[at]
-        blocks = len(request.key) // trace.page_size
         counted = self.counts(at)
         if self.each is not None:
             size = trace.block_tokens
             in_hosts = zip(self.hosts, behind, strict=True)
             self.each(
                 RequestHits(
-                    trace.name, self.policy, self.capacity, at, request.time_s, blocks,
+                    trace.name, self.policy, self.capacity, at, request.time_s, request.blocks,
                     request.num_tokens, known * size, counted,
                     {host.capacity: found * size for host, found in in_hosts},
                 )
             )  # fmt: skip
         if counted:
             self.hit_blocks += known
-            self.blocks += blocks
+            self.blocks += request.blocks
             self.tokens += request.num_tokens
             self.held_blocks += held
             for host, found in zip(self.hosts, behind, strict=True):
@@ -154,7 +153,7 @@ def replay_policy(
     device = Tier(trace, chosen, capacity, makes_room=counted)
     hits = Hits(trace, name or chosen.name, capacity, warm, running, each, tiers)
     cache, requests, page_size = device.cache, trace.requests, trace.page_size
-    wants = deque(cache.want(cache.match_prefix(one.whole_key)) for one in requests[:queue])
+    wants = deque(cache.want(cache.match_prefix(one.key)) for one in requests[:queue])
     runs: deque[_Running] = deque()
 
     def end(now_s: float) -> None:
@@ -167,15 +166,15 @@ def replay_policy(
         # go at once, as the optimum's may.
         device.trim(now_s)
         for tier, known in zip(tiers, one.in_hosts, strict=True):
-            tier.end(requests[one.at].whole_key, known, now_s, hits.counts(one.at))
+            tier.end(requests[one.at].key, known, now_s, hits.counts(one.at))
 
     for at, request in enumerate(requests):
         if queue:
             # This request no longer waits, and the one `queue` places behind it begins to.
             cache.unwant(wants.popleft())
             if at + queue < len(requests):
-                wants.append(cache.want(cache.match_prefix(requests[at + queue].whole_key)))
-        key, now_s = request.whole_key, request.time_s
+                wants.append(cache.want(cache.match_prefix(requests[at + queue].key)))
+        key, now_s = request.key, request.time_s
         total = len(key) // page_size
         if counted and total > capacity:
             hits.refuse(at)

@@ -7,6 +7,7 @@ figures.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
@@ -25,8 +26,8 @@ class TraceRequest:
     """A request: its blocks as one token each, or its tokens."""
 
     time_s: float
-    key: RadixKey
-    whole_key: RadixKey  # without the partial block
+    key: RadixKey  # of its whole blocks
+    blocks: int  # that it asks for, the partial one included
     num_tokens: int  # of the prompt, the partial block included
 
 
@@ -44,6 +45,10 @@ class Trace:
     def token_scale(self) -> int:
         """Number of prompt tokens that one token of a key stands for."""
         return self.block_tokens // self.page_size
+
+    def paths(self) -> Iterator[list[Any]]:
+        """Yield names of each request's whole blocks (`block_names`)."""
+        return (block_names(request.key, self.page_size) for request in self.requests)
 
     def in_order(self) -> Trace:
         """Requests of equal time keep their order."""
@@ -70,10 +75,7 @@ def block_names(key: RadixKey, page_size: int) -> list[Any]:
 def footprint(trace: Trace) -> int:
     """A cache of this many blocks never evicts."""
     # By name, not by id: a block counts once per prefix that it follows.
-    seen: set[Any] = set()
-    for request in trace.requests:
-        seen.update(block_names(request.whole_key, trace.page_size))
-    return len(seen)
+    return len({name for path in trace.paths() for name in path})
 
 
 PAUSES_S: Final = (30.0, 120.0, 600.0)
@@ -93,7 +95,7 @@ def client_hints(
     hints: list[float | None] = []
     # Backwards, so that the next use of every block is known when its request is reached.
     for request in reversed(trace.requests):
-        names = block_names(request.whole_key, trace.page_size)
+        names = block_names(request.key, trace.page_size)
         hint = None
         if names:
             # A block's name covers all blocks before it. The last may be cut elsewhere next time.

@@ -11,8 +11,8 @@ import psutil
 import pytest
 from rich.console import Console
 
+from prefixkv.cli.demo import link_of
 from prefixkv.cli.demo.command import run_chats
-from prefixkv.cli.demo.links import link_of
 from prefixkv.cli.demo.workers import ModelWorkerError, ModelWorkers
 from prefixkv.engines.hf.reference import Reference
 from prefixkv.engines.hf.small import small_model, small_tokenizer

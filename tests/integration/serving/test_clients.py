@@ -75,9 +75,14 @@ def test_all_prompts_end_where_their_client_leaves(serve: Serve, http: httpx.Cli
         next(answer.iter_lines())
     until(lambda: serve.figures().get(name, 0) == before + 1)
     at_rest(serve)
+    # One is still being computed: 3,400 tokens, 64 at a time.
+    body["prompt"] = [*TEXTS, "".join(f"{i % 10}" for i in range(3400))]
+    body["max_tokens"] = 600
     ask_and_leave(serve, "/completions", body, lambda: under_way(serve))
     until(lambda: serve.figures().get(name, 0) == before + 2)
     at_rest(serve)
+    figures = serve.figures("decode-0")
+    assert figures['prefixkv_oldest_lock_age_seconds{node="decode-0"}'] == 0
 
 
 # --- parameters -----------------------------------------------------------------------------------

@@ -16,12 +16,10 @@ from tests.support.served import (
     ROOT,
     Expected,
     Serve,
-    ask_and_leave,
     at_rest,
     client_of,
     get,
     greedy,
-    under_way,
 )
 
 # No other module begins so: the first hits nothing.
@@ -90,16 +88,6 @@ def test_turns_of_a_chat_are_answered_as_generate_does_and_the_second_hits(
     at_rest(serve)
 
 
-def test_a_stream_says_the_same_and_its_usage(client: openai.OpenAI, expected: Expected) -> None:
-    pieces, usage = [], None
-    for chunk in greedy(client, HELLO, 20, stream=True, stream_options={"include_usage": True}):
-        usage = chunk.usage or usage
-        pieces += [choice.delta.content or "" for choice in chunk.choices]
-    assert len(pieces) >= 20
-    assert "".join(pieces) == expected.chat(HELLO, 20)
-    assert usage.completion_tokens == 20
-
-
 def test_a_completion_is_drawn_with_its_seed_and_ends_at_a_string(
     client: openai.OpenAI, expected: Expected
 ) -> None:
@@ -135,27 +123,6 @@ def test_models_and_health(serve: Serve, client: openai.OpenAI, guarded: Serve) 
     assert get(f"{base}/health") == (200, {"status": "ok"})
     assert httpx.get(f"{base}/v1/models").status_code == 401
     assert httpx.head(f"{base}/health").status_code == 200
-
-
-def test_a_client_that_leaves_ends_its_request_on_both_sides(
-    serve: Serve, client: openai.OpenAI
-) -> None:
-    name = 'prefixkv_front_requests_total{outcome="aborted"}'
-    before = serve.figures().get(name, 0)
-    stream = greedy(client, HELLO, 3000, stream=True, extra_body={"ignore_eos": True})
-    for _, _ in zip(range(5), stream, strict=False):
-        pass
-    stream.close()
-    until(lambda: serve.figures().get(name, 0) == before + 1)
-    at_rest(serve)
-    # One whose prompt is still being computed: 3,400 tokens, 64 at a time.
-    long = [{"role": "user", "content": "".join(f"{i % 10}" for i in range(3400))}]
-    body = {"model": "small", "messages": long, "max_tokens": 600, "ignore_eos": True}
-    ask_and_leave(serve, "/chat/completions", body, lambda: under_way(serve))
-    until(lambda: serve.figures().get(name, 0) == before + 2)
-    at_rest(serve)
-    figures = serve.figures("decode-0")
-    assert figures['prefixkv_oldest_lock_age_seconds{node="decode-0"}'] == 0
 
 
 def test_turns_of_a_chat_go_to_the_worker_that_has_it_and_a_killed_front_takes_all_along(

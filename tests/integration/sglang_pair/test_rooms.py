@@ -186,7 +186,7 @@ def refused(answer: Answer, *words: str) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_several_choices_are_refused_and_one_is_served(servers: Servers, path: str) -> None:
-    words = " ".join(f"t{number}" for number in prompt(4))
+    words = " ".join(f"w{number}" for number in prompt(4))
     said = (
         {"messages": [{"role": "user", "content": words}]} if "chat" in path else {"prompt": words}
     )

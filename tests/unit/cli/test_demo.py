@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prefixkv.cli.demo import HERE, LinkRate, link_of
 from prefixkv.cli.demo.command import compare
-from prefixkv.cli.demo.links import HERE, LinkRate, link_of
-from prefixkv.cli.demo.play import Played, Vocabulary, play
 from prefixkv.cli.demo.report import (
     DemoPass,
     DemoReport,
@@ -23,7 +22,7 @@ from prefixkv.cli.demo.report import (
     table,
 )
 from prefixkv.cli.demo.workers import ChatAnswer, ModelWorkerError
-from prefixkv.cli.demo.workload import Run, Turn, Workload, chat
+from prefixkv.cli.demo.workload import Played, Run, Turn, Vocabulary, Workload, chat, play
 from prefixkv.errors import ConfigError
 
 WORDS = Vocabulary(10, 20, system=1, user=2, assistant=3, stop=4)

@@ -50,7 +50,7 @@ def plain_lru(trace: Trace, capacity: int, running: int) -> Iterator[tuple[int, 
     kept: OrderedDict[int, bool] = OrderedDict()
     runs: deque[list[int]] = deque()  # the blocks of each request that runs
     for request in trace.requests:
-        ids = request.whole_key.tokens().tolist()
+        ids = request.key.tokens().tolist()
         if running and len(ids) > capacity:
             yield None
             continue
@@ -61,7 +61,7 @@ def plain_lru(trace: Trace, capacity: int, running: int) -> Iterator[tuple[int, 
         known = 0
         while known < len(ids) and ids[known] in kept:
             known += 1
-        yield known, len(request.key)
+        yield known, request.blocks
         for block in reversed(ids):
             kept[block] = True
             kept.move_to_end(block)
@@ -82,7 +82,7 @@ def test_lru_agrees_with_a_plain_model(capacity: int, warm: float, running: int)
     rows = [*plain_lru(trace, capacity, running)][int(warm * 400) :]
     result = replay_policy(trace, "lru", capacity, warm, running=running)
     assert result.hit_tokens == 512 * sum(row[0] for row in rows if row)
-    blocks = sum(len(one.key) for one in trace.requests[int(warm * 400) :])
+    blocks = sum(one.blocks for one in trace.requests[int(warm * 400) :])
     assert result.block_hit_ratio == pytest.approx(result.hit_tokens / 512 / blocks, abs=1e-12)
     assert result.too_long == rows.count(None)
     assert bool(result.too_long) == (capacity == 20 and running > 0)
@@ -201,7 +201,7 @@ def plain_tiers(trace: Trace, capacity: int, host: int) -> list[tuple[int, int, 
     kept: tuple[OrderedDict[int, bool], ...] = (OrderedDict(), OrderedDict())
     found = []
     for request in trace.requests:
-        path = request.whole_key.tokens().tolist()
+        path = request.key.tokens().tolist()
         if len(path) > capacity:
             found.append((0, 0, 0))
             continue

@@ -586,11 +586,11 @@ class WithoutAbort(ToySides):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([f"{__name__}:Nothing"], f"'Nothing' of module {__name__!r} does not exist (MODULE:NAME"),
-        ([f"{__name__}:TINY"], f"'TINY' of module {__name__!r} is not callable (MODULE:NAME is"),
-        ([__name__], f"'make' of module {__name__!r} does not exist (MODULE:NAME is needed)"),
-        (["no_such_engine:Sides"], "there is no module 'no_such_engine' here (MODULE:NAME"),
-        ([".sides:Sides"], "there is no module '.sides' here"),
+        ([f"{__name__}:Nothing"], f"MODULE:NAME is needed, '{__name__}:Nothing' is not: module"),
+        ([f"{__name__}:TINY"], f"MODULE:NAME is needed, '{__name__}:TINY' is not callable"),
+        ([__name__], f"MODULE:NAME is needed, {__name__!r} is not: module"),
+        (["no_such_engine:Sides"], "MODULE:NAME is needed, 'no_such_engine:Sides' is not: No mod"),
+        ([".sides:Sides"], "MODULE:NAME is needed, '.sides:Sides' is not: "),
         (["--only", "one promt"], "there is no scenario 'one promt', there are 'one prompt', 't"),
         (["--page-size", "3"], "page_size is 3, a multiple of 4 is needed"),
         ([f"{__name__}:WithoutAnything"], "WithoutAnything: 'WithoutAnything' object has no attri"),

@@ -7,7 +7,7 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
@@ -26,12 +26,19 @@ from prefixkv.proxy import server as proxy_module
 from prefixkv.proxy.config import ProxyConfig, ServerAt
 from prefixkv.proxy.server import Proxy
 from prefixkv.serving.config import Limits, ListenSettings
-from prefixkv.serving.http import ApiError, HttpServer, Stream, json_response, make_app
+from prefixkv.serving.http import (
+    ApiError,
+    HttpServer,
+    Stream,
+    json_response,
+    make_app,
+    run_until_disconnect,
+)
 from tests.support.patience import NEVER_S, PATIENCE_S
 from tests.support.scenes import played_by, until
 
 LIMITS = Limits(1 << 20, NEVER_S, NEVER_S, NEVER_S, NEVER_S)
-Say = Callable[["Engine", dict[str, Any]], Awaitable[Response]]
+Say = Callable[["Engine", dict[str, Any]], Coroutine[Any, Any, Response]]
 
 
 class Engine:
@@ -60,21 +67,10 @@ class Engine:
         self.ids.append(request.headers.get("x-request-id", ""))
         self.heads.append(request.headers)
         self.under_way += 1
-        work = asyncio.create_task(self._leave_with(request, body))
         try:
-            return await work
+            return await run_until_disconnect(request, self.say(self, body))
         finally:
             self.under_way -= 1
-
-    async def _leave_with(self, request: Request, body: dict[str, Any]) -> Response:
-        saying = asyncio.ensure_future(self.say(self, body))
-        leaving = asyncio.ensure_future(request.receive())
-        await asyncio.wait((saying, leaving), return_when=asyncio.FIRST_COMPLETED)
-        leaving.cancel()
-        if not saying.done():
-            saying.cancel()
-            return Response(status_code=499)
-        return saying.result()
 
     async def _echo(self, request: Request) -> Response:
         body = await request.body()

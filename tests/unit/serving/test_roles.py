@@ -61,17 +61,6 @@ def test_a_worker_has_what_its_file_says_and_else_what_serve_says(tmp_path: Path
     assert (prefill.node.name, prefill.worker.num_pages) == ("prefill-0", 1024)
 
 
-def test_addresses_count_up(tmp_path: Path) -> None:
-    text = (
-        "bind = 'tcp://[::1]:29600'\n[kv_events]\n"
-        "endpoint = 'ipc:///run/a'\nreplay_endpoint = ''\nsnapshot_endpoint = 'tcp://127.0.0.1:*'\n"
-    )
-    third = workers_of(ServeConfig(prefill=3), "prefill", text, tmp_path / "p.toml")[2].node
-    assert (third.bind, third.kv_events.endpoint) == ("tcp://[::1]:29602", "ipc:///run/a-2")
-    assert third.kv_events.replay_endpoint == ""
-    assert third.kv_events.snapshot_endpoint == "tcp://127.0.0.1:*"
-
-
 def test_host_memory_is_said_in_words_or_by_the_role(tmp_path: Path) -> None:
     def decode(text: str = "", environ: dict[str, str] = ENVIRON, **serve: Any) -> Any:
         config = ServeConfig(**serve)
