@@ -388,9 +388,7 @@ class WorkerSide:
                 self._report.freed.append(send.rid)
 
     def take_report(self) -> WorkerReport | None:
-        if not self._report:
-            return None
-        report, self._report = self._report, WorkerReport()
+        report, self._report = self._report or None, WorkerReport()
         return report
 
     # --- an operator's ----------------------------------------------------------------------------
