@@ -438,6 +438,9 @@ def test_a_connection_that_breaks_before_an_answer_is_reopened_once() -> None:
         assert (answer.status_code, answer.json()["from"]) == (200, "decode-0")
         rooms = [one["kv_transfer_params"]["room"] for one in decode.asked]
         assert len(set(rooms)) == len(rooms) == 2
+        breaks = 1
+        assert (await stage.complete(use_beam_search=True)).status_code == 200, "without a room too"
+        assert "kv_transfer_params" not in decode.asked[-1]
         breaks = 2
         answer = await stage.complete()
         assert answer.status_code == 503, "the second time it is lost"
