@@ -272,10 +272,8 @@ class TransportConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.staging_bytes and self.staging_bytes < self.lease_bytes:
-            raise ConfigError(
-                f"staging_bytes: {self.staging_bytes} is below lease_bytes, {self.lease_bytes}"
-            )
+        if self.staging_bytes:
+            check_order(self, "lease_bytes", "staging_bytes")
         if self.interface and not re.fullmatch(r"[^\s,=]+(,[^\s,=]+)*", self.interface):
             raise ConfigError(
                 f"interface: {self.interface!r} is not a list of names with commas between, "
