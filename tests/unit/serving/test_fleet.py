@@ -311,6 +311,14 @@ async def test_an_operator_sees_lost_lives_and_says_which_are_dead(stage: Stage)
         assert stage.fleet.fenced == []
         stage.fleet.members["peer"].silent = True
         assert (await operator.get("/lost")).json() == shown
+
+        async def comes_back() -> dict[str, list[LostPeer]]:
+            stage.fleet.members["peer"].silent = False
+            return {"p0": LOST}
+
+        with patch.object(stage.fleet, "lost", comes_back):
+            assert await fence("peer", "1f") == 409, "it serves by then"
+        stage.fleet.members["peer"].silent = True
         assert [await fence("peer", "1f") for _ in range(2)] == [202, 202]
     with pytest.raises(ConfigError, match="peer life 1f was fenced: restart it"):
         stage.fleet.add(lost)
