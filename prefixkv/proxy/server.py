@@ -257,7 +257,7 @@ class Proxy(Entrance):
             raise ApiError(503, "the proxy is ending", "server_error", "not_ready")
         rid = self._new_rid(line.id[:100])
         line.fields |= {"id": rid, "stream": not asked.is_whole}
-        is_alone, num = given.computes_alone(asked.is_chat), given.n or 1
+        is_alone, num = given.computes_alone(asked.is_chat), max(given.n or 1, 1)
         return await run_until_disconnect(request, self._answer(request, asked, num, is_alone))
 
     async def _answer(self, request: Request, asked: _Asked, num: int, is_alone: bool) -> Response:

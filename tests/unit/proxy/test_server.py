@@ -175,11 +175,15 @@ def places_taken(proxy: Proxy) -> dict[str, float]:
     }
 
 
+@pytest.mark.parametrize("num", [1, -5])
 @played(decode=[never], limits=replace(LIMITS, max_requests_per_client=1))
-async def test_a_client_with_as_many_requests_as_it_may_have_is_refused(stage: Stage) -> None:
-    asking = asyncio.create_task(stage.complete())
+async def test_a_client_with_as_many_requests_as_it_may_have_is_refused(
+    stage: Stage, num: int
+) -> None:
+    asking = asyncio.create_task(stage.complete(n=num))
     await until(lambda: stage.decode[0].under_way)
-    refused = await stage.complete()
+    async with asyncio.timeout(5):
+        refused = await stage.complete()
     assert refused.status_code == 429
     assert "rate_limit" in refused.text
     asking.cancel()
