@@ -252,8 +252,7 @@ class Fleet:
     @property
     def lives(self) -> set[FenceRequest]:
         """Return those that serve: not those that are silent, whose machines may be lost."""
-        infos = [member.info for member in self.members.values() if not member.silent]
-        return {FenceRequest(info.name, info.life) for info in infos}
+        return {FenceRequest(w.name, w.life) for w in self.workers if w.name not in self.silent}
 
     def fence(self, life: FenceRequest) -> None:
         """State that a life of a worker is certainly dead, to every worker, present and future,
