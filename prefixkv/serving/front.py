@@ -166,14 +166,13 @@ class Front(Entrance):
         # 2. It is fenced already: nothing to do.
         # 3. It is unknown: refused, since a mistyped life must not pass for a fenced one.
         # 4. It is lost: believe the operator.
-        name, life = asked.name, asked.life
-        if asked in self.fleet.lives:
-            raise ApiError(409, f"{name} life {life} serves", code="worker_lives")
+        peers = chain.from_iterable((await self.fleet.lost()).values())
+        if asked in self.fleet.lives:  # also one that has come back while the workers were asked
+            raise ApiError(409, f"{asked.name} life {asked.life} serves", code="worker_lives")
         if asked not in self.fleet.fenced:
-            peers = chain.from_iterable((await self.fleet.lost()).values())
             if asked not in {FenceRequest(peer.name, peer.life) for peer in peers}:
-                raise ApiError(404, f"no life {life} of {name} is lost", code="no_such_life")
-            logger.warning("%s life %s is fenced: an operator said so", name, life)
+                raise ApiError(404, f"{asked.name} life {asked.life}: unknown", code="no_such_life")
+            logger.warning("%s life %s is fenced: an operator said so", asked.name, asked.life)
             self.fleet.fence(asked)
         return Response(status_code=202)
 
