@@ -12,9 +12,8 @@ from msgspec import Meta, Struct, ValidationError, convert
 from prefixkv import Hints, prompt_digest
 from prefixkv.engines.envelope import hints_of
 from prefixkv.errors import RequestError
-from prefixkv.spi import shortened
+from prefixkv.spi import shortened, whole_number
 
-_Room = Annotated[int, Meta(ge=0)]
 _Name = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
@@ -22,7 +21,7 @@ class LoadAsk(Struct, frozen=True):
     """On decode: load from the prefill server at `prefill`. `nonce` is the secret of a room that
     prefill has drawn; null or "" where a router drew the room."""
 
-    room: _Room
+    room: int
     prefill: _Name
     nonce: Annotated[str, Meta(max_length=64)] | None = None
 
@@ -30,7 +29,7 @@ class LoadAsk(Struct, frozen=True):
 class RoomSendAsk(Struct, frozen=True):
     """On prefill: send to the decode server named `decode`."""
 
-    room: _Room
+    room: int
     decode: _Name
 
 
@@ -71,9 +70,11 @@ def ask_of(params: Any, is_producer: bool, is_consumer: bool) -> Ask | None:
         return DrawAsk()  # routers of NixlConnector's kind add fields that are null
     # 4. A router has drawn the room: it must name the other server too.
     try:
-        return convert(params, LoadAsk) if loads else convert(params, RoomSendAsk)
+        ask = convert(params, LoadAsk) if loads else convert(params, RoomSendAsk)
     except ValidationError as error:
         raise RequestError(f"kv_transfer_params: {error}") from None
+    whole_number("room", ask.room, 0, 2**64)  # a bound beyond those of msgspec
+    return ask
 
 
 def hints_of_request(request: Any) -> Hints:

@@ -219,6 +219,7 @@ def test_steps_and_loads_are_measured(make_servers: MakeServers) -> None:
     assert chunk_s(compute, 50) == pytest.approx(1.0, rel=0.05)
     assert not any(is_computed(300) for _ in range(3))
     assert not is_computed(200)  # 4 s here
+    assert counts(decode)["compute_declined"] == 1
     assert [asked.args[2] for asked in promised.mock_calls] == [300, 300, 300, 200]
     left = servers.requests("left", [*range(300)])[0]
     decode.add(left)

@@ -277,6 +277,7 @@ def test_a_request_preempted_on_decode_is_not_loaded_again(servers: Servers) -> 
         ("decode", {"do_remote_prefill": True, "room": 1}, "field `prefill`"),
         ("decode", {"do_remote_decode": True, "room": 1, "decode": "d"}, "no kv_producer"),
         ("prefill", {"do_remote_decode": True, "room": 1, "decode": ""}, "`$.decode`"),
+        ("prefill", {"do_remote_decode": True, "room": 2**64, "decode": "d"}, "room is"),
         ("prefill", {"do_remote_decode": True, "do_remote_prefill": True}, "do_remote_prefill"),
     ],
 )
