@@ -19,7 +19,7 @@ import random
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import count
@@ -150,32 +150,29 @@ class Bodies:
         """Of any kind, for either side."""
         rng = self.rng
         room, generation, ticket = self.room()
-        kind = rng.randrange(14)
-        if kind < 3:
-            return (
-                self.promise()
-                if rng.random() < 0.7 or not self.promises
-                else rng.choice(self.promises)
-            )
-        if kind == 3:
-            return messages.Abort(room, generation, self.text(), ticket)
-        if kind == 4:
-            return messages.OutcomeAck(room, generation, rng.choice((0, self.number())), ticket)
-        if kind == 5:
-            return messages.LeaseGrant(room, generation, *(self.number() for _ in range(3)), ticket)
-        if kind == 6:
-            return messages.LeaseAsk(room, generation, *(self.number() for _ in range(4)), ticket)
-        if kind == 7:
-            return messages.PromiseAck(room, generation, rng.choice((0, self.number())), ticket)
-        if kind == 8:
-            return messages.Drained(room, generation, 0, ticket, rng.random() < 0.5)
-        if kind < 11:
-            return self.outcome()
-        if kind == 11:
-            return messages.Heartbeat()
-        if kind == 12:
-            return HelloWanted(self.number())
-        return self.hostile_hello() if rng.random() < 0.5 else self.hostile_reply()
+        rank = rng.choice((0, self.number()))
+
+        def lease(kind: type, num_numbers: int) -> Any:
+            return kind(room, generation, *(self.number() for _ in range(num_numbers)), ticket)
+
+        def promise() -> Promise:
+            fresh = rng.random() < 0.7 or not self.promises
+            return self.promise() if fresh else rng.choice(self.promises)
+
+        makers: tuple[Callable[[], Any], ...] = (
+            *(promise,) * 3,
+            *(self.outcome,) * 2,
+            lambda: messages.Abort(room, generation, self.text(), ticket),
+            lambda: messages.OutcomeAck(room, generation, rank, ticket),
+            lambda: messages.PromiseAck(room, generation, rank, ticket),
+            lambda: lease(messages.LeaseGrant, 3),
+            lambda: lease(messages.LeaseAsk, 4),
+            lambda: messages.Drained(room, generation, 0, ticket, rng.random() < 0.5),
+            messages.Heartbeat,
+            lambda: HelloWanted(self.number()),
+            lambda: rng.choice((self.hostile_hello, self.hostile_reply))(),
+        )
+        return rng.choice(makers)()
 
 
 class Mouth:
@@ -236,128 +233,128 @@ class Mouth:
         return [raw]
 
 
-def dealer(context: zmq.Context[Any], address: str, own: CurveConfig, server: str) -> Any:
-    sock = context.socket(zmq.DEALER)
-    sock.setsockopt(zmq.LINGER, 0)
-    sock.setsockopt(zmq.SNDHWM, 1000)
-    sock.curve_publickey, sock.curve_secretkey = own.public_key.encode(), own.secret_key.encode()
-    sock.curve_serverkey = server.encode()
-    sock.connect(address)
-    return sock
+class Attacker:
+    """Says bursts of frames by a socket. `farewell` is how often it says that it leaves."""
 
+    farewell: float
 
-class AsDecode:
-    """An attacker of prefill. It introduces itself as long as it `introduces`."""
-
-    def __init__(self, mouth: Mouth, sock: Any, metadata: Callable[[PeerId], bytes]) -> None:
-        self.mouth, self.sock, self.metadata = mouth, sock, metadata
-        self.introduces = True
+    def __init__(self, mouth: Mouth, sock: Any) -> None:
+        self.mouth, self.sock = mouth, sock
         self.refused: Counter[str] = Counter()
-        self.next_life = 0.0
+        self.route: list[bytes] | None = []  # before each message; None: there is nobody
 
-    def hello(self, nonce: int = 0) -> bytes:
-        mouth = self.mouth
-        changed = {"agent_metadata": self.metadata(mouth.me), "nonce": nonce}
-        return mouth.raw(msgspec.structs.replace(mouth.bodies.hello, **changed))
-
-    def read(self) -> None:
+    def received(self) -> Iterator[Any]:
+        """The bodies that have come."""
         for _ in range(500):
             try:
-                body = messages.decode(self.sock.recv(zmq.DONTWAIT)).body
+                *self.route, raw = self.sock.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 return
+            yield messages.decode(raw).body
+
+    def read(self) -> None:
+        raise NotImplementedError
+
+    def live_again(self) -> None:
+        me = self.mouth.me
+        self.mouth.me = PeerId(me.name, me.incarnation + 1)
+        self.mouth.seq = count(1)
+
+    def put(self, parts: list[bytes]) -> bool:
+        try:
+            self.sock.send_multipart([*(self.route or ()), *parts], zmq.DONTWAIT)
+        except zmq.ZMQError:  # it is full, or decode has gone
+            return False
+        return True
+
+    def say(self, body: Any) -> bool:
+        return self.put([self.mouth.raw(body)])
+
+    def burst(self) -> int:
+        self.read()
+        if self.route is None:
+            return 0
+        sent = 0
+        while sent < _BURST and self.put(self.mouth.frame()):
+            sent += 1
+        if self.mouth.rng.random() < self.farewell:
+            self.say(messages.Fenced())
+        return sent
+
+
+class AsDecode(Attacker):
+    """An attacker of prefill. It introduces itself as long as it `introduces`."""
+
+    farewell = 0.02
+
+    def __init__(
+        self, mouth: Mouth, context: zmq.Context[Any], address: str, own: CurveConfig, server: str,
+        metadata: Callable[[PeerId], bytes],
+    ) -> None:  # fmt: skip
+        super().__init__(mouth, sock := context.socket(zmq.DEALER))
+        set_up(sock, own)
+        sock.curve_serverkey = server.encode()
+        sock.connect(address)
+        self.metadata = metadata
+        self.introduces = True
+        self.next_life = 0.0
+
+    def greet(self, nonce: int = 0) -> None:
+        mouth = self.mouth
+        changed = {"agent_metadata": self.metadata(mouth.me), "nonce": nonce}
+        self.say(msgspec.structs.replace(mouth.bodies.hello, **changed))
+
+    def read(self) -> None:
+        for body in self.received():
             if isinstance(body, HelloWanted) and self.introduces and self.mouth.rng.random() < 0.2:
-                self.put([self.hello(body.nonce)])
+                self.greet(body.nonce)
             elif isinstance(body, HelloReply):
                 self.refused[body.refused[:40]] += 1
                 now_s = time.monotonic()
                 if "life" in body.refused and self.introduces and now_s > self.next_life:
                     self.next_life = now_s + 1.0
                     self.live_again()
-
-    def live_again(self) -> None:
-        me = self.mouth.me
-        self.mouth.me = PeerId(me.name, me.incarnation + 1)
-        self.mouth.seq = count(1)
-        self.put([self.hello()])
-
-    def put(self, parts: list[bytes]) -> bool:
-        try:
-            self.sock.send_multipart(parts, zmq.DONTWAIT)
-        except zmq.Again:
-            return False
-        return True
+                    self.greet()
 
     def burst(self) -> int:
-        self.read()
-        sent = 0
-        for _ in range(_BURST):
-            if not self.put(self.mouth.frame()):
-                break
-            sent += 1
-        if self.mouth.rng.random() < 0.02 and self.introduces:
-            self.put([self.mouth.raw(messages.Fenced())])
-        return sent
+        self.farewell = AsDecode.farewell if self.introduces else 0.0
+        return super().burst()
 
 
-class AsPrefill:
+class AsPrefill(Attacker):
     """The attacker of decode: a prefill worker that decode was told to use."""
 
+    farewell = 0.005
+
     def __init__(self, mouth: Mouth, context: zmq.Context[Any], server: CurveConfig) -> None:
-        self.mouth = mouth
-        self.sock = context.socket(zmq.ROUTER)
-        self.sock.setsockopt(zmq.LINGER, 0)
-        self.sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.sock.setsockopt(zmq.SNDHWM, 1000)
-        self.sock.curve_server = True
-        self.sock.curve_secretkey = server.secret_key.encode()
-        self.sock.curve_publickey = server.public_key.encode()
-        self.address = f"tcp://127.0.0.1:{self.sock.bind_to_random_port('tcp://127.0.0.1')}"
-        self.route = b""
+        super().__init__(mouth, sock := context.socket(zmq.ROUTER))
+        set_up(sock, server)
+        sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        sock.curve_server = True
+        self.address = f"tcp://127.0.0.1:{sock.bind_to_random_port('tcp://127.0.0.1')}"
+        self.route = None
 
     def read(self) -> None:
         bodies, rng = self.mouth.bodies, self.mouth.rng
-        for _ in range(500):
-            try:
-                self.route, raw = self.sock.recv_multipart(zmq.DONTWAIT)
-            except zmq.Again:
-                return
-            body = messages.decode(raw).body
+        for body in self.received():
             if isinstance(body, Hello):
                 if rng.random() < 0.1:
-                    me = self.mouth.me
-                    self.mouth.me = PeerId(me.name, me.incarnation + 1)
-                    self.mouth.seq = count(1)
-                self.put([self.mouth.raw(msgspec.structs.replace(bodies.reply, known=body.known))])
+                    self.live_again()
+                self.say(msgspec.structs.replace(bodies.reply, known=body.known))
             elif isinstance(body, Promise):
                 bodies.rooms.append((body.room, body.generation, body.ticket))
                 if rng.random() < 0.3:
                     num_pages = len(body.pages) // 4
                     said = True, 1, num_pages, b"aux!", "", True, body.ticket
-                    self.put([self.mouth.raw(Outcome(body.room, body.generation, 0, *said))])
+                    self.say(Outcome(body.room, body.generation, 0, *said))
             elif isinstance(body, messages.Abort) and rng.random() < 0.5:
-                word = messages.Drained(body.room, body.generation, 0, body.ticket)
-                self.put([self.mouth.raw(word)])
+                self.say(messages.Drained(body.room, body.generation, 0, body.ticket))
 
-    def put(self, parts: list[bytes]) -> bool:
-        try:
-            self.sock.send_multipart([self.route, *parts], zmq.DONTWAIT)
-        except zmq.ZMQError:  # it is full, or decode has gone
-            return False
-        return True
 
-    def burst(self) -> int:
-        self.read()
-        if not self.route:
-            return 0
-        sent = 0
-        for _ in range(_BURST):
-            if not self.put(self.mouth.frame()):
-                break
-            sent += 1
-        if self.mouth.rng.random() < 0.005:
-            self.put([self.mouth.raw(messages.Fenced())])
-        return sent
+def set_up(sock: Any, own: CurveConfig) -> None:
+    sock.setsockopt(zmq.LINGER, 0)
+    sock.setsockopt(zmq.SNDHWM, 1000)
+    sock.curve_publickey, sock.curve_secretkey = own.public_key.encode(), own.secret_key.encode()
 
 
 def captured(name: str, context: zmq.Context[Any], stack: ExitStack) -> tuple[PeerId, Hello]:
@@ -461,19 +458,18 @@ def attack(num_frames: int, seconds: float, seed: int) -> int:
         def as_decode(name: str, own: CurveConfig) -> AsDecode:
             me, hello = captured(name, context, stack)
             mouth = Mouth(random.Random(rng.random()), Bodies(rng, hello), me)
-            sock = dealer(context, prefill.endpoint, own, server.public_key)
 
             def metadata(life: PeerId) -> bytes:
                 lives = (f"#{peer.incarnation}".encode() for peer in (me, life))
                 return hello.agent_metadata.replace(*lives)
 
-            return AsDecode(mouth, sock, metadata)
+            return AsDecode(mouth, context, prefill.endpoint, own, server.public_key, metadata)
 
         former = as_decode("honest", honest)
-        former.put([former.hello()])
+        former.greet()
 
         def introduce() -> None:
-            former.put([former.hello()])
+            former.greet()
             former.read()
 
         until(lambda: former.refused[""], step=introduce, pause_s=0.05)
@@ -482,7 +478,7 @@ def attack(num_frames: int, seconds: float, seed: int) -> int:
         decode.call("set", untrusted="hostile")
         traffic = Traffic(prefill, decode, seed)
         traffic.until_served(1)
-        attackers: list[tuple[str, Any]] = [
+        attackers: list[tuple[str, Attacker]] = [
             ("a former life", former),
             ("an allowed worker", as_decode("evil", evil)),
         ]
@@ -515,7 +511,7 @@ def attack(num_frames: int, seconds: float, seed: int) -> int:
         wrong += decode.call("get", "wrong_aux")
     print(f"frames: {sum(sent.values())} in {took_s:.0f} s, seed {seed}; {dict(sent)}")
     for name, one in dict(attackers).items():
-        print(f"  {name}: {dict(one.mouth.counts)}", dict(getattr(one, "refused", {})))
+        print(f"  {name}: {dict(one.mouth.counts)}", dict(one.refused))
     print(
         f"  honest requests: {traffic.served} served, {len(traffic.failures)} failed, the slowest "
         f"{traffic.slowest_s:.2f} s; others ended: {traffic.hostile_ended}; wrong pages: {wrong}"

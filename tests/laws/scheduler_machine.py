@@ -10,7 +10,7 @@ chance has it, and must end equal to it.
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -31,24 +31,27 @@ from prefixkv.pages.allocator import PageState
 from prefixkv.pages.manager import PageManager
 from prefixkv.paging import pages_for
 from prefixkv.protocol.ids import PeerId
-from prefixkv.ranks.row_log import RankLog, RankSizes, RowFollower
+from prefixkv.ranks.row_log import RankSizes
 from prefixkv.request import Hints, Request
 from tests.laws.auditor import assert_at_rest, audit_decode, audit_prefill
 from tests.support.fabric import Hold
 from tests.support.schedulers import decode_scheduler, host_of, timed_by
 from tests.support.sim import Storm
-from tests.support.sim_engines import PAGE_SIZE, ROWS, SPOILT, DecodeEngine, PairSim
+from tests.support.sim_engines import (
+    PAGE_SIZE,
+    ROWS,
+    SPOILT,
+    DecodeEngine,
+    FollowedLog,
+    PairSim,
+)
 from tests.support.sim_host import SimHost
 from tests.support.sim_memory import Memory
 from tests.support.sim_rank import TIMING, SimRank
 from tests.support.spelled import Event, Spelled
 
-_IDLE, _DONE, _DECODE, _PREFILL = (
-    0,
-    1,
-    2,
-    4,
-)  # what an action says: nothing to do; done; and whose books it touched
+# What an action says: nothing to do; done; and whose books it touched.
+_IDLE, _DONE, _DECODE, _PREFILL = 0, 1, 2, 4
 
 
 # Names and not what is registered: a run follows from its integers, whatever else was imported.
@@ -227,7 +230,7 @@ class SchedulerSim(PairSim):
         return engine
 
     def decode_scheduler(self) -> DecodeScheduler:
-        num_pages, self.log = self.decode_pages, RankLog()
+        num_pages = self.decode_pages
         windows = () if (last := self.sides[1].last) is None else (last,)
         options = self.config.for_page_manager(num_pages)._replace(
             num_slots=self.num_slots, num_saved=self.num_checkpoints, windows=windows
@@ -235,11 +238,8 @@ class SchedulerSim(PairSim):
         rows = self.config.max_running
         pages = PageManager(num_pages, PAGE_SIZE, rows, options=options)
         pages.hash_every_pages = 1
-        self.log.sizes = RankSizes(
-            "decode", num_pages, PAGE_SIZE, rows, self.num_slots, windows=windows
-        )
-        self.followers = [RowFollower(self.log.sizes) for _ in range(self.num_ranks - 1)]
-        self.unread: list[deque[bytes]] = [deque() for _ in self.followers]
+        sizes = RankSizes("decode", num_pages, PAGE_SIZE, rows, self.num_slots, windows=windows)
+        self.logged = FollowedLog(sizes, self.num_ranks)
         return decode_scheduler(
             pages,
             timed_by(self, DecodeScheduler),
@@ -397,34 +397,27 @@ class SchedulerSim(PairSim):
     # --- the other ranks --------------------------------------------------------------------------
 
     def _publish(self) -> None:
-        """The pass is over: one message for all ranks. Some engines take several passes
-        together."""
-        if self.followers and (self.calm or self.random.randrange(3)):
-            raw = self.log.take(self.decode.scheduler.pages)
-            for unread in self.unread:
-                unread.append(raw)
+        """The pass is over. Some engines take several passes together."""
+        if self.logged.followers and (self.calm or self.random.randrange(3)):
+            self.logged.publish(self.decode.scheduler.pages)
 
     def follow(self) -> int:
         """A rank reads some of what it has been sent."""
-        late = [rank for rank, unread in enumerate(self.unread) if unread]
-        if not late:
+        if not (late := self.logged.late):
             return _IDLE
-        rank = self.random.choice(late)
-        for _ in range(self.random.randint(1, len(self.unread[rank]))):
-            self.followers[rank].apply(self.unread[rank].popleft())
+        at = self.random.choice(late)
+        for _ in range(self.random.randint(1, 3)):
+            if at in self.logged.late:
+                self.logged.read(at)
         return _DONE
 
     def _compare_ranks(self) -> None:
         """All that was published is read: every rank is what rank 0 is."""
-        if not self.followers:
-            return
-        pages = self.decode.scheduler.pages
-        raw = self.log.take(pages)
-        for follower, unread in zip(self.followers, self.unread, strict=True):
-            for message in [*unread, raw]:
-                follower.apply(message)
-            unread.clear()
-            assert follower.is_like(pages), "ranks: rows differ"
+        if self.logged.followers:
+            self.logged.publish(self.decode.scheduler.pages)
+            while late := self.logged.late:
+                self.logged.read(late[0])
+            self.logged.check(self.decode.scheduler.pages)
 
     # --- requests ---------------------------------------------------------------------------------
 

@@ -13,13 +13,11 @@ from pathlib import Path
 
 import pytest
 
-import prefixkv
-from prefixkv import spi
+from tests.repository.imports import RINGS, homes, imports
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 600
 
-WAIST = {"prefixkv": vars(prefixkv)["_HOMES"], "prefixkv.spi": vars(spi)["_HOMES"]}
 POLICIES = ("adaptive", "ghosts", "hazards", "least_worth", "hints")
 ORGANS = {
     "policies": [f"cache/eviction/{name}.py" for name in POLICIES],
@@ -57,7 +55,6 @@ SHARED = {"decode/sources.py": ("compute", "host")}
 BOTH = {"decode/state_checkpoints.py": ("compute", "checkpoints")}
 """A file that goes with the first of these."""
 
-RINGS = ("engines", "serving", "proxy", "cli", "conformance")
 BETWEEN = ("assembly.py", "policies.py", "__init__.py", "spi.py", "transfer.py")
 
 # Of the kernel alone, so that it runs whatever is away.
@@ -95,16 +92,10 @@ def pruned(text: str, gone: Iterable[str]) -> str:
 
 
 def imports_of(path: Path) -> Iterator[str]:
-    """The modules that a file imports, also for type checkers alone, and inside functions; of a
-    public name its home."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            homes = WAIST.get(node.module, {})
-            for name in (alias.name for alias in node.names):
-                yield f"prefixkv.{homes[name]}" if name in homes else f"{node.module}.{name}"
+    """The modules that a file imports; of a public name its home."""
+    for module, name in imports(path.read_text()):
+        yield module
+        yield f"prefixkv.{homes(module)[name]}" if name in homes(module) else f"{module}.{name}"
 
 
 def imported(path: Path, root: Path) -> Iterator[str]:

@@ -48,7 +48,6 @@ VLLM = tuple(f"prefixkv.engines.vllm.{name}" for name in (
 FILES = {path.name for folder in ("prefixkv", "benchmarks", "docs", "tests", "fuzz")
          for path in (ROOT / folder).rglob("*.*")}  # fmt: skip
 INSTALL = re.compile(r"pip install ([^`\n#&]*)")
-BUILD = re.compile(r"(\S+) -m benchmarks env ([\w-]+)( --folder \S+)?")
 each_document = pytest.mark.parametrize(
     "document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT))
 )
@@ -376,17 +375,3 @@ def test_each_install_is_of_this_checkout_and_editable(document: Path) -> None:
         extra = words[1].strip(".[]")
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         assert not extra or extra in extras["optional-dependencies"]
-
-
-@each_document
-def test_an_environment_is_used_by_the_name_that_it_was_built_by(document: Path) -> None:
-    """By a Python without packages, but for the one that shares those of the tests' own."""
-    text = document.read_text(encoding="utf-8")
-    built = {".venv"}
-    for _, engine, folder in BUILD.findall(text):
-        built.add(folder.removeprefix(" --folder ") or f".venv-{engine}")
-    for block in (one for one in blocks(text) if one.language == "sh"):
-        for python, engine, _ in BUILD.findall(block.code):
-            assert python == (".venv/bin/python" if engine == "sglang-trees" else "python3")
-        used = re.findall(r"(\S*\.?venv[\w-]*)/bin/", block.code)
-        assert {one.rpartition("$PWD/")[2] for one in used} <= built, block.code

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import pkgutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import prefixkv
+from tests.repository.imports import imports
 from tests.support.patience import PATIENCE_S
 
 HEAVY = ("torch", "nixl", "zmq")
@@ -35,20 +36,8 @@ def test_the_package_is_imported_with_next_to_nothing() -> None:
 
 def test_the_pure_part_runs_without_transport_sockets_and_tensors() -> None:
     """All its modules load where torch, nixl and zmq are not installed."""
-    pure = (
-        "cache",
-        "decode",
-        "prefill",
-        "protocol",
-        "request",
-        "pages",
-        "control",
-        "staging",
-        "ranks",
-        "config",
-        "errors",
-        "paging",
-    )
+    pure = {"cache", "decode", "prefill", "protocol", "request", "pages", "control", "staging",
+            "ranks", "config", "errors", "paging"}  # fmt: skip
     names = [module.name for module in pkgutil.walk_packages(prefixkv.__path__, "prefixkv.")]
     names = [name for name in names if name.split(".")[1] in pure]
     assert len(names) > 25
@@ -63,22 +52,11 @@ def test_the_pure_part_runs_without_transport_sockets_and_tensors() -> None:
 
 
 def imports_of(name: str, modules: set[str]) -> set[str]:
-    """The modules of the package that a module's text imports anywhere: also for type checkers
-    only, and inside functions."""
-    spec = importlib.util.find_spec(name)
-    assert spec is not None
-    assert spec.origin is not None
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(Path(spec.origin).read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{name} has a relative import"
-            assert node.module is not None
-            for alias in node.names:  # a module of that name, or a name in the module
-                inner = f"{node.module}.{alias.name}"
-                found.add(inner if inner in modules else node.module)
-    return found & modules
+    """The modules of the package that a module's text imports anywhere."""
+    spec: Any = importlib.util.find_spec(name)
+    every = imports(Path(spec.origin).read_text())
+    # A module of that name, or a name in the module.
+    return {inner if (inner := f"{of}.{one}") in modules else of for of, one in every} & modules
 
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
@@ -97,9 +75,8 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
 
 
 def test_no_import_leads_back_to_its_module_type_only_ones_included() -> None:
-    modules = {module.name for module in pkgutil.walk_packages(prefixkv.__path__, "prefixkv.")} | {
-        "prefixkv"
-    }
+    modules = {module.name for module in pkgutil.walk_packages(prefixkv.__path__, "prefixkv.")}
+    modules.add("prefixkv")
     graph = {name: imports_of(name, modules) for name in modules}
     assert sum(map(len, graph.values())) > 500
     assert circles(graph) == []

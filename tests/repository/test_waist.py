@@ -11,54 +11,36 @@ from types import ModuleType
 import pytest
 
 import prefixkv
-from prefixkv import errors, settings, spi, transfer
+from prefixkv import errors, settings, spi
+from tests.repository.imports import RINGS, WAIST, homes, imports
 
 PACKAGE = Path(prefixkv.__file__).parent
 GATED = PACKAGE.parent / "benchmarks" / "policies"  # the example of a policy of one's own
-RINGS = ("engines", "serving", "proxy", "cli", "conformance")
-WAIST = {"prefixkv": prefixkv, "prefixkv.transfer": transfer, "prefixkv.spi": spi}
 PLAIN = {"prefixkv.errors": errors, "prefixkv.settings": settings}  # each has its names itself
 
 
-def imports(text: str, ring: str) -> Iterator[tuple[str, str]]:
+def of_the_core(text: str) -> Iterator[tuple[str, str]]:
     """Module and name of each import of the core in a ring's file, wherever it stands in it."""
-    for node in ast.walk(ast.parse(text)):
-        if (
-            isinstance(node, ast.ImportFrom)
-            and node.module
-            and node.module.split(".")[0] == "prefixkv"
-        ):
-            for alias in node.names:
-                inside = f"{node.module}.{alias.name}".split(".")[1]
-                if inside not in RINGS:
-                    yield node.module, alias.name
-        elif isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.startswith("prefixkv.") and alias.name.split(".")[1] not in RINGS:
-                    yield alias.name, ""
-
-
-def homes(module: str) -> dict[str, str]:
-    return vars(WAIST[module])["_HOMES"] if module in WAIST else {}
+    for module, name in imports(text):
+        inside = f"{module}.{name}".split(".")
+        if inside[0] == "prefixkv" and inside[1] not in (*RINGS, ""):
+            yield module, name
 
 
 def is_plain(module: str, name: str) -> bool:
     """Return whether a module without a table has this public name, and has not imported it."""
-    tree = ast.parse(Path(str(PLAIN[module].__file__)).read_text()) if module in PLAIN else None
-    taken = {
-        alias.name
-        for node in ast.walk(tree or ast.Module([], []))
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for alias in node.names
-    }
-    return tree is not None and name[:1] != "_" and name in dir(PLAIN[module]) and name not in taken
+    if module not in PLAIN:
+        return False
+    text = Path(str(PLAIN[module].__file__)).read_text()
+    taken = {imported or of for of, imported in imports(text)}
+    return name[:1] != "_" and name in dir(PLAIN[module]) and name not in taken
 
 
 def around(ring: str) -> list[str]:
     return [
         f"{path.relative_to(PACKAGE)} imports {name} of {module}"
         for path in sorted((PACKAGE / ring).rglob("*.py"))
-        for module, name in imports(path.read_text(), ring)
+        for module, name in of_the_core(path.read_text())
         if not (is_plain(module, name) or name in homes(module) or name[:2] == "__")
     ]
 
@@ -74,7 +56,7 @@ def test_an_import_around_the_waist_is_seen() -> None:
         "from prefixkv import DecodeNode\nimport prefixkv.paging\nfrom prefixkv import errors\n"
         "def f():\n    from prefixkv.cache.tree import RadixTree\nfrom prefixkv.engines import hf\n"
     )
-    assert list(imports(text, "cli")) == [
+    assert list(of_the_core(text)) == [
         ("prefixkv", "DecodeNode"),
         ("prefixkv.paging", ""),
         ("prefixkv", "errors"),
@@ -108,7 +90,7 @@ def test_what_is_in_the_waist_is_used_by_a_ring_or_is_for_engines_of_ones_own() 
         name
         for folder in (*(PACKAGE / ring for ring in RINGS), GATED)
         for path in folder.rglob("*.py")
-        for _, name in imports(path.read_text(), folder.name)
+        for _, name in of_the_core(path.read_text())
     }
     for_others = {
         "AdmissionPolicy", "register_admission",  # an admission policy of one's own

@@ -209,10 +209,7 @@ class FakeFabric:
         return hold
 
     def fail(
-        self,
-        matches: Predicate,
-        error: Exception,
-        at: Literal["post", "check"] = "check",
+        self, matches: Predicate, error: Exception, at: Literal["post", "check"] = "check"
     ) -> None:
         """Fail the next post that matches (an `Action` of kind "post"): refuse it, or fail its
         check. The bytes of a part that fails at its check may still land."""

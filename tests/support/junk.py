@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from hypothesis import strategies as st
+
+from prefixkv.errors import CallerError, CapacityError, shown
+
+EXAMPLES = int(os.environ.get("PREFIXKV_JUNK_EXAMPLES", "60"))  # more for a long run
+Arguments = tuple[list[Any], dict[str, Any]]
 
 
 class OwnError(OSError):
@@ -84,3 +90,47 @@ def each_junk() -> Iterator[Any]:
     yield from _PLAIN
     for make in _MAKE.values():
         yield make()
+
+
+def with_junk(
+    data: st.DataObject,
+    args: Sequence[Any],
+    named: dict[str, Any],
+    num_odd: int = 0,
+    most: int = 99,
+) -> dict[int | str, Any]:
+    """Draw junk for up to `most` arguments, by place or name. Of `num_odd` objects that a test has
+    it draws the number, as `Odd`: how far they are differs from run to run."""
+    drawn = st.one_of(JUNK, st.builds(Odd, st.integers(0, num_odd - 1))) if num_odd else JUNK
+    places = st.sampled_from([*range(len(args)), *named])
+    return {
+        place: data.draw(drawn)
+        for place in sorted(data.draw(st.sets(places, min_size=1, max_size=most)), key=str)
+    }
+
+
+class Odd(int):
+    """The number of an object of a right type for another place."""
+
+
+def put(
+    junk: dict[int | str, Any], args: Sequence[Any], named: dict[str, Any], odd: Sequence[Any] = ()
+) -> Arguments:
+    """The arguments with that junk among them."""
+    wrong = {at: odd[one % len(odd)] if isinstance(one, Odd) else one for at, one in junk.items()}
+    return (
+        [wrong.get(at, one) for at, one in enumerate(args)],
+        {name: wrong.get(name, one) for name, one in named.items()},
+    )
+
+
+def is_taken(name: str, call: Callable[..., Any], args: Sequence[Any], named: Any) -> bool:
+    """Whether the call took these; False: it raised what it may: a caller's mistake, or what an
+    object of the caller's raises."""
+    try:
+        call(*args, **named)
+    except (CallerError, CapacityError, OwnError):
+        return False
+    except Exception as error:
+        raise AssertionError(f"{name}: {shown((args, named))} raised {error!r}") from error
+    return True

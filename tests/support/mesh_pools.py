@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -45,7 +46,7 @@ Bytes = npt.NDArray[np.uint8]
 @cache
 def mesh_layout(
     order: str, num_pages: int, page_size: int, num_layers: int, num_heads: int,
-    attention: str = "mha", head_bytes: int = HEAD_BYTES,
+    attention: str = "mha", head_bytes: int = HEAD_BYTES, gap: int = GAP,
 ) -> tuple[KVLayout, int]:  # fmt: skip
     """A layout of that order and the bytes of memory it lies in, canaries included."""
     outer, inner = ORDERS[order].split("|")
@@ -59,13 +60,13 @@ def mesh_layout(
             strides[dim] = extent
             extent *= counts[dim]
     bases: dict[tuple[int, int], int] = {}
-    at = BASE + GAP
+    at = BASE + gap
     for layer in range(num_layers):
         for kind in range(kinds):
             key = (layer if "L" in outer else 0, kind if "K" in outer else 0)
             if key not in bases:
                 bases[key] = at
-                at += extent + GAP
+                at += extent + gap
     slabs = []
     for layer, kind in product(range(num_layers), range(kinds)):
         region = bases[layer if "L" in outer else 0, kind if "K" in outer else 0]
@@ -89,6 +90,19 @@ def moved(layout: KVLayout, address: int) -> KVLayout:
         slabs=tuple(msgspec.structs.replace(slab, base=slab.base + shift) for slab in layout.slabs),
         regions=tuple((start + shift, num_bytes) for start, num_bytes in layout.regions),
     )
+
+
+def slab_views(layout: KVLayout, memory: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
+    """[page, token, head, byte] of each slab of a rank's memory at `BASE`, or of marks of its
+    bytes."""
+    shape = layout.num_pages, layout.page_size, layout.num_kv_heads, layout.head_bytes
+    return [
+        np.lib.stride_tricks.as_strided(
+            memory[slab.base - BASE :], shape,
+            (slab.page_stride, slab.token_stride, slab.head_stride, 1),
+        )
+        for slab in layout.slabs
+    ]  # fmt: skip
 
 
 @cache

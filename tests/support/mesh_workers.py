@@ -123,12 +123,13 @@ class MeshPair:
         """One chunk of this request, also while holding."""
         hashes = _hasher.prefixes(req.tokens)
         start = self.computing[req.rid]
-        end = min(start + self.chunk, req.num_tokens)
+        end = min([start + self.chunk, req.num_tokens, *(at for at in req.stops if at > start)])
         for pattern in self._prefill_patterns:
             pattern.fill(req.pages, max(start, req.prefix_len), hashes[:end])
         last = end == req.num_tokens
         if last and not self.may_end(req):
             return
+        self.reached(req, start, end)
         more = self.last(req) if last else {}
         self.prefill.send_chunk(req, end, last, b"aux " + req.rid.encode() if last else b"", **more)
         self.computing[req.rid] = end
@@ -139,8 +140,11 @@ class MeshPair:
         """Whether prefill's engine has what the last chunk takes."""
         return True
 
+    def reached(self, req: PrefillRequest, start: int, end: int) -> None:
+        """The chunk is computed, and not sent yet."""
+
     def last(self, req: PrefillRequest) -> dict[str, Any]:
-        """What goes with it."""
+        """What goes with the last chunk."""
         return {}
 
     def until(self, reached: Any) -> None:
@@ -155,6 +159,18 @@ class MeshPair:
         req = self.arrived.pop(rid)
         self.decode.append_many([req], [1])
         self.decode.finish(req)
+
+    def serve(self, room: int, prompts: dict[str, Tokens]) -> None:
+        """Requests side by side, from this room on, to their ends on both sides. Each answers one
+        token, or is among the failed."""
+        for number, (rid, tokens) in enumerate(prompts.items()):
+            self.submit(rid, tokens, room + number)
+        self.until(lambda: prompts.keys() <= self.arrived.keys() | self.failed.keys())
+        for rid in prompts.keys() & self.arrived.keys():
+            assert self.arrived[rid].aux == b"aux " + rid.encode()
+            self.finish(rid)
+        self.until(lambda: prompts.keys() <= {*self.sent, *self.prefill_failed})
+        self.until(self.at_rest)
 
     def at_rest(self) -> bool:
         """Nothing is locked, owned, held or open anywhere."""

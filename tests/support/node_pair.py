@@ -68,7 +68,6 @@ class PrefillDriver:
         self.pattern = pattern_in(node.pool, SALT)
         self.computing: dict[str, PrefillRequest] = {}
         self.computed: dict[str, int] = {}
-        self.added: list[str] = []
         self.chunks: dict[str, int] = {}
         self.sent: list[str] = []
         self.failed: dict[str, Exception | None] = {}
@@ -78,7 +77,6 @@ class PrefillDriver:
         self, rid: str, tokens: Tokens, room: int, generation: int = 0, decode: str = "decode-0"
     ) -> None:
         self.node.add(Request(rid, tokens, room=room, generation=generation, decode=decode))
-        self.added.append(rid)
 
     def step(self) -> None:
         for req in self.node.pop_bootstrapped():
@@ -239,21 +237,12 @@ class NodePair:
     def settle(self) -> None:
         self.until(lambda: not left(self.decode) and not left(self.prefill))
 
-    def settle_prefill(self) -> None:
-        self.until(lambda: not left(self.prefill))
-
     def check_at_rest(self) -> None:
         """Every law holds, every byte was right, nothing is locked, owned or held."""
         self.settle()
         assert self.d.mismatches == self.d.wrong_aux == self.p.mismatches == 0
         for node in (self.decode, self.prefill):
             node_at_rest(node)
-
-
-def asked_for(rids: Iterable[str]) -> set[str]:
-    """The requests on decode behind these on prefill, whose ids name the attempt from the second
-    on."""
-    return {rid.partition(".")[0] for rid in rids}
 
 
 def left(node: DecodeNode | PrefillNode) -> dict[str, int]:

@@ -15,6 +15,7 @@ import torch
 from prefixkv import PrefillNode
 from prefixkv.conformance.hashing import PrefixHasher
 from prefixkv.prefill.request import PrefillRequest
+from tests.support.gates import Gate
 from tests.support.node_pair import PrefillDriver
 from tests.support.patience import PATIENCE_S, SkippableClock
 from tests.support.patterns import MirroredPattern
@@ -90,14 +91,7 @@ class SignalSelf:
         return True
 
 
-class Never:
-    """A device event that is never done."""
-
-    def query(self) -> bool:
-        return False
-
-
-EVENTS = {"stop": SignalSelf(signal.SIGSTOP), "kill": SignalSelf(signal.SIGKILL), "never": Never()}
+EVENTS = {"stop": SignalSelf(signal.SIGSTOP), "kill": SignalSelf(signal.SIGKILL), "never": Gate()}
 
 
 class NodeCalls:

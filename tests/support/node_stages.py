@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 from prefixkv import DecodeNode
 from prefixkv.config import ControlConfig, DecodeConfig
+from tests.support.gates import Gate
 from tests.support.node_pair import NodePair, make_pool, tokens_of
 from tests.support.patience import PATIENCE_S, until
-
-
-class Gate:
-    """A device event, done when the test says so."""
-
-    def __init__(self) -> None:
-        self.open = False
-        self.asked = threading.Event()
-
-    def query(self) -> bool:
-        self.asked.set()
-        return self.open
-
 
 # How far "r" gets before it is aborted. Each returns what lets everything under way go on.
 
@@ -65,10 +52,10 @@ def transferring(pair: NodePair) -> Proceed:
     """One chunk is there, the next waits for the device, and the last is queued behind it."""
     gate = pair.p.ready["r", 1] = Gate()
     pair.submit("r", tokens_of(1, 30))
-    pair.until(lambda: gate.asked.is_set() and not pair.p.computing)
+    pair.until(lambda: gate.queries and not pair.p.computing)
 
     def proceed() -> None:
-        gate.open = True
+        gate.answer = True
 
     return proceed
 

@@ -38,11 +38,7 @@ _LAST_WORDS_S = 1.0
 _PR_SET_PDEATHSIG = 1
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    [
-        "prefixkv.assembly",
-        "tests.support.node_pair",
-        "tests.support.transport_pools",
-    ]
+    ["prefixkv.assembly", "tests.support.node_pair", "tests.support.transport_pools"]
 )
 
 

@@ -68,17 +68,12 @@ class Serve(Served):
     def figures(self, worker: str = "") -> dict[str, float]:
         """The metrics of a worker, or of the front."""
         status = self.workers()[worker]["status_url"] if worker else self.status
-        return figures_of(status)
-
-
-def figures_of(status: str) -> dict[str, float]:
-    """The metrics that a process shows at its status port."""
-    with urllib.request.urlopen(f"{status}/metrics", timeout=PATIENCE_S) as answer:
-        lines = answer.read().decode().splitlines()
-    return {
-        name: float(number)
-        for name, _, number in (line.rpartition(" ") for line in lines if line[:1] != "#")
-    }
+        with urllib.request.urlopen(f"{status}/metrics", timeout=PATIENCE_S) as answer:
+            lines = answer.read().decode().splitlines()
+        return {
+            name: float(number)
+            for name, _, number in (line.rpartition(" ") for line in lines if line[:1] != "#")
+        }
 
 
 def at_rest(serve: Serve) -> None:

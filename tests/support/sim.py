@@ -369,7 +369,7 @@ class Sim:
             self.wire
             or self.to_fence
             or any(rank.inbox or rank.events or rank.copies.jobs for rank in self.ranks)
-            or any(rank.orders or rank.for_rank_0 for rank in self.readers)
+            or any(rank.for_rank_0 for rank in self.readers)
             or self.fabric.pending()
         )
 

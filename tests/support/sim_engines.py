@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
@@ -56,7 +56,72 @@ SPOILT = np.uint64(0xBAD)  # what differs in KV that must not be used
 _NO_PAGES = np.empty(0, np.int32)
 
 
-class PrefillEngine:
+class FollowedLog:
+    """Rank 0's log, and the rows of the ranks above it, each of which reads at its own pace."""
+
+    def __init__(self, sizes: RankSizes, num_ranks: int) -> None:
+        self.log = RankLog()
+        self.log.sizes = sizes
+        self.followers = [RowFollower(sizes) for _ in range(num_ranks - 1)]
+        self._unread = [deque[bytes]() for _ in self.followers]
+
+    def publish(self, pages: PageManager, requests: Iterable[Any] = ()) -> None:
+        """One message for all."""
+        raw = self.log.take(pages, requests)
+        for unread in self._unread:
+            unread.append(raw)
+
+    @property
+    def late(self) -> list[int]:
+        """Who has something to read, by place in `followers`."""
+        return [at for at, unread in enumerate(self._unread) if unread]
+
+    def read(self, at: int) -> list[Any]:
+        """A message; returns the commands in it."""
+        return self.followers[at].apply(self._unread[at].popleft()).commands
+
+    def check(self, pages: PageManager, requests: Iterable[Any] = ()) -> None:
+        """All has been read: every rank's rows are what rank 0's are."""
+        for follower in self.followers:
+            assert follower.is_like(pages, requests), "ranks: rows differ"
+
+
+class Ranked:
+    """An engine's ranks, of which the first one's scheduler decides, and the others follow."""
+
+    ranks: Any
+    scheduler: Any
+    logged: FollowedLog
+    leader: RankLeader[Any]
+
+    def requests(self) -> Iterable[Any]:
+        """Those that the log tells of."""
+        return ()
+
+    def take_commands(self) -> None:
+        for command in self.scheduler.take_commands():
+            self.leader.command(command)
+
+    def publish(self) -> None:
+        self.logged.publish(self.scheduler.pages, self.requests())
+
+    def read(self, at: int) -> None:
+        self.ranks[at + 1].inbox.extend(self.logged.read(at))
+
+    def catch_up(self) -> None:
+        """The engine's broadcast before it computes: all have read all."""
+        if self.logged.followers:
+            self.take_commands()
+            self.publish()
+            while late := self.logged.late:
+                self.read(late[0])
+
+    def compare_ranks(self) -> None:
+        self.catch_up()
+        self.logged.check(self.scheduler.pages, self.requests())
+
+
+class PrefillEngine(Ranked):
     """One life of the prefill worker. Rank 0's scheduler decides, and the others follow its log,
     each at its own pace; but all know what is computed before it is."""
 
@@ -84,49 +149,29 @@ class PrefillEngine:
         sizes = RankSizes(
             "prefill", side.num_pages, side.page_size, ROWS, side.num_slots, windows=windows
         )
-        self.log = RankLog()
-        self.log.sizes = sizes
-        self.leader = RankLeader[Any](
-            "prefill", len(self.ranks), self.log, self.ranks[0].inbox.append, self.scheduler.hear
-        )
-        self.followers = {rank: RowFollower(sizes) for rank in self.ranks[1:]}
-        self.orders: dict[PrefillRank, deque[bytes]] = {rank: deque() for rank in self.followers}
+        self.logged = FollowedLog(sizes, len(self.ranks))
+        submit, hear = self.ranks[0].inbox.append, self.scheduler.hear
+        self.leader = RankLeader("prefill", len(self.ranks), self.logged.log, submit, hear)
         self.num_messages = Counter[PrefillRank]()
+
+    def requests(self) -> Iterable[Any]:
+        return self.scheduler.requests.values()
 
     @property
     def log_waits(self) -> bool:
-        return any(self.orders.values())
+        return bool(self.logged.late)
 
     def tell(self) -> None:
-        for command in self.scheduler.take_commands():
-            self.leader.command(command)
-        if self.log.has_news(self.scheduler.pages):
-            self._say()
-
-    def _say(self) -> None:
-        raw = self.log.take(self.scheduler.pages, self.scheduler.requests.values())
-        for orders in self.orders.values():
-            orders.append(raw)
-
-    def _follow(self, rank: PrefillRank) -> None:
-        rank.inbox.extend(self.followers[rank].apply(self.orders[rank].popleft()).commands)
-
-    def catch_up(self) -> None:
-        """The engine's broadcast before it computes."""
-        if not self.followers:
-            return
-        self.tell()
-        self._say()
-        for rank, orders in self.orders.items():
-            while orders:
-                self._follow(rank)
+        self.take_commands()
+        if self.logged.log.has_news(self.scheduler.pages):
+            self.publish()
 
     def schedule(self) -> None:
         """One thing the engine's scheduler may do."""
-        behind = [rank for rank, orders in self.orders.items() if orders]
+        behind = self.logged.late
         said = [rank for rank in self.ranks if rank.events]
         if behind and self.sim.random.random() < 0.5:
-            self._follow(self.sim.pick(behind))
+            self.read(self.sim.pick(behind))
         elif said:
             self._hear(self.sim.pick(said))
         else:
@@ -193,7 +238,7 @@ class PrefillEngine:
             self.check(req)
         spoils = self.sim.spoils()
         computed = hashes[:end] ^ SPOILT if spoils else hashes[:end]
-        views = [req, *(follower.request(req.rid) for follower in self.followers.values())]
+        views = [req, *(follower.request(req.rid) for follower in self.logged.followers)]
         for rank, view in zip(self.ranks, views, strict=True):
             assert (view.prefix_len, view.stops) == (req.prefix_len, req.stops)
             # What is there, of a former request or of this one's chunks, is right on each rank.
@@ -246,16 +291,12 @@ class PrefillEngine:
                 rank.scribble_last(group.allocator.pages_in(PageState.FREE), 0xEE)
 
     def check_at_rest(self) -> None:
-        self.catch_up()
-        scheduler = self.scheduler
-        for follower in self.followers.values():
-            alike = follower.is_like(scheduler.pages, scheduler.requests.values())
-            assert alike, "ranks: rows differ"
-            assert not len(follower), "a rank knows a request that is over"
+        self.compare_ranks()
+        assert not any(map(len, self.logged.followers)), "a rank knows a request that is over"
         assert not len(self.leader), "a room is not over on all ranks"
 
 
-class DecodeEngine:
+class DecodeEngine(Ranked):
     """One life of the decode worker."""
 
     def __init__(self, sim: EngineSim) -> None:
@@ -263,17 +304,16 @@ class DecodeEngine:
         sim.start_readers()
         self.ranks = sim.readers
         side = sim.sides[1]
-        self.log = RankLog()
         self.scheduler = sim.decode_scheduler()
-        submit = self.ranks[0].inbox.append
-        sim.leader = RankLeader("decode", len(self.ranks), self.log, submit, self.scheduler.hear)
         windows = () if side.last is None else (side.last,)
         rows = self.scheduler.pages.table.max_requests
-        self.log.sizes = RankSizes(
+        sizes = RankSizes(
             "decode", side.num_pages, side.page_size, rows, side.num_slots, windows=windows
         )
-        for rank in self.ranks[1:]:
-            rank.follower = RowFollower(self.log.sizes)
+        self.logged = FollowedLog(sizes, len(self.ranks))
+        submit, hear = self.ranks[0].inbox.append, self.scheduler.hear
+        self.leader = RankLeader("decode", len(self.ranks), self.logged.log, submit, hear)
+        sim.leader = self.leader
         self.running: dict[str, DecodeRequest] = {}
         self.local: dict[DecodeRequest, int] = {}  # what is computed here: tokens with KV
         self.kept: dict[int, int] = {}  # states in the slots of checkpoints, on every rank
@@ -282,8 +322,7 @@ class DecodeEngine:
         self.outcomes: dict[str, DecodeState] = {}
 
     def tell(self) -> None:
-        for command in self.scheduler.take_commands():
-            self.sim.leader.command(command)
+        self.take_commands()
 
     def schedule(self) -> None:
         """One thing the engine's scheduler may do."""
@@ -310,7 +349,9 @@ class DecodeEngine:
             self._compute(self.sim.random.choice(list(self.local)))
         if self.running:
             self._step(self.sim.random.choice(list(self.running.values())))
-        self.publish()
+        self.tell()
+        if self.log_waits:  # the pass is over: one message for all other ranks
+            self.publish()
 
     # --- ranks ------------------------------------------------------------------------------------
 
@@ -330,52 +371,25 @@ class DecodeEngine:
 
     @property
     def log_waits(self) -> bool:
-        return len(self.ranks) > 1 and self.log.has_news(self.scheduler.pages)
-
-    def publish(self) -> None:
-        """The pass is over: one message for all other ranks."""
-        self.tell()
-        if self.log_waits:
-            self._say()
-
-    def _say(self) -> None:
-        raw = self.log.take(self.scheduler.pages)
-        for rank in self.ranks[1:]:
-            rank.orders.append(raw)
+        return len(self.ranks) > 1 and self.logged.log.has_news(self.scheduler.pages)
 
     def follow(self) -> None:
         """One of the other ranks reads a message."""
-        if late := [rank for rank in self.ranks if rank.orders]:
-            self._read(self.sim.random.choice(late))
-
-    def _read(self, rank: DecodeRank) -> None:
-        rank.inbox.extend(rank.follower.apply(rank.orders.popleft()).commands)
-
-    def _followers(self) -> list[DecodeRank]:
-        """They have read all."""
-        self.tell()
-        self._say()
-        for rank in self.ranks[1:]:
-            while rank.orders:
-                self._read(rank)
-        return self.ranks[1:]
+        if late := self.logged.late:
+            self.read(self.sim.random.choice(late))
 
     def _each_rank(self, req: DecodeRequest) -> list[DecodeRank]:
         """They are about to touch the request's pages."""
-        for rank in self._followers():
-            alike = rank.follower.pages(req.row).tolist() == req.pages.tolist()
+        self.catch_up()
+        for follower in self.logged.followers:
+            alike = follower.pages(req.row).tolist() == req.pages.tolist()
             assert alike, "ranks: pages differ"
-            assert rank.follower.state_slot(req.row) == req.state_slot, "ranks: slots differ"
+            assert follower.state_slot(req.row) == req.state_slot, "ranks: slots differ"
             if (last := self.sim.sides[1].last) is not None:
-                mine, its = req.window_pages(last.name), rank.follower.window_pages(req.row, "last")
+                mine, its = req.window_pages(last.name), follower.window_pages(req.row, "last")
                 alike = (mine.first_page, mine.ids.tolist()) == (its.first_page, its.ids.tolist())
                 assert alike, "ranks: window pages differ"
         return self.ranks
-
-    def compare_ranks(self) -> None:
-        """At the end: every rank's rows are what rank 0's are."""
-        for rank in self._followers():
-            assert rank.follower.is_like(self.scheduler.pages), "ranks: rows differ"
 
     # --- the engine -------------------------------------------------------------------------------
 
@@ -845,7 +859,7 @@ class EngineSim(Sim):
 
     def idle(self) -> bool:
         decode = self.decode.running or self.decode.local
-        engines = decode or self.prefill.computing or self._to_submit
+        engines = decode or self.prefill.computing or self._to_submit or self.decode.logged.late
         news = any(scheduler.has_results for scheduler in self.schedulers)
         return super().idle() and not engines and not news
 

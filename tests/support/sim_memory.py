@@ -11,7 +11,7 @@ from prefixkv.conformance.pattern import KVPattern
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
-from tests.support.mesh_pools import mesh_layout, moved
+from tests.support.mesh_pools import mesh_layout, moved, slab_views
 
 CANARY = 0xA5
 SALT = 7
@@ -37,24 +37,11 @@ class Memory:
         self.bytes[:] = CANARY
         self.layout: KVLayout = moved(layout, self.bytes.ctypes.data)
         self._is_canary = np.ones(num_bytes, bool)
-        for kv in self._slabs(self._is_canary):
+        for kv in slab_views(layout, self._is_canary):
             kv[:] = False
         self.bytes[~self._is_canary] = 0
-        self._kv = self._slabs(self.bytes)
+        self._kv = slab_views(layout, self.bytes)
         self.pattern = KVPattern(self.layout, SALT, self.bytes, (mesh, rank))
-
-    def _slabs(self, of: Any) -> list[Any]:
-        """One view a slab: [page, token, head, byte]."""
-        layout = self.layout
-        shape = layout.num_pages, layout.page_size, layout.num_kv_heads, layout.head_bytes
-        return [
-            np.lib.stride_tricks.as_strided(
-                of[slab.base - self.bytes.ctypes.data :],
-                shape,
-                (slab.page_stride, slab.token_stride, slab.head_stride, 1),
-            )
-            for slab in layout.slabs
-        ]
 
     def read(self, pages: list[int]) -> bytes:
         """What `KVPool.read_pages` would read."""

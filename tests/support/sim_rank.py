@@ -28,7 +28,6 @@ from prefixkv.paging import Pages
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import GroupDigest, Hello, ModelDigest, Topology
 from prefixkv.ranks.leader import pack_rank_events
-from prefixkv.ranks.row_log import RowFollower
 from prefixkv.runtime.staging import StagingCopies
 from prefixkv.staging.receiver import Scatter
 from prefixkv.staging.sender import Gather
@@ -333,16 +332,13 @@ class PrefillRank(SimRank):
 
 
 class DecodeRank(SimRank):
-    """`worker` is rank 0's identity. `follower` has rank 0's rows, on a rank above that."""
-
-    follower: RowFollower
+    """`worker` is rank 0's identity."""
 
     def __init__(
         self, world: World, side: Side, rank: int, incarnation: int, worker: PeerId | None
     ) -> None:
         super().__init__(world, side, rank, incarnation)
         self.route = f"{rank}-{incarnation}".encode()
-        self.orders: deque[bytes] = deque()  # of rank 0
         self.for_rank_0: deque[bytes] = deque()  # for rank 0
         self._num_messages = 0
         memory = self.layout, self.transport.metadata
@@ -363,7 +359,7 @@ class DecodeRank(SimRank):
         left: dict[str, Any] = {
             "expected": control._rooms.num_expected, "rooms": control.num_rooms,
             "rooms of links": [link.address for link in control._links.all() if link.waiting],
-            "orders": list(self.orders), "for rank 0": list(self.for_rank_0),
+            "for rank 0": list(self.for_rank_0),
         }  # fmt: skip
         if (staging := control.relay) is not None:
             left |= {

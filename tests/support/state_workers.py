@@ -1,8 +1,8 @@
-"""`MeshPair` with extra state: engines whose state can be computed only from its beginning, or from
-a snapshot.
+"""`MeshPair` with extra state: engines whose state can be computed only from its beginning, from a
+snapshot, or from a checkpoint in the slot that prefill's node names.
 
 The state after some tokens is a hash of them. Prefill's engine that goes on from a cached prefix
-without a snapshot of the state behind it computes a wrong one, as a real engine would.
+without the state behind it computes a wrong one, as a real engine would.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from typing import Any
 import numpy as np
 
 from prefixkv import PrefillConfig
+from prefixkv.cache.events import page_keys
+from prefixkv.cache.radix_key import RadixKey
 from prefixkv.conformance.hashing import PrefixHasher
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateTensor
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.request import Request
+from prefixkv.serving.router import WorkerIndex
 from tests.support.mesh_workers import MeshPair
 from tests.support.state_memory import TENSORS, StateMemory
 
@@ -30,15 +33,17 @@ def owner_of(tokens: Any) -> int:
 
 
 class StatePair(MeshPair):
-    """Args: see MeshPair. `slots`: of prefill and of decode. `snapshots`: prefixes that prefill has
-    the state of."""
+    """Args: see MeshPair. `slots`: of prefill's engine and of decode. `snapshots`: prefixes that
+    prefill has the state of."""
 
     def __init__(
         self, prefill: Mesh, decode: Mesh, *, tensors: tuple[StateTensor, ...] = TENSORS,
         slots: tuple[int, int] = (6, 4), usable: bool = False, **options: Any,
     ) -> None:  # fmt: skip
+        config = options.pop("prefill_config", PrefillConfig())
         self.sources = [
-            StateMemory(tensors, slots[0], prefill, rank) for rank in range(prefill.num_ranks)
+            StateMemory(tensors, slots[0] + config.checkpoints, prefill, rank)
+            for rank in range(prefill.num_ranks)
         ]
         self.targets = [
             StateMemory(tensors, slots[1], decode, rank) for rank in range(decode.num_ranks)
@@ -47,15 +52,14 @@ class StatePair(MeshPair):
         self.free_slots = list(range(slots[0]))
         self.handed: dict[str, int] = {}
         self.wrong_state: list[str] = []
+        self._wrong: dict[str, int] = {}  # 1: prefill's engine has gone on without the state
         self.asked: list[str] = []
         self.starts: dict[str, int] = {}
+        self.router = WorkerIndex(10_000)  # of prefill's pages
         super().__init__(
             prefill, decode,
             prefill_more={"states": [memory.pool() for memory in self.sources]},
-            prefill_config=replace(
-                options.pop("prefill_config", PrefillConfig()),
-                usable_prefix=self._usable if usable else None,
-            ),
+            prefill_config=replace(config, usable_prefix=self._usable if usable else None),
             decode_more={"states": [memory.pool() for memory in self.targets]},
             device="cpu",  # where the state is
             **options,
@@ -83,11 +87,29 @@ class StatePair(MeshPair):
     def may_end(self, req: PrefillRequest) -> bool:
         return bool(self.free_slots)
 
-    def last(self, req: PrefillRequest) -> dict[str, Any]:
+    def reached(self, req: PrefillRequest, start: int, end: int) -> None:
+        if start == req.prefix_len:
+            self._begin(req)
+        if end in req.stops and (slot := self.prefill.save_state(req, end)) >= 0:
+            for memory in self.sources:
+                memory.fill(slot, owner_of(req.tokens[:end]) ^ self._wrong[req.rid])
+
+    def _begin(self, req: PrefillRequest) -> None:
+        """From a checkpoint the engine's state is that of its slot, on each rank."""
         start = self.starts[req.rid] = req.prefix_len
-        owner = owner_of(req.tokens)
-        if start and owner_of(req.tokens[:start]) not in self.snapshots:
-            owner ^= 1
+        owner, slot = owner_of(req.tokens[:start]) if start else 0, req.checkpoint_slot
+        is_there = slot >= 0 and all(memory.is_of(slot, owner) for memory in self.sources)
+        self._wrong[req.rid] = int(start > 0 and owner not in self.snapshots and not is_there)
+        if self.prefill.config.checkpoints:
+            # What routers are told of is what can be used, and all of it.
+            assert self.router.apply(self.prefill.take_cache_events())
+            page_size = self.prefill.pool.layout.page_size
+            keys = page_keys(RadixKey(req.tokens[:-1]).data, page_size)
+            assert start == self.router.depth(None, keys) * page_size
+            assert (slot >= 0) == (start > 0)
+
+    def last(self, req: PrefillRequest) -> dict[str, Any]:
+        owner = owner_of(req.tokens) ^ self._wrong[req.rid]
         slot = self.handed[req.rid] = self.free_slots.pop(0)
         for memory in self.sources:
             memory.fill(slot, owner)

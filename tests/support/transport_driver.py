@@ -28,6 +28,7 @@ from prefixkv.transport.base import (
     WriteFailed,
     WriteJob,
 )
+from tests.support import gates
 from tests.support.fabric import FakeFabric
 from tests.support.patience import PATIENCE_S
 from tests.support.state_memory import StateMemory
@@ -243,17 +244,8 @@ class ShmDriver(NixlDriver):
         return ShmTransport(node.me, node.memory, sink, config)
 
 
-class Gate:
-    """A `ready=`: what `query` answers is up to the test."""
+class Gate(gates.Gate):
+    """A `ready=` that a driver's `until` may wait for."""
 
     def __init__(self, driver: Driver) -> None:
-        self.driver = driver
-        self.answer: bool | BaseException = False
-        self.queries = 0
-
-    def query(self) -> bool:
-        self.queries += 1
-        self.driver.touch()
-        if isinstance(self.answer, BaseException):
-            raise self.answer
-        return self.answer
+        super().__init__(asked=driver.touch)

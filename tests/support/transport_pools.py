@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prefixkv.memory.kv_layout import KVLayout, Slab
+from prefixkv.memory.kv_layout import KVLayout
+from tests.support.mesh_pools import mesh_layout, moved, slab_views
 
 ORDERS = ("layer_major", "page_major", "heads_first", "page_kv", "padded", "tokens_outer")
 
@@ -24,10 +25,6 @@ class Shape:
     num_kv_heads: int = 2
     head_dim: int = 8
     attention: str = "mha"
-
-    @property
-    def num_slabs(self) -> int:
-        return self.num_layers * (2 if self.attention == "mha" else 1)
 
 
 @dataclass
@@ -64,6 +61,12 @@ def shared_zeros(shape: tuple[int, ...], dtype: Any = np.uint8) -> npt.NDArray[n
     return array
 
 
+_ORDERS = {
+    "heads_first": "heads before tokens", "page_kv": "K and V of a page together",
+    "padded": "padded pages", "tokens_outer": "tokens before pages",
+}  # fmt: skip
+
+
 def make_pool(
     order: str,
     num_pages: int,
@@ -71,47 +74,10 @@ def make_pool(
     dtype: str = "uint8",
     zeros: Zeros = np.zeros,
 ) -> NumpyPool:
-    """A zeroed pool.
-
-    `layer_major`: a region a slab, [page, token, head]. `page_major`: one region, [page, slab,
-    token, head]. `heads_first`: as layer_major with [page, head, token]. `page_kv`: a region a
-    layer, [page, K or V, token, head]. `padded`: a gap after each page. `tokens_outer`: [token,
-    page, head] in each slab.
-    """
-    slabs, layers = shape.num_slabs, shape.num_layers
-    per_layer = slabs // layers
-    pages, tokens, heads, dim = num_pages, shape.page_size, shape.num_kv_heads, shape.head_dim
-    if order == "page_major":
-        memory = [zeros((pages, slabs, tokens, heads, dim), np.uint8)]
-        views = [memory[0][:, s] for s in range(slabs)]
-    elif order == "layer_major":
-        memory = [zeros((pages, tokens, heads, dim), np.uint8) for _ in range(slabs)]
-        views = list(memory)
-    elif order == "heads_first":
-        memory = [zeros((pages, heads, tokens, dim), np.uint8) for _ in range(slabs)]
-        views = [m.transpose(0, 2, 1, 3) for m in memory]
-    elif order == "page_kv":
-        memory = [zeros((pages, per_layer, tokens, heads, dim), np.uint8) for _ in range(layers)]
-        views = [memory[s // per_layer][:, s % per_layer] for s in range(slabs)]
-    elif order == "padded":
-        memory = [zeros((pages, tokens + 1, heads, dim), np.uint8) for _ in range(slabs)]
-        views = [m[:, :tokens] for m in memory]
-    elif order == "tokens_outer":
-        memory = [zeros((tokens, pages, heads, dim), np.uint8) for _ in range(slabs)]
-        views = [m.transpose(1, 0, 2, 3) for m in memory]
-    else:
-        raise ValueError(order)
-    layout = KVLayout(
-        num_pages=num_pages,
-        page_size=tokens,
-        num_layers=layers,
-        num_kv_heads=heads,
-        head_dim=dim,
-        dtype=dtype,
-        attention=shape.attention,
-        order=order if order in ("layer_major", "page_major") else "strided",
-        slabs=tuple(Slab(v.ctypes.data, v.strides[0], v.strides[1], v.strides[2]) for v in views),
-        regions=tuple((m.ctypes.data, m.nbytes) for m in memory),
-    )
-    layout.validate()
-    return NumpyPool(layout, views, memory)
+    """A zeroed pool, in an order of `mesh_pools`, without canaries."""
+    sizes = num_pages, shape.page_size, shape.num_layers, shape.num_kv_heads
+    of = shape.attention, shape.head_dim
+    layout, num_bytes = mesh_layout(_ORDERS.get(order, order), *sizes, *of, gap=0)
+    memory = zeros((num_bytes,), np.uint8)
+    real = moved(layout, memory.ctypes.data)
+    return NumpyPool(real, slab_views(layout, memory), [memory])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -39,7 +38,6 @@ class Bound:
             parts = self.sock.recv_multipart(copy=False)
             self.newcomers.heard(parts[-1])
             self.heard.append(parts[-1].bytes)
-        time.sleep(0.001)
 
     def connect(self) -> socket.socket:
         """A connection that says nothing."""

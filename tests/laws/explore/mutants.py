@@ -1,16 +1,8 @@
-"""Protocols that are a little wrong, to see that the explorer alone finds each.
-
-A mutant is an edit of one function's source. Its code is swapped while the mutant lives, so tables
-that name the function have it too.
-"""
+"""Protocols that are a little wrong: the explorer finds each, in the configuration that is named
+with it."""
 
 from __future__ import annotations
 
-import inspect
-import textwrap
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from prefixkv.control.decode.control import DecodeControl
@@ -23,38 +15,14 @@ from prefixkv.protocol.sender_machine import SenderMachine
 from tests.laws.explore.configs import config_of
 from tests.laws.explore.search import explore
 from tests.laws.explore.state import LawError
+from tests.laws.mutants import Mutant
 
 
-@dataclass(frozen=True)
-class Mutant:
-    """In the source of `function`, `old` becomes `new`; `config` (by name) is one that shows it."""
-
-    name: str
-    function: Any
-    old: str
-    new: str
-    config: str
-
-    @contextmanager
-    def alive(self) -> Iterator[None]:
-        """Raises LookupError where the function's source has no `old`, or more than one."""
-        function = getattr(self.function, "fget", self.function)
-        source = textwrap.dedent(inspect.getsource(function))
-        if source.count(self.old) != 1:
-            raise LookupError(f"{self.name}: {source.count(self.old)} times in {self.function}")
-        space: dict[str, Any] = {}
-        code = source.replace(self.old, self.new)
-        exec("from __future__ import annotations\n" + code, function.__globals__, space)
-        before = function.__code__
-        made = space[function.__name__]
-        function.__code__ = getattr(made, "fget", made).__code__
-        try:
-            yield
-        finally:
-            function.__code__ = before
+def _M(name: str, function: Any, old: str, new: str, config: str) -> Mutant:  # noqa: N802
+    return Mutant(name, (function, old, new), shown_by=config)
 
 
-_M, _S, _R, _D, _P = Mutant, SenderMachine, ReceiverMachine, DecodeControl, PrefillControl
+_S, _R, _D, _P = SenderMachine, ReceiverMachine, DecodeControl, PrefillControl
 MUTANTS = (
     _M(
         "an OutcomeAck's ticket is not looked at", _P._take,
@@ -162,7 +130,7 @@ def find(mutant: Mutant) -> str:
     """Return what breaks with a mutant in its configuration; "": nothing."""
     try:
         with mutant.alive():
-            explore(config_of(mutant.config))
+            explore(config_of(mutant.shown_by))
     except LawError as error:
         return f"{error} ({len(error.trace)} moves)"
     return ""

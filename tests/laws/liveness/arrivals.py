@@ -1,9 +1,10 @@
 """What two servers with small pools are explored with: requests of clients, and all the orders in
 which they may arrive. Shared by the models of the library's schedulers (`world.py`) and of vLLM's
-(tests/integration/vllm/liveness)."""
+(tests/integration/vllm/liveness), which `play.py` plays."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import permutations
@@ -105,3 +106,21 @@ def _is_like(one: Ask, other: Ask, asks: tuple[Ask, ...]) -> bool:
         )
 
     return bool(shape(one) == shape(other))
+
+
+def leaving(
+    order: list[str], asks: tuple[Ask, ...], chance: random.Random, *, abandons: bool = False
+) -> list[str]:
+    """The client of one request leaves: at decode, at prefill, at both, or before it came to
+    decode, which decode is told where the room is a router's. `abandons`: also where it is not."""
+    i = chance.randrange(len(asks))
+    kind, prefill, decode = asks[i].kind, f"P{i}", f"D{i}"
+    ways = "decode", "prefill", "both", *("never",) * (abandons or kind == "room")
+    how = "decode" if kind == "plain" else chance.choice(ways)
+    if how == "never":
+        order = [event for event in order if event != decode]
+        if kind == "room" or chance.random() < 0.5:
+            order.insert(chance.randrange(len(order) + 1), f"!{decode}")
+    for name in {"decode": [decode], "prefill": [prefill], "both": [prefill, decode]}.get(how, []):
+        order.insert(chance.randrange(order.index(name) + 1, len(order) + 1), f"-{name}")
+    return order

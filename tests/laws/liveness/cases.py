@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterator
 from itertools import product
 from typing import Final
 
 import benchmarks.policies.gated  # noqa: F401  makes it known by name
-from tests.laws.liveness.arrivals import BLOCK, PATTERNS, Ask, arrivals, orders, prompts
+from tests.laws.liveness.arrivals import (
+    BLOCK,
+    PATTERNS,
+    Ask,
+    arrivals,
+    leaving,
+    orders,
+    prompts,
+)
 from tests.laws.liveness.world import GROUPS, Case
+from tests.support.schedulers import AGES_S
 from tests.support.sim_engines import ROWS
 
 LENGTHS = 5 * BLOCK, 5 * BLOCK - 2, 3 * BLOCK, 2 * BLOCK + 1
@@ -110,7 +118,7 @@ def at_random(seed: int) -> Case:
     order = arrivals(tuple(ask.kind for ask in asks))
     chance.shuffle(order)
     if chance.random() < 0.3:
-        order = _leaving(order, asks, chance)
+        order = leaving(order, asks, chance)
     return Case(
         asks,
         tuple(order),
@@ -120,7 +128,7 @@ def at_random(seed: int) -> Case:
         pages=chance.choice((*POOLS, (8, 8), (9, 9))),
         policy=chance.choice(("lru", "lru", "gated", "slru")),
         admission=chance.choice(("hit_aware", "fifo", "priority")),
-        patience_s=chance.choice((math.inf, 0.0)),
+        patience_s=chance.choice((AGES_S, 0.0)),
         reserve=chance.choice((0, 0, 4)),
         lose=chance.choice((-1, -1, chance.randrange(40))),
     )
@@ -142,7 +150,7 @@ def own_compute_at_random(seed: int) -> Case:
             at = order.index(f"D{i}") + 1
             order.insert(chance.randrange(at, min(at + 2, len(order)) + 1), f"~D{i}")
     if chance.random() < 0.2:
-        order = _leaving(order, asks, chance)
+        order = leaving(order, asks, chance)
     return Case(
         asks,
         tuple(order),
@@ -155,20 +163,3 @@ def own_compute_at_random(seed: int) -> Case:
         compute=chance.choice((0, BLOCK, 100)),
         rows=chance.choice((1, 2, 2, 3, 3, 4, ROWS)),
     )
-
-
-def _leaving(order: list[str], asks: tuple[Ask, ...], chance: random.Random) -> list[str]:
-    """The client of one request leaves: at decode, at prefill, at both, or before it came to
-    decode, which decode is told where the room is a router's."""
-    i = chance.randrange(len(asks))
-    ways = ["decode", "prefill", "both"] + ["never"] * (asks[i].kind == "room")
-    if asks[i].kind == "plain":
-        ways = ["decode"]
-    how = chance.choice(ways)
-    prefill, decode = f"P{i}", f"D{i}"
-    if how == "never":
-        order = [event for event in order if event != decode]
-        order.insert(chance.randrange(len(order) + 1), f"!{decode}")
-    for name in {"decode": [decode], "prefill": [prefill], "both": [prefill, decode]}.get(how, []):
-        order.insert(chance.randrange(order.index(name) + 1, len(order) + 1), f"-{name}")
-    return order

@@ -15,11 +15,8 @@ has promised, keeps the chunks, and lets go of what it offers while a promised p
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -37,15 +34,15 @@ from prefixkv.protocol.events import Bootstrapped
 from prefixkv.protocol.ids import RoomKey
 from prefixkv.request import Request
 from tests.laws.auditor import assert_at_rest, audit_decode, audit_prefill
-from tests.laws.liveness.arrivals import Ask, LivenessError
-from tests.support.schedulers import decode_scheduler, timed_by
+from tests.laws.liveness.arrivals import LivenessError
+from tests.laws.liveness.play import Act, Play, Played
+from tests.support.schedulers import AGES_S, decode_scheduler, timed_by
 from tests.support.sim import Storm
 from tests.support.sim_engines import ROWS, DecodeEngine, PairSim, PrefillEngine
 from tests.support.sim_rank import TIMING, SimRank
 
 RESENDS_S = 3 * TIMING.resend_s  # below every deadline
 NEVER_S = 1e9
-MOST_ROUNDS = 2000
 AUDIT_STEPS = 64  # between two audits
 ACTORS = (
     "prefill's engine", "decode's engine", "prefill's control", "decode's control", "to prefill",
@@ -60,55 +57,31 @@ GROUPS = {
 """What goes on between two arrivals; "rest" is all."""
 
 
-@dataclass(frozen=True)
-class Case:
-    """One run. `order` names what arrives: "P0" is request 0 at prefill, "D0" at decode; "-P0" and
-    "-D0" its client's leave there, "!D0" the word to decode that its client has left before, "~D0"
-    that decode's engine sends it to the prefill worker.
+class Case(Played, frozen=True):
+    """One run. `paces` may be of `GROUPS`. `lose` is which frame is lost; -1: none. `reserve` are
+    tokens, `compute` those that decode computes of a prompt that prefill could send; -1: none, of
+    any prompt. `rows` is how many requests decode runs."""
 
-    `paces` are what goes on before each arrival but the first: of `GROUPS`, to its end, "rest" (all
-    of them), or "random", a few steps of anything; fewer are used again from the first on. `storm`
-    is how many steps are taken at random behind the last arrival. `lose` is which frame is lost;
-    -1: none. `reserve` are tokens, `compute` those that decode computes of a prompt that prefill
-    could send; -1: none, of any prompt. `rows` is how many requests decode runs.
-    """
-
-    asks: tuple[Ask, ...]
-    order: tuple[str, ...]
-    paces: tuple[str, ...] = ("none",)
-    storm: int = 0
-    seed: int = 0
     pages: tuple[int, int] = (8, 8)
     policy: str = "lru"
     admission: str = "hit_aware"
-    patience_s: float = math.inf
+    patience_s: float = AGES_S
     reserve: int = 0
     lose: int = -1
     compute: int = -1
     rows: int = ROWS
 
-    def __str__(self) -> str:
-        return json.dumps(asdict(self), separators=(",", ":"))
 
-    @classmethod
-    def of(cls, text: str) -> Case:
-        """The case that `str` gave."""
-        raw = json.loads(text)
-        asks = [Ask(**{**one, "prompt": tuple(map(tuple, one["prompt"]))}) for one in raw["asks"]]
-        return cls(**{
-            name: tuple(asks) if name == "asks" else tuple(of) if isinstance(of, list) else of
-            for name, of in raw.items()
-        })  # fmt: skip
-
-    def pace(self, gap: int) -> str:
-        return self.paces[gap % len(self.paces)]
+def clipped(command: Any) -> Any:
+    """A chunk that may come before its promise."""
+    is_chunk = isinstance(command, SendChunk)
+    return msgspec.structs.replace(command, clip=True) if is_chunk else command
 
 
 class Prefill(PrefillEngine):
     """It may also offer: `offers` are requests in rooms that it has drawn, by their keys."""
 
     sim: World
-    yields = True
 
     def __init__(self, sim: World) -> None:
         super().__init__(sim)
@@ -134,7 +107,7 @@ class Prefill(PrefillEngine):
         for command in self.scheduler.take_commands():
             key = getattr(command, "key", None)
             if isinstance(command, SendChunk) and key in self.kept:
-                self.kept[key].append(msgspec.structs.replace(command, clip=True))  # type: ignore[type-var]
+                self.kept[key].append(clipped(command))
                 if command.last:
                     self._offer_now(key)
             elif isinstance(command, AbortRoom) and key in self.kept:
@@ -201,7 +174,7 @@ class Prefill(PrefillEngine):
             for req in self.scheduler.requests.values()
         )
         waits = len(self.scheduler.bootstrapped) and not self.computing and not comes_back
-        return bool(self.yields and waits and self.open)
+        return bool(waits and self.open)
 
     @property
     def busy(self) -> bool:
@@ -248,21 +221,18 @@ class Decode(DecodeEngine):
         return bool(news or self.running or self.local)
 
 
-class World(PairSim):
+class World(Play, PairSim):
     """See the module's text."""
 
     prefill: Prefill
     decode: Decode
     audits = True
+    tick_s = TIMING.resend_s / 3
 
     def __init__(self, case: Case, tell: Callable[[str], None] | None = None) -> None:
-        self.case, self.tell = case, tell
+        self.begin(case, tell)
         self.offered: set[str] = set()  # rids that prefill has answered
         self.refused: dict[str, str] = {}
-        self.aborted: set[str] = set()
-        self.arrived: set[str] = set()
-        self.to_come = list(case.order)
-        self.steps: list[str] = []
         self.num_frames = 0
         pages = case.pages
         super().__init__(case.seed, Storm(), decode_pages=pages[1], prefill_pages=pages[0])
@@ -299,62 +269,27 @@ class World(PairSim):
         with suppress(RequestError):
             self.prefill.add(request)
 
-    # --- arrivals ---------------------------------------------------------------------------------
+    def is_answered(self, number: int) -> bool:
+        return f"P{number}" in self.offered
 
-    def _may_come(self, event: str) -> bool:
-        """A drawn room's decode server is asked when prefill has answered."""
-        name = event.lstrip("-!~")
-        number = int(name[1:])
-        if event[0] in "-~":
-            return name in self.arrived
-        drawn = self.case.asks[number].kind == "drawn"
-        return not drawn or name[0] == "P" or f"P{number}" in self.offered
+    def never_answers(self, number: int) -> bool:
+        name = f"P{number}"
+        return name in self.arrived and name not in self.prefill.scheduler.requests
 
-    @property
-    def moot(self) -> set[str]:
-        """What never comes to decode, since prefill has not answered and will not."""
-        prefill = self.prefill.scheduler.requests
-        return {
-            f"D{number}"
-            for number, ask in enumerate(self.case.asks)
-            if ask.kind == "drawn"
-            and (name := f"P{number}") in self.arrived
-            and name not in self.offered
-            and name not in prefill
-        }
-
-    def come(self) -> bool:
-        """Let the next event come that may. False: there is none."""
-        moot = self.moot
-        self.to_come = [event for event in self.to_come if event.lstrip("-!~") not in moot]
-        for event in self.to_come:
-            if self._may_come(event):
-                self.to_come.remove(event)
-                self._log(f"+{event}")
-                self._bring(event)
-                return True
-        return False
-
-    def _bring(self, event: str) -> None:
-        name = event.lstrip("-!~")
-        number = int(name[1:])
+    def bring(self, event: str, name: str, number: int) -> None:
         ask = self.case.asks[number]
         if event[0] == "-":
-            self.aborted.add(name)
-            side = self.prefill if name[0] == "P" else self.decode.scheduler
-            side.abort(name)
+            (self.prefill if name[0] == "P" else self.decode.scheduler).abort(name)
             return
         if event[0] == "~":
             with suppress(RequestError):  # it is on its way, or has ended
                 self.decode.scheduler.retarget(name, self.addresses[0])
             return
-        self.arrived.add(name)
         where = {"prefill": "" if ask.kind == "plain" else self.addresses[0]}
         if name[0] == "P":
             where = {"decode": self.readers[0].me.name}
         request = Request(name, ask.tokens, ask.num_out, room=number, **where)
         if event[0] == "!":
-            self.aborted.add(name)
             self.decode.scheduler.refuse(request, "its client has left")
             return
         try:
@@ -369,20 +304,15 @@ class World(PairSim):
             if name[0] == "D" and request.prefill:
                 self.decode.scheduler.refuse(request, str(error))
 
-    # --- steps ------------------------------------------------------------------------------------
-
     def send(self, source: SimRank, to: str | bytes, raw: bytes) -> None:
         self.num_frames += 1
         if self.num_frames - 1 != self.case.lose:
             super().send(source, to, raw)
 
-    def _log(self, what: str) -> None:
-        self.steps.append(what)
-        if self.tell is not None:
-            self.tell(what)
+    def names(self, only: str) -> Iterable[str]:
+        return GROUPS[only] if only else ACTORS
 
-    def act(self, name: str) -> Callable[[], object] | None:
-        """What does this, if it could happen now."""
+    def act(self, name: str) -> Act | None:
         (writer,), (reader,) = self.writers, self.readers
         match name:
             case "prefill's engine":
@@ -399,87 +329,18 @@ class World(PairSim):
         at = next((i for i, frame in enumerate(self.wire) if frame[0] is source), None)
         return None if at is None else partial(self.hand_over, at)
 
-    def do(self, name: str) -> bool:
-        act = self.act(name)
-        if act is None:
-            return False
-        self._log(name)
-        act()
-        self._after()
-        return True
-
-    def _after(self) -> None:
+    def after(self) -> None:
         self.decode.tell()
         self.prefill.tell()
         if self.audits and len(self.steps) % AUDIT_STEPS == 0:
             audit_decode(self.decode.scheduler, self.readers[0].control)
             audit_prefill(self.prefill.scheduler)
 
-    def settle(self, only: tuple[str, ...] = ACTORS, *, arrivals: bool = False) -> None:
-        """All take turns until nothing moves any more. Raises LivenessError where that goes on."""
-        for _ in range(MOST_ROUNDS):
-            moved = arrivals and self.come()
-            if moved:
-                self._after()
-            for name in only:
-                moved |= self.do(name)
-            if not moved:
-                return
-        raise LivenessError(f"no rest after {MOST_ROUNDS} rounds\n{self.picture()}")
+    def see_time(self) -> None:
+        for rank in self.ranks:
+            rank.work()
 
-    def random_step(self) -> bool:
-        choices = [name for name in ACTORS if self.act(name) is not None]
-        if any(map(self._may_come, self.to_come)):
-            choices.append("come")
-        if not choices:
-            return False
-        name = self.random.choice(choices)
-        if name == "come":
-            self.come()
-            self._after()
-        else:
-            self.do(name)
-        return True
-
-    def resend(self) -> None:
-        """Let time pass until frames have been said again."""
-        end_s = self.now_s + RESENDS_S
-        while self.now_s < end_s and self.alive:
-            self.now_s += TIMING.resend_s / 3
-            self._log(f"at {self.now_s:.1f}")
-            for rank in self.ranks:
-                rank.work()
-            self._after()
-            self.settle(arrivals=True)
-
-    # --- a run ------------------------------------------------------------------------------------
-
-    def play(self) -> None:
-        """Raises LivenessError for what does not end, or ends by itself."""
-        case, gap = self.case, -1
-        while self.to_come:
-            pace = case.pace(gap) if gap >= 0 else "none"
-            gap += 1
-            if pace == "random":
-                for _ in range(self.random.randrange(12)):
-                    self.random_step()
-            elif pace != "none":
-                self.settle(GROUPS.get(pace, ACTORS))
-            if not self.come():
-                break
-            self._after()
-        for _ in range(case.storm):
-            if not self.random_step():
-                break
-        self.settle(arrivals=True)
-        if self.alive:
-            self.counters["waited for a repeated frame"] += 1
-            self.resend()
-        if self.alive:
-            raise LivenessError(f"a deadlock: nothing moves\n{self.picture()}")
-        self._check_ends()
-        for scheduler in self.schedulers:
-            assert_at_rest(scheduler)
+    # --- the end ----------------------------------------------------------------------------------
 
     @property
     def alive(self) -> list[Any]:
@@ -489,23 +350,19 @@ class World(PairSim):
         return [*self.to_come, *(req for s in self.schedulers for req in s.requests.values()),
                 *["pages"] * bool(pages)]  # fmt: skip
 
-    def _check_ends(self) -> None:
+    def check_ends(self) -> None:
+        """Raises LivenessError for what has not ended, or not well."""
+        self.check_alive()
         for number in range(len(self.case.asks)):
-            name = f"D{number}"
-            left = {name, f"P{number}"} & self.aborted
-            never = {name, f"P{number}"} & self.refused.keys()
-            state = self.decode.outcomes.get(name)
-            if (
-                name in self.arrived
-                and not left
-                and not never
-                and state is not DecodeState.FINISHED
-            ):
+            names = {name := f"D{number}", f"P{number}"}
+            state, never = self.decode.outcomes.get(name), names & self.refused.keys()
+            ends_well = name in self.arrived and not names & self.left and not never
+            if ends_well and state is not DecodeState.FINISHED:
                 raise LivenessError(f"{name} ends: {state}")
-            if state is DecodeState.FINISHED:
-                self.counters["finished"] += 1
-            elif never and not left:
-                self.counters["refused by name"] += 1
+            self.counters["finished"] += state is DecodeState.FINISHED
+            self.counters["refused by name"] += bool(never) and not names & self.left
+        for scheduler in self.schedulers:
+            assert_at_rest(scheduler)
 
     def picture(self) -> str:
         lines = [f"to come: {self.to_come}"]
@@ -519,8 +376,10 @@ class World(PairSim):
         return "\n".join(lines)
 
 
-def run(case: Case, tell: Callable[[str], None] | None = None) -> World:
+def run(case: Case, tell: Callable[[str], None] | None = None, *, audits: bool = True) -> World:
     """Play a case. Raises what went wrong."""
     world = World(case, tell)
-    world.play()
+    world.audits = audits
+    world.play(RESENDS_S)
+    world.check_ends()
     return world

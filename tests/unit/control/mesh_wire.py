@@ -4,16 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import count
 from typing import Any
 
 import msgspec
 
 from prefixkv.config import ControlConfig
 from prefixkv.control.decode.control import DecodeControl, DecodeInput
-from prefixkv.control.effects import FrameReceived, RelaySlots, SendFrame, Tick
+from prefixkv.control.effects import FrameReceived, RelaySlots, SendFrame
 from prefixkv.control.handshake import OurSide
-from prefixkv.control.prefill.control import PrefillControl, PrefillInput
+from prefixkv.control.prefill.control import PrefillControl
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
 from prefixkv.protocol import messages
@@ -75,12 +74,8 @@ def add_room(key: RoomKey = SENT, num_tokens: int = 10) -> AddRoom:
     return add_wire_room(key, num_tokens)
 
 
-class _Opposite:
-    control: DecodeControl | PrefillControl
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-        self.seq = count(1)
+class _Ranks(wire.Opposite):
+    """The ranks of a peer, each with a name and a place of its own."""
 
     def on(self, what: Any) -> list[Any]:
         """What follows from an input, with (address or route, body) in place of a frame."""
@@ -91,12 +86,8 @@ class _Opposite:
             for effect in effects_of(self.control, what, self.now_s)
         ]
 
-    def after(self, seconds: float) -> list[Any]:
-        self.now_s += seconds
-        return self.on(Tick())
 
-
-class Writers(_Opposite):
+class Writers(_Ranks):
     """A real DecodeControl, rank `rank` of `tp`, opposite the ranks of a prefill worker of
     `prefill_tp`."""
 
@@ -105,8 +96,7 @@ class Writers(_Opposite):
     def __init__(
         self, prefill_tp: int = 2, tp: int = 1, rank: int = 0, staging: StagingArea | None = None
     ) -> None:
-        super().__init__()
-        me = PeerId(f"d/{rank}", 5)
+        super().__init__(me := PeerId(f"d/{rank}", 5))
         self.prefill_tp = prefill_tp
         self.expected = 0  # as the transport was told last
         self.control = DecodeControl(me, hello(tp, rank, me, staging=staging), TIMING)
@@ -126,7 +116,7 @@ class Writers(_Opposite):
     def say(
         self, rank: int, body: Any, *, by: PeerId | None = None, address: str = ""
     ) -> list[Any]:
-        raw = messages.encode(by or self.peers[rank], next(self.seq), body)
+        raw = self.raw(body, by or self.peers[rank])
         return self.on(FrameReceived(address or ADDRESSES[rank], raw))
 
     def reply(
@@ -161,7 +151,7 @@ class Writers(_Opposite):
         return self.say(rank, messages.Outcome(*KEY.numbers, rank, ok, *said, num_units=units))
 
 
-class Readers(_Opposite):
+class Readers(_Ranks):
     """A real PrefillControl, rank `rank` of `tp`, opposite the ranks of decode workers."""
 
     control: PrefillControl
@@ -171,17 +161,14 @@ class Readers(_Opposite):
         digest: ModelDigest = DIGEST, timing: ControlConfig = TIMING,
         staging: RelaySlots | None = None,
     ) -> None:  # fmt: skip
-        super().__init__()
-        me, topology, endpoints = PeerId(f"p/{rank}", 5), Topology(page_size, tp), ADDRESSES[1:tp]
+        super().__init__(me := PeerId(f"p/{rank}", 5))
+        topology, endpoints = Topology(page_size, tp), ADDRESSES[1:tp]
         ours = OurSide(digest, topology, rank)
         self.control = PrefillControl(me, ours, timing, ("", *endpoints), staging)
 
-    def on(self, what: PrefillInput) -> list[Any]:
-        return super().on(what)
-
     def say(self, by: PeerId, body: Any, credential: str = "") -> list[Any]:
         """As `on`. A Hello that is answered with a nonce is said again with it."""
-        raw = messages.encode(by, next(self.seq), to_life(body, self.control.me))
+        raw = self.raw(to_life(body, self.control.me), by)
         said = self.on(FrameReceived(by.name.encode(), raw, credential))
         if isinstance(body, Hello) and not body.nonce and (wanted := bodies(said, HelloWanted)):
             again = msgspec.structs.replace(body, nonce=wanted[0][1].nonce)

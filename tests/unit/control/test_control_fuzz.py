@@ -268,12 +268,9 @@ class DecodeWorld:
         what = DECODE_FEED[kind][1](self, *args)
         match what:
             case OpenRoom():
-                key = RoomKey(what.promise.room, what.promise.generation)
-                if self.may_use(key):
-                    self.open(key, what)
+                self.enter(what.promise.key, what, self.opened)
             case RefuseRoom(key):
-                if self.may_use(key):
-                    self.refuse(key, what)
+                self.enter(key, what, self.refused)
             case MeetPrefill():
                 self.worker = "away"
                 self.see(self.peer.on(what))
@@ -283,13 +280,9 @@ class DecodeWorld:
             case _:
                 self.see(self.peer.on(what))
 
-    def open(self, key: RoomKey, what: OpenRoom) -> None:
-        self.enter(key, what, self.opened)
-
-    def refuse(self, key: RoomKey, what: RefuseRoom) -> None:
-        self.enter(key, what, self.refused)
-
     def enter(self, key: RoomKey, what: OpenRoom | RefuseRoom, counted: Counter[RoomKey]) -> None:
+        if not self.may_use(key):
+            return
         was = self.peer.poll(key)
         try:
             effects = self.peer.on(what)
@@ -523,23 +516,24 @@ class PrefillWorld:
         effects = self.peer.on(what)
         undrained = isinstance(what, WriteFailed) and not what.drained
         assert effects.count(Renew()) == undrained
-        if isinstance(what, AddRoom):
-            key = what.key
-            text = f"room {key.room} generation {key.generation} was added already"
-            again = [RoomEnded(key, KVPoll.FAILED, Alike(RequestError(text))), SourceFree(key)]
-            if effects == again:
-                assert self.added[key] > self.freed[key] or self.added[key] == self.ended[key]
+        if isinstance(what, AddRoom | OfferRoom):
+            if self.is_refused(what, effects):
                 return
-            self.added[key] += 1
-        elif isinstance(what, OfferRoom):
-            key = what.key
-            text = f"room {key.room} generation {key.generation} is in use already"
-            again = [RoomEnded(key, KVPoll.FAILED, Alike(RequestError(text))), SourceFree(key)]
-            if effects == again:
-                assert self.lives(key) or self.added[sent(key)] > 0
-                return
-            self.added[key] += 1
+            self.added[what.key] += 1
         self.see(effects)
+
+    def is_refused(self, what: AddRoom | OfferRoom, effects: list[Any]) -> bool:
+        key, is_offer = what.key, isinstance(what, OfferRoom)
+        text = "is in use already" if is_offer else "was added already"
+        error = Alike(RequestError(f"room {key.room} generation {key.generation} {text}"))
+        if effects != [RoomEnded(key, KVPoll.FAILED, error), SourceFree(key)]:
+            return False
+        added = self.added[key]
+        if is_offer:
+            assert self.lives(key) or self.added[sent(key)] > 0
+        else:
+            assert added > self.freed[key] or added == self.ended[key]
+        return True
 
     # --- the laws ---
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -75,42 +74,86 @@ def looks(peer: PrefillPeer | DecodePeer, seconds: float) -> int:
     return found
 
 
-# --- decode's -------------------------------------------------------------------------------------
+def begun(peer: Any) -> Any:
+    """It is in a room."""
+    return peer.opened() if isinstance(peer, PrefillPeer) else peer.bootstrapped()
 
 
-def test_a_prefill_that_cannot_be_reached_is_looked_at_until_it_is_proved_dead() -> None:
-    peer = LocalPrefill().opened()
+def doubt(peer: Any) -> None:
+    """It cannot be reached."""
+    is_prefill = isinstance(peer, PrefillPeer)
+    peer.on(GONE if is_prefill else PeerUnreachable(DECODE, OSError("the connection is reset")))
+
+
+# --- either side's --------------------------------------------------------------------------------
+
+BOTH = pytest.mark.parametrize("kind", [LocalPrefill, LocalDecode])
+
+
+@BOTH
+@pytest.mark.parametrize("how", ["unreachable", "silent"])
+def test_a_peer_that_may_be_dead_is_looked_at_until_that_is_proved(kind: Any, how: str) -> None:
+    peer = begun(kind())
     assert looks(peer, 1.0) == 0
-    peer.on(GONE)
-    assert peer.control.wake_s == peer.now_s, "at once"
-    assert examined(peer.on(Tick())) == [Examine(PREFILL, LIFE)]
+    if how == "silent":
+        peer.now_s += ON.suspect_after_s
+    else:
+        doubt(peer)
+        assert peer.control.wake_s == peer.now_s, "at once"
+    assert examined(peer.on(Tick())) == [Examine(peer.me, LIFE)]
     assert peer.control.wake_s <= peer.now_s + EXAMINE_S, "and again"
     assert examined(peer.on(Tick())) == [], "not more often"
     assert looks(peer, 1.0) == 4
-    said = peer.on(Fence(PREFILL, proved=True))
+    said = peer.on(Fence(peer.me, proved=True))
     [ended] = of(said, RoomEnded)
-    assert (ended.key, ended.poll) == (KEY, KVPoll.FAILED)
+    assert ended.poll is KVPoll.FAILED
     assert isinstance(ended.error, PeerLostError)
-    assert ended.error.peer == PREFILL
+    assert ended.error.peer == peer.me
     assert "proved dead" in str(ended.error)
-    assert of(said, RoomDrained) == [RoomDrained(KEY)]
-    assert peer.control.counters["peers_proved_dead"] == 1
+    is_free = RoomDrained(KEY) if kind is LocalPrefill else SourceFree(SENT)
+    assert of(said, RoomDrained | SourceFree) == [is_free]
+    assert of(said, RemovePeer) == [RemovePeer(DECODE)] * (kind is LocalDecode)
     assert [news.why for news in peer.control.news.take() if news.kind == "over"] == [
         "was fenced, since it is proved dead"
     ]
-    peer.on(Fence(PREFILL, proved=True))
-    assert peer.control.counters["peers_proved_dead"] == 1, "it was on its way"
+    for _ in range(2):
+        assert peer.control.counters["peers_proved_dead"] == 1, "another proof was on its way"
+        peer.on(Fence(peer.me, proved=True))
     assert looks(peer, 30.0) == 0
 
 
-def test_an_operators_fence_is_no_proof_and_ends_the_looking() -> None:
-    peer = LocalPrefill().opened()
-    peer.on(GONE)
-    peer.on(Fence(PREFILL))
-    peer.on(Fence(PREFILL, proved=True))
+@BOTH
+def test_an_operators_fence_is_no_proof_and_ends_the_looking(kind: Any) -> None:
+    peer = begun(kind())
+    doubt(peer)
+    peer.on(Fence(peer.me))
+    peer.on(Fence(peer.me, proved=True))
     assert peer.control.counters["peers_proved_dead"] == 0
     assert looks(peer, 30.0) == 0
     assert "proved" not in str([news.why for news in peer.control.news.take()])
+
+
+@BOTH
+@pytest.mark.parametrize("why", ["not of this machine", "it says nothing", "switched off"])
+def test_what_is_no_evidence_is_not_looked_at(kind: Any, why: str) -> None:
+    timing = replace(ON, prove_death=False) if why == "switched off" else ON
+    peer = kind(timing, None if why == "it says nothing" else LIFE)
+    peer.is_local = why != "not of this machine"
+    doubt(begun(peer))
+    assert looks(peer, 30.0) == 0
+
+
+@BOTH
+def test_a_peer_that_has_left_is_not_looked_at(kind: Any) -> None:
+    peer = begun(kind())
+    doubt(peer)
+    peer.say(Fenced())
+    assert looks(peer, 30.0) == 0
+    peer.on(Fence(peer.me, proved=True))
+    assert peer.control.counters["peers_proved_dead"] == 0
+
+
+# --- decode's -------------------------------------------------------------------------------------
 
 
 def test_a_silent_prefill_is_looked_at_and_one_that_speaks_again_is_not() -> None:
@@ -141,20 +184,12 @@ def test_pages_held_for_a_former_life_are_why_it_is_looked_at() -> None:
     assert peer.control.peers(peer.now_s)[ADDRESS] == (successor, "ready")
 
 
-@pytest.mark.parametrize(
-    "why", ["not of this machine", "it says nothing", "switched off", "it has said two things",
-            "it has said nothing before"],
-)  # fmt: skip
-def test_what_is_no_evidence_is_not_looked_at(why: str) -> None:
-    timing = replace(ON, prove_death=False) if why == "switched off" else ON
-    first = None if why in ("it says nothing", "it has said nothing before") else LIFE
-    peer = LocalPrefill(timing, first)
-    peer.is_local = why != "not of this machine"
-    peer.opened()
-    if why.startswith("it has said"):
+@pytest.mark.parametrize("first", [LIFE, None])
+def test_a_prefill_that_has_said_two_things_is_not_looked_at(first: ProcessLife | None) -> None:
+    peer = LocalPrefill(ON, first).opened()
+    for _ in range(2):
         peer.greet(life=OTHER_LIFE)
-        peer.greet(life=OTHER_LIFE)
-    peer.on(GONE)
+    doubt(peer)
     assert looks(peer, 30.0) == 0
 
 
@@ -169,15 +204,6 @@ def test_one_at_another_address_cannot_have_a_prefill_fenced_by_lying() -> None:
     for address in (ADDRESS, elsewhere):
         peer.on(Unreached(address, "no answer"))
     assert looks(peer, 30.0) == 0
-
-
-def test_a_prefill_that_has_left_is_not_looked_at() -> None:
-    peer = LocalPrefill().opened()
-    peer.say(Fenced())
-    peer.on(GONE)
-    assert looks(peer, 30.0) == 0
-    peer.on(Fence(PREFILL, proved=True))
-    assert peer.control.counters["peers_proved_dead"] == 0
 
 
 def test_a_connection_that_comes_back_ends_it() -> None:
@@ -206,40 +232,6 @@ def test_lives_that_are_of_no_use_are_forgotten() -> None:
 # --- prefill's ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["a write has failed", "it is silent"])
-def test_a_decode_worker_that_may_be_dead_is_looked_at_until_that_is_proved(how: str) -> None:
-    peer = LocalDecode().bootstrapped()
-    assert looks(peer, 1.0) == 0
-    if how == "it is silent":
-        peer.now_s += ON.suspect_after_s
-    else:
-        peer.on(PeerUnreachable(DECODE, OSError("the connection is reset")))
-        assert peer.control.wake_s == peer.now_s, "at once"
-    assert examined(peer.on(Tick())) == [Examine(DECODE, LIFE)]
-    assert looks(peer, 1.0) == 4
-    said = peer.on(Fence(DECODE, proved=True))
-    [ended] = of(said, RoomEnded)
-    assert isinstance(ended.error, PeerLostError)
-    assert "proved dead" in str(ended.error)
-    assert of(said, SourceFree) == [SourceFree(SENT)]
-    assert of(said, RemovePeer) == [RemovePeer(DECODE)]
-    assert peer.control.counters["peers_proved_dead"] == 1
-    peer.on(Fence(DECODE, proved=True))
-    assert peer.control.counters["peers_proved_dead"] == 1
-    assert looks(peer, 30.0) == 0
-    assert peer.control.wake_s == math.inf
-
-
-@pytest.mark.parametrize("why", ["not of this machine", "it says nothing", "switched off"])
-def test_a_decode_worker_of_which_there_is_no_evidence(why: str) -> None:
-    timing = replace(ON, prove_death=False) if why == "switched off" else ON
-    peer = LocalDecode(timing, None if why == "it says nothing" else LIFE)
-    peer.is_local = why != "not of this machine"
-    peer.bootstrapped()
-    peer.on(PeerUnreachable(DECODE, OSError("the connection is reset")))
-    assert looks(peer, 10.0) == 0
-
-
 def test_a_decode_worker_that_was_replaced_holds_nothing_here() -> None:
     peer = LocalDecode().bootstrapped()
     peer.say(msgspec.structs.replace(HELLO, life=OTHER_LIFE), newer(DECODE))
@@ -257,15 +249,6 @@ def test_a_life_is_of_a_peer_that_was_let_in() -> None:
         HELLO.digest, model="another"))  # fmt: skip
     peer.say(refused, stranger)
     assert set(peer.control._peers.deaths._lives) == {DECODE}
-
-
-def test_a_decode_worker_that_has_left_is_not_proved_dead() -> None:
-    peer = LocalDecode().bootstrapped()
-    peer.on(PeerUnreachable(DECODE, OSError("the connection is reset")))
-    peer.say(Fenced())
-    assert looks(peer, 30.0) == 0
-    peer.on(Fence(DECODE, proved=True))
-    assert peer.control.counters["peers_proved_dead"] == 0
 
 
 def test_what_one_has_said_is_kept_while_others_come_and_go() -> None:

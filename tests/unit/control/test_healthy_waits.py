@@ -121,12 +121,6 @@ def test_a_rank_whose_outcome_is_here_is_not_asked_again() -> None:
     assert [say.rank for say in said] == [1]
 
 
-def test_a_prefill_worker_that_never_answered_has_its_time_only() -> None:
-    peer = PrefillPeer()
-    peer.open()
-    assert len(silence(peer, TIMING.bootstrap_timeout_s)) == 1
-
-
 def test_one_silent_rank_of_two_ends_the_wait() -> None:
     peer = PrefillPeer().opened()
     [room] = peer.control._rooms.all()

@@ -12,6 +12,7 @@ from tests.laws.liveness.cases import at_random
 from tests.laws.liveness.explore import explore, find, short_profile
 from tests.laws.liveness.mutants import MUTANTS
 from tests.laws.liveness.world import run
+from tests.laws.mutants import Mutant
 
 
 @pytest.mark.slow
@@ -22,8 +23,8 @@ def test_every_request_ends_and_leaves_nothing_behind() -> None:
     assert counts["refused by name"] > 20
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_what_breaks_the_order_law_stands_still(mutant: str) -> None:
+@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
+def test_what_breaks_the_order_law_stands_still(mutant: Mutant) -> None:
     assert "a deadlock" in find(mutant)
 
 

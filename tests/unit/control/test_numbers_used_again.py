@@ -1,5 +1,6 @@
-"""A room's number is used again as soon as its request has ended on both sides: whatever is still
-on its way of a former use, in any order, ends nothing of the next one."""
+"""A room's number is used again as soon as its request has ended on both sides, or was not taken:
+whatever is still on its way of a former use, in any order, ends nothing of the next one. What is
+remembered of numbers is bounded."""
 
 from __future__ import annotations
 
@@ -10,11 +11,12 @@ import msgspec
 import pytest
 
 from prefixkv.control.effects import FrameFailed, FrameReceived
+from prefixkv.control.prefill.rooms import Half, Tombs
 from prefixkv.digest import prompt_digest
-from prefixkv.errors import InternalError, PromptMismatchError, RequestError
-from prefixkv.protocol.commands import AbortRoom, DeclineRoom, OfferRoom, OpenRoom
+from prefixkv.errors import AbortedError, InternalError, PromptMismatchError, RequestError
+from prefixkv.protocol.commands import AbortRoom, DeclineRoom, Fence, OfferRoom, OpenRoom
 from prefixkv.protocol.events import Bootstrapped, RoomDrained, RoomEnded
-from prefixkv.protocol.ids import ChunkTag, KVPoll
+from prefixkv.protocol.ids import ChunkTag, KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import (
     Abort,
     Drained,
@@ -23,9 +25,10 @@ from prefixkv.protocol.messages import (
     Promise,
     PromiseAck,
 )
-from prefixkv.transport.base import Arrived, WriteJob
+from prefixkv.transport.base import Arrived, WriteDrained, WriteJob
 from tests.unit.control.wire import (
     ADDRESS,
+    DECODE,
     KEY,
     PREFILL,
     ROUTE,
@@ -36,17 +39,37 @@ from tests.unit.control.wire import (
     add_room,
     ids,
     kinds,
+    newer,
     of,
     promise,
 )
 from tests.unit.protocol.rooms import PROMPT
 
 OTHER_PROMPT = prompt_digest(range(50, 60))
-FORMER, NEXT = 2**64 - 1, 12  # tickets
+FORMER, NEXT = 2**64 - 1, 12  # tickets: of no order
+NO = DeclineRoom(SENT, "the prompt is too long")
+OFFER = OfferRoom(KEY, 10, PROMPT, 30.0)
 
 
-def of_use(ticket: int, **changes: Any) -> Promise:
-    return msgspec.structs.replace(promise(), ticket=ticket, **changes)
+def of_use(ticket: int, room: int = KEY.room, **changes: Any) -> Promise:
+    return msgspec.structs.replace(promise(room), ticket=ticket, **changes)
+
+
+def ack(ticket: int) -> OutcomeAck:
+    return OutcomeAck(*KEY.numbers, 0, ticket)
+
+
+def abort(ticket: int, **changes: Any) -> Abort:
+    return Abort(*KEY.numbers, "enough", ticket, **changes)
+
+
+def drained(ticket: int) -> Drained:
+    return Drained(*KEY.numbers, 0, ticket)
+
+
+def told(ticket: int = 0) -> Outcome:
+    """That the request was declined."""
+    return Outcome(*KEY.numbers, 0, False, 0, 0, b"", NO.reason, True, ticket)
 
 
 # --- decode ---------------------------------------------------------------------------------------
@@ -64,7 +87,7 @@ def used_again() -> PrefillPeer:
     peer.open(seven)
     peer.greet()
     peer.on(AbortRoom(KEY, "enough"))
-    assert of(peer.say(Drained(*KEY.numbers, 0, FORMER)), RoomDrained) == [RoomDrained(KEY)]
+    assert of(peer.say(drained(FORMER)), RoomDrained) == [RoomDrained(KEY)]
     assert of(peer.open(of_use(NEXT)), Promise) == [of_use(NEXT)]
     return peer
 
@@ -97,19 +120,6 @@ def test_a_notification_that_its_drained_has_overtaken_counts_for_no_other_use(
     assert peer.control.counters == {"tags_dropped": 2}
 
 
-def test_a_number_is_used_a_thousand_times() -> None:
-    peer = PrefillPeer()
-    peer.open(of_use(1))
-    peer.greet()
-    for ticket in range(1, 1000):
-        peer.on(AbortRoom(KEY, "enough"))
-        peer.say(Drained(*KEY.numbers, 0, ticket))
-        peer.open(of_use(ticket + 1))
-        assert peer.on(landed(ticket, 7)) == []
-        assert peer.poll() is KVPoll.WAITING_FOR_INPUT
-    assert peer.control.counters == {"tags_dropped": 999}
-
-
 def test_a_number_whose_pages_may_still_be_written_is_not_promised_again() -> None:
     """Its room has ended, and is not drained: nothing is said that could be taken for its proof."""
     peer = PrefillPeer()
@@ -120,19 +130,11 @@ def test_a_number_whose_pages_may_still_be_written_is_not_promised_again() -> No
     assert kinds(said) == ["Raised"]
     assert isinstance(said[0].error, InternalError)
     assert peer.expected == 1, "its writer is listened to"
-    assert of(peer.say(Drained(*KEY.numbers, 0, FORMER)), RoomDrained) == [RoomDrained(KEY)]
+    assert of(peer.say(drained(FORMER)), RoomDrained) == [RoomDrained(KEY)]
     assert of(peer.open(of_use(NEXT)), Promise) == [of_use(NEXT)]
 
 
-def test_a_frame_of_a_former_use_that_raises_ends_no_other_on_decode() -> None:
-    peer = used_again()
-    for ticket, polls in ((FORMER, KVPoll.WAITING_FOR_INPUT), (NEXT, KVPoll.FAILED)):
-        raw = peer.raw(Drained(*KEY.numbers, 0, ticket))
-        peer.on(FrameFailed(FrameReceived(ADDRESS, raw), OSError("broken")))
-        assert peer.poll() is polls
-
-
-# --- prefill --------------------------------------------------------------------------------------
+# --- prefill -------------------------------------------------------------------------------------
 
 
 def test_each_write_carries_the_ticket_of_its_promise() -> None:
@@ -142,19 +144,8 @@ def test_each_write_carries_the_ticket_of_its_promise() -> None:
         (job,) = of(peer.chunk(1, [5, 6], last=True), WriteJob)
         assert job.tag.ticket == ticket
         assert ChunkTag.unpack(job.tag.pack()) == job.tag
-        peer.say(Abort(*KEY.numbers, "enough", ticket))
-        assert of(peer.ended(job.job_id), Drained) == [Drained(*KEY.numbers, 0, ticket)]
-
-
-def test_a_frame_of_a_former_use_that_raises_ends_no_other_on_prefill() -> None:
-    peer = DecodePeer().bootstrapped(of_use(NEXT))
-    for ticket, num_ends in ((FORMER, 0), (NEXT, 1)):
-        raw = peer.raw(Abort(*KEY.numbers, "enough", ticket))
-        said = peer.on(FrameFailed(FrameReceived(ROUTE, raw), OSError("broken")))
-        assert len(of(said, RoomEnded)) == num_ends
-
-
-OFFER = OfferRoom(KEY, 10, PROMPT, 30.0)
+        peer.say(abort(ticket))
+        assert of(peer.ended(job.job_id), Drained) == [drained(ticket)]
 
 
 def opens(peer: DecodePeer, ticket: int = NEXT) -> bool:
@@ -164,20 +155,20 @@ def opens(peer: DecodePeer, ticket: int = NEXT) -> bool:
 def test_a_number_with_a_write_under_way_is_not_used_again() -> None:
     peer = DecodePeer().bootstrapped(of_use(FORMER))
     (job,) = of(peer.chunk(1, [5, 6], last=True), WriteJob)
-    peer.say(Abort(*KEY.numbers, "enough", FORMER))
-    (told,) = peer.say(of_use(NEXT))
-    assert (type(told), told.ok, told.ticket) == (Outcome, False, NEXT)
+    peer.say(abort(FORMER))
+    (said,) = peer.say(of_use(NEXT))
+    assert (type(said), said.ok, said.ticket) == (Outcome, False, NEXT)
     for again in (OFFER, add_room()):
         (ended,) = of(peer.on(again), RoomEnded)
         assert isinstance(ended.error, RequestError)
-    assert of(peer.ended(job.job_id), Drained) == [Drained(*KEY.numbers, 0, FORMER)]
+    assert of(peer.ended(job.job_id), Drained) == [drained(FORMER)]
     assert of(peer.on(OFFER), RoomEnded) == []
 
 
 def test_a_late_abort_ends_no_request_for_another_prompt() -> None:
     peer = DecodePeer().known()
     peer.on(add_room())
-    late = Abort(*KEY.numbers, "enough", FORMER, digest=OTHER_PROMPT)
+    late = abort(FORMER, digest=OTHER_PROMPT)
     assert kinds(peer.say(late)) == ["Drained"]
     assert opens(peer)
 
@@ -185,9 +176,9 @@ def test_a_late_abort_ends_no_request_for_another_prompt() -> None:
 def test_a_late_abort_of_a_room_ends_no_offer_of_its_number() -> None:
     peer = DecodePeer().bootstrapped(of_use(FORMER))
     for _ in range(2):  # repeated, since its Drained was lost
-        peer.say(Abort(*KEY.numbers, "enough", FORMER))
+        peer.say(abort(FORMER))
         assert of(peer.on(OFFER), RoomEnded) == []
-        assert kinds(peer.say(Abort(*KEY.numbers, "enough", FORMER))) == ["Drained"]
+        assert kinds(peer.say(abort(FORMER))) == ["Drained"]
         peer.on(AbortRoom(KEY, "once more"))
     peer.on(OFFER)
     assert opens(peer)
@@ -196,11 +187,11 @@ def test_a_late_abort_of_a_room_ends_no_offer_of_its_number() -> None:
 def test_a_repeated_abort_of_an_offer_ends_no_later_offer_of_its_number() -> None:
     peer = DecodePeer().known()
     peer.on(OFFER)
-    assert kinds(peer.say(Abort(*KEY.numbers, "no", FORMER))) == [
+    assert kinds(peer.say(abort(FORMER))) == [
         "RoomEnded", "SourceFree", "Drained",
     ]  # fmt: skip
     peer.on(OFFER)
-    assert kinds(peer.say(Abort(*KEY.numbers, "no", FORMER))) == ["Drained"]
+    assert kinds(peer.say(abort(FORMER))) == ["Drained"]
     assert opens(peer)
 
 
@@ -214,27 +205,24 @@ def test_an_offer_that_is_over_refuses_no_other_prompt_under_its_number(how: str
         peer.after(1.0)
     else:
         peer.say(of_use(FORMER, digest=OTHER_PROMPT))
-        peer.say(Abort(*KEY.numbers, "enough", FORMER))
+        peer.say(abort(FORMER))
     assert kinds(peer.say(of_use(NEXT))) == ["PromiseAck"]
     assert of(peer.on(add_room()), Bootstrapped)
 
 
-def test_a_promise_that_waited_in_vain_ends_no_request_for_another_prompt() -> None:
+@pytest.mark.parametrize("digest", [OTHER_PROMPT, PROMPT])
+def test_a_promise_that_waited_in_vain_ends_a_request_for_its_prompt_alone(digest: bytes) -> None:
     """Decode's acknowledgement of that end is still on its way."""
     peer = DecodePeer().known()
-    peer.say(of_use(FORMER, digest=OTHER_PROMPT))
-    (told,) = of(peer.after(TIMING.parked_timeout_s), Outcome)
-    assert (told.ok, told.drained, told.ticket) == (False, True, FORMER)
-    assert of(peer.on(add_room()), RoomEnded) == []
-    assert opens(peer)
-
-
-def test_of_the_same_prompt_it_is_that_request() -> None:
-    peer = DecodePeer().known()
-    peer.say(of_use(FORMER))
-    peer.after(TIMING.parked_timeout_s)
-    (ended,) = of(peer.on(add_room()), RoomEnded)
-    assert (ended.key, ended.poll) == (SENT, KVPoll.FAILED)
+    peer.say(of_use(FORMER, digest=digest))
+    (said,) = of(peer.after(TIMING.parked_timeout_s), Outcome)
+    assert (said.ok, said.drained, said.ticket) == (False, True, FORMER)
+    ends = of(peer.on(add_room()), RoomEnded)
+    if digest == PROMPT:
+        assert [(end.key, end.poll) for end in ends] == [(SENT, KVPoll.FAILED)]
+    else:
+        assert ends == []
+        assert opens(peer)
 
 
 def test_a_promise_of_another_prompt_has_ended_the_request_that_it_was_for() -> None:
@@ -242,7 +230,7 @@ def test_a_promise_of_another_prompt_has_ended_the_request_that_it_was_for() -> 
     peer = DecodePeer().known()
     peer.on(add_room())
     peer.say(of_use(FORMER, digest=OTHER_PROMPT))
-    peer.say(OutcomeAck(*KEY.numbers, 0, FORMER))
+    peer.say(ack(FORMER))
     (ended,) = of(peer.on(add_room(digest=OTHER_PROMPT)), RoomEnded)
     assert isinstance(ended.error, PromptMismatchError)
 
@@ -250,7 +238,7 @@ def test_a_promise_of_another_prompt_has_ended_the_request_that_it_was_for() -> 
 def test_an_abort_of_a_request_that_was_declined_ends_no_later_one() -> None:
     peer = DecodePeer().known()
     peer.on(DeclineRoom(SENT, "too long", PROMPT))
-    assert kinds(peer.say(Abort(*KEY.numbers, "enough", FORMER))) == ["Drained"]
+    assert kinds(peer.say(abort(FORMER))) == ["Drained"]
     assert of(peer.on(add_room()), RoomEnded) == []
     assert opens(peer)
 
@@ -258,5 +246,300 @@ def test_an_abort_of_a_request_that_was_declined_ends_no_later_one() -> None:
 def test_an_abort_before_its_promise_is_answered_under_its_own_ticket() -> None:
     peer = DecodePeer().known()
     peer.on(add_room())
-    said = of(peer.say(Abort(*KEY.numbers, "enough", NEXT)), Drained)
-    assert said == [Drained(*KEY.numbers, 0, NEXT)]
+    said = of(peer.say(abort(NEXT)), Drained)
+    assert said == [drained(NEXT)]
+
+
+def used_once(ticket: int = 1) -> DecodePeer:
+    """The room was used; prefill has not heard yet that decode knows."""
+    peer = DecodePeer().bootstrapped(of_use(ticket))
+    [post] = of(peer.chunk(1, [5, 6], last=True), WriteJob)
+    assert of(peer.ended(post.job_id), RoomEnded) == [RoomEnded(SENT, KVPoll.SUCCESS)]
+    return peer
+
+
+def test_a_repeat_of_the_promise_before_is_not_the_next_ones() -> None:
+    peer = used_once()
+    assert peer.on(add_room()) == []
+    [refused] = peer.say(of_use(1))
+    assert isinstance(refused, Outcome)
+    assert (refused.ok, refused.ticket, refused.drained) == (False, 1, True)
+    assert "is over" in refused.error
+    peer.say(ack(1))
+    assert opens(peer, 2)
+
+
+def test_an_abort_of_the_use_before_does_not_end_the_next_one() -> None:
+    peer = used_once()
+    peer.on(add_room())
+    for _ in range(2):  # until it is answered
+        assert peer.say(abort(1)) == [drained(1)]
+    assert opens(peer, 2)
+    assert peer.say(abort(1)) == [drained(1)]
+    assert peer.chunk(1, [5, 6], last=True), "the present use goes on"
+
+
+@pytest.mark.parametrize(("old", "new"), [(1, 2), (2, 1)])
+def test_a_number_is_used_again_while_the_last_acknowledgement_is_still_out(
+    old: int, new: int
+) -> None:
+    peer = used_once(old)
+    assert kinds(peer.say(of_use(new))) == ["PromiseAck"], "the old use has ended"
+    assert peer.say(ack(old)) == []
+    peer.on(add_room())
+    [post] = of(peer.chunk(1, [7, 8], last=True), WriteJob)
+    assert of(peer.ended(post.job_id), RoomEnded) == [RoomEnded(SENT, KVPoll.SUCCESS)]
+    assert peer.say(ack(old)) == []
+    assert peer.control.num_rooms == 1, "it is no acknowledgement of this one"
+    peer.say(ack(new))
+    assert peer.control.num_rooms == 0
+
+
+def test_a_room_that_our_engine_ended_first_keeps_its_end_for_the_promise() -> None:
+    peer = DecodePeer().known()
+    peer.on(add_room())
+    peer.on(AbortRoom(SENT, "enough"))
+    [outcome] = of(peer.say(of_use(2)), Outcome)
+    assert (outcome.ok, outcome.ticket) == (False, 2)
+
+
+def test_an_abort_before_the_request_ends_one_request() -> None:
+    peer = DecodePeer().known()
+    peer.say(abort(1))
+    assert kinds(peer.on(add_room())) == ["RoomEnded", "SourceFree"]
+    assert peer.say(abort(1)) == [drained(1)]
+    assert peer.on(add_room()) == []
+    assert opens(peer, 2)
+
+
+def test_a_promise_that_was_refused_is_not_taken_when_it_is_said_again() -> None:
+    """Decode has been told that nothing will land in its pages."""
+    peer = DecodePeer().known()
+    for room in range(TIMING.max_parked_per_peer):
+        peer.say(of_use(9, room))
+    late = of_use(1, 99)
+    assert kinds(peer.say(late)) == ["Outcome"], "too many wait"
+    peer.say(Abort(0, 0, "enough", 9))
+    assert kinds(peer.say(late)) == ["Outcome"]
+    assert kinds(peer.say(of_use(2, 99))) == ["PromiseAck"], "there is room for another"
+
+
+def test_a_write_that_is_drained_at_last_is_of_its_own_use() -> None:
+    """Its room went with the process that it wrote to, and the number is in use again."""
+    peer = DecodePeer().bootstrapped(of_use(1))
+    [post] = of(peer.chunk(1, [5, 6]), WriteJob)
+    peer.ended(post.job_id, OSError("reset"), drained=False)
+    peer.on(Fence(DECODE))
+    assert not list(peer.control.rooms())
+    peer.on(add_room())
+    assert peer.on(WriteDrained(post.job_id)) == []
+    assert not peer.control._rooms.jobs
+    peer.say(peer.hello, newer(DECODE))
+    assert of(peer.say(of_use(2), newer(DECODE)), Bootstrapped)
+
+
+_MALFORMED = msgspec.structs.replace(promise(), pages=b"")
+
+
+@pytest.mark.parametrize(
+    ("word", "answer", "still"),
+    [
+        (_MALFORMED, None, False),
+        (_MALFORMED, ack(9), True),
+        (_MALFORMED, abort(9), True),
+        (promise(), abort(9), True),
+    ],
+)
+def test_what_is_answered_takes_no_place_of_what_is_not(
+    word: Any, answer: Any, still: bool
+) -> None:
+    """Beyond the limit the oldest unanswered use is forgotten, and its promise is taken."""
+    peer = used_once()
+    peer.on(add_room())
+    for room in range(100, 100 + TIMING.max_parked_per_peer):
+        peer.say(msgspec.structs.replace(word, room=room, ticket=9))
+        if answer is not None:
+            peer.say(msgspec.structs.replace(answer, room=room))
+    assert kinds(peer.say(of_use(1))) == (["Outcome"] if still else ["PromiseAck", "Bootstrapped"])
+
+
+@pytest.mark.parametrize("side", ["decode", "prefill"])
+def test_a_frame_of_a_former_use_that_raises_ends_no_other(side: str) -> None:
+    peer: Any = used_again() if side == "decode" else DecodePeer().bootstrapped(of_use(NEXT))
+    source, word = (ADDRESS, drained) if side == "decode" else (ROUTE, abort)
+    for ticket, num_ends in ((FORMER, 0), (NEXT, 1)):
+        frame = FrameReceived(source, peer.raw(word(ticket)))
+        assert len(of(peer.on(FrameFailed(frame, OSError("broken"))), RoomEnded)) == num_ends
+
+
+# --- requests that prefill does not take ----------------------------------------------------------
+
+
+def test_a_promise_that_waits_for_the_request_is_answered_at_once() -> None:
+    peer = DecodePeer().known()
+    peer.say(promise())
+    assert peer.on(NO) == [told()], "the engine is told nothing: it has never had the room"
+    peer.say(ack(0))
+    assert peer.control.num_rooms == 0
+    assert list(peer.control.rooms()) == []
+
+
+def test_a_promise_that_comes_later_hears_the_reason_each_time_that_it_is_said() -> None:
+    peer = DecodePeer()
+    assert peer.on(NO) == []
+    assert peer.control.num_rooms == 0, "nothing to wait for here"
+    peer.after(TIMING.parked_timeout_s - 1.0)
+    peer.known()
+    assert peer.say(promise()) == [told()]
+    peer.after(1.0)
+    assert peer.say(promise()) == [told()], "the first answer may be lost"
+    peer.say(ack(0))
+    assert list(peer.control.rooms()) == []
+
+
+def test_the_reason_is_kept_for_so_long_only() -> None:
+    peer = DecodePeer().known()
+    peer.on(NO)
+    peer.after(TIMING.parked_timeout_s)
+    assert list(peer.control.rooms()) == []
+    peer.say(peer.hello)
+    assert kinds(peer.say(promise())) == ["PromiseAck"]
+
+
+@pytest.mark.parametrize("is_acked", [False, True])
+@pytest.mark.parametrize("digest", [b"", PROMPT])
+@pytest.mark.parametrize("promise_first", [False, True])
+def test_the_number_of_a_promise_that_was_declined_may_be_used_again(
+    is_acked: bool, digest: bytes, promise_first: bool
+) -> None:
+    """What was declined was its request: the next one is of the next use, of the same prompt."""
+    peer = DecodePeer().known()
+    peer.say(promise())
+    assert peer.on(DeclineRoom(SENT, NO.reason, digest)) == [told()]
+    if is_acked:
+        peer.say(ack(0))
+    if promise_first:
+        assert kinds(peer.say(of_use(1))) == ["PromiseAck"]
+        assert kinds(peer.on(add_room())) == ["Bootstrapped"]
+        return
+    assert peer.on(add_room()) == []
+    assert peer.say(promise()) == [told()], "a late repeat"
+    assert kinds(peer.say(of_use(1))) == ["PromiseAck", "Bootstrapped"]
+
+
+def test_what_decode_has_given_up_already_is_kept_no_longer() -> None:
+    peer = DecodePeer().known()
+    assert peer.say(abort(9)) == [drained(9)]
+    assert peer.on(NO) == []
+    assert list(peer.control.rooms()) == []
+    assert kinds(peer.say(promise())) == ["PromiseAck"], "of the number's next use"
+    assert kinds(peer.on(add_room())) == ["Bootstrapped"], "and the abort is forgotten with it"
+
+
+def test_only_the_worker_that_it_was_for_hears_of_it() -> None:
+    peer = DecodePeer().known()
+    peer.on(NO)
+    other = PeerId("decode-1", 1)
+    peer.say(peer.hello, other)
+    assert peer.say(promise(), other) == [PromiseAck(*KEY.numbers, 0, 0)]
+
+
+def test_a_number_of_which_only_the_acknowledgement_is_awaited_may_be_declined() -> None:
+    """Decode has used it again; what it says of the room before comes late."""
+    peer = DecodePeer().bootstrapped()
+    [post] = peer.chunk(1, [30, 31], last=True)
+    assert kinds(peer.ended(post.job_id)) == ["RoomEnded", "Outcome", "SourceFree"]
+    assert peer.on(NO) == []
+    again = of_use(1)
+    [said] = peer.say(again)
+    assert (said.ticket, said.error) == (again.ticket, "the prompt is too long")
+    assert peer.say(ack(0)) == []
+    peer.say(ack(again.ticket))
+    assert list(peer.control.rooms()) == []
+
+
+def test_a_number_that_decode_gave_up_fails_once_on_both_sides() -> None:
+    """The request that comes next is taken for the other half of the one that decode has aborted.
+    What decode promises then is of another use, and does not wait for its timeout."""
+    peer = DecodePeer().known()
+    peer.say(abort(9))
+    ended, free = peer.on(add_room())
+    assert (str(ended.error), kinds([free])) == ("decode: enough", ["SourceFree"])
+    [said] = peer.say(promise())
+    assert (said.ok, said.error, said.ticket) == (False, "decode: enough", 0)
+    peer.say(ack(0))
+    assert list(peer.control.rooms()) == []
+    again = of_use(1)
+    assert kinds(peer.say(again)) == ["PromiseAck"]
+    assert kinds(peer.on(add_room())) == ["Bootstrapped"]
+
+
+# --- what is remembered ---------------------------------------------------------------------------
+
+
+END, OTHER = AbortedError("over"), AbortedError("over too")
+RANK = PeerId("d", 5)
+
+
+def test_what_is_kept_is_bounded_and_what_is_answered_takes_no_place_of_the_rest() -> None:
+    uses = [(RoomKey(room, 0, "d"), RANK, 1) for room in range(10)]
+    kept = Tombs(3, 10.0)
+    for use in uses[:3]:
+        kept.bury(use, END)
+    for use in uses[3:8]:
+        kept.bury(use, END, answered=True)
+    assert [kept.over(use) is END for use in uses[:8]] == [True] * 3 + [False] * 2 + [True] * 3
+    kept.bury(uses[8], OTHER)
+    assert kept.over(uses[0]) is None
+    kept.answer(uses[1])
+    kept.answer(uses[9])
+    assert kept.over(uses[1]) is END
+    assert kept.over(uses[5]) is None, "the oldest of those that were answered"
+    assert kept.over(uses[9]) is None, "it was not here"
+    kept.bury((uses[0][0], newer(RANK), 1), OTHER)
+    kept.forget(RANK)
+    assert [kept.over(use) for use in uses] == [None] * 10
+    assert kept.over((uses[0][0], newer(RANK), 1)) is OTHER, "the next life's stay"
+
+
+def test_the_halves_that_are_awaited_are_bounded_for_each_worker_and_expire() -> None:
+    kept = Tombs(3, 10.0)
+    one = [RoomKey(room, 0, "one") for room in range(5)]
+    other = RoomKey(0, 0, "other")
+    kept.await_half(other, Half.PROMISE, OTHER, 0.0)
+    for now_s, key in enumerate(one):
+        kept.await_half(key, Half.REQUEST, END, float(now_s))
+    assert kept.awaited() == [other, *one[2:]], "the oldest of the same worker goes"
+    assert kept.due_s == 10.0
+    kept.expire(10.0)
+    assert (kept.awaited(), kept.due_s) == (one[2:], 12.0)
+    kept.await_half(one[2], Half.REQUEST, END, 12.5)
+    assert (kept.awaited(), kept.due_s) == ([*one[3:], one[2]], 13.0), "anew, it is the youngest"
+    kept.expire(22.5)
+    assert (kept.awaited(), kept.due_s) == ([], float("inf"))
+
+
+def test_the_half_that_comes_ends_with_the_error_unless_it_is_the_next_use() -> None:
+    kept, key = Tombs(3, 10.0), RoomKey(1, 0, "d")
+
+    def awaits(half: Half, digest: bytes = b"") -> Tombs:
+        kept.await_half(key, half, END, 0.0, digest=digest)
+        return kept
+
+    assert awaits(Half.REQUEST).meet_promise(key, 1, b"") is None, "the other half is awaited"
+    assert kept.meet_request(key, b"a") is END
+    assert kept.meet_request(key, b"a") is None, "it is of one request"
+    assert awaits(Half.REQUEST, b"a").meet_request(key, b"b") is None
+    assert awaits(Half.PROMISE).meet_request(key, b"") is None
+    awaits(Half.PROMISE)
+    assert [kept.meet_promise(key, 1, b"a") for _ in range(2)] == [END, END], "each rank's"
+    assert kept.meet_promise(key, 2, b"a") is None, "the next use"
+    assert awaits(Half.PROMISE, b"a").meet_promise(key, 1, b"b") is None
+    assert awaits(Half.PROMISE, b"a").meet_promise(key, 1, b"a") is END
+    assert kept.meet_request(key, b"a") is END, "the next request of the prompt lost its promise"
+    offer = RoomKey(1, 0)
+    kept.await_half(offer, Half.PROMISE, OTHER, 0.0, digest=b"a")
+    assert [kept.meet_promise(offer, 1, digest) for digest in (b"a", b"b", b"a")] == [
+        OTHER, None, OTHER
+    ]  # fmt: skip
+    assert kept.meet_promise(offer, 2, b"a") is OTHER, "any worker's, under any ticket"

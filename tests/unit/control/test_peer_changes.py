@@ -3,6 +3,7 @@ side hears where the other does not work with it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +40,7 @@ from tests.unit.control.wire import (
     PrefillPeer,
     kinds,
     newer,
+    of,
     promise,
 )
 
@@ -126,16 +128,23 @@ def test_decode_lists_what_is_lost_with_the_pages_that_it_may_still_write() -> N
     assert lost(peer.now_s) == {}, "it holds nothing any more"
 
 
-def test_a_worker_that_another_replaced_under_its_own_name_is_listed() -> None:
-    peer = PrefillPeer().opened()
-    peer.greet(PeerId("other", 1))
-    assert peer.control.lost_peers(peer.now_s) == {PREFILL: ("was replaced", 2)}
+ENDS: dict[str, tuple[Callable[[PrefillPeer], Any], str]] = {
+    "fenced": (lambda peer: peer.on(Fence(PREFILL)), "was fenced"),
+    "left": (lambda peer: peer.say(Fenced()), "has left"),
+    "replaced": (lambda peer: peer.greet(PeerId("other", 1)), "was replaced"),
+}
 
 
-def test_pages_that_settle_after_a_fence_are_listed_until_then() -> None:
+@pytest.mark.parametrize(("end", "how"), ENDS.values(), ids=ENDS)
+def test_pages_that_settle_or_are_not_proved_are_listed_by_how_their_writer_ended(
+    end: Callable[[PrefillPeer], Any], how: str
+) -> None:
     peer = PrefillPeer(replace(TIMING, fence_settle_s=0.5)).opened()
-    peer.on(Fence(PREFILL))
-    assert peer.control.lost_peers(peer.now_s) == {PREFILL: ("was fenced", 2)}
+    peer.control.news.take()
+    (ended,) = of(end(peer), RoomEnded)
+    assert how in str(ended.error)
+    assert how in peer.control.news.take()[0].why
+    assert peer.control.lost_peers(peer.now_s) == {PREFILL: (how, 2)}
 
 
 def test_a_lost_peer_is_named_on_every_rank() -> None:
@@ -152,16 +161,6 @@ def test_ranks_have_the_same_pages() -> None:
     a, b = PeerId("p", 1), PeerId("p/1", 1)
     ranks = [{a: ("suspect", 5)}, {a: ("suspect", 2), b: ("was fenced", 1)}]
     assert merged_lost_peers(ranks) == {a: ("suspect", 5), b: ("was fenced", 1)}
-
-
-def test_decode_says_that_a_peer_has_left() -> None:
-    peer = PrefillPeer().opened()
-    peer.control.news.take()
-    ended = peer.say(Fenced())
-    assert [str(one.error) for one in ended if isinstance(one, RoomEnded)] == [
-        f"{PREFILL} has left"
-    ]
-    assert peer.control.news.take() == [PeerChange("left", PREFILL, "has left")]
 
 
 # --- prefill --------------------------------------------------------------------------------------
@@ -204,7 +203,10 @@ def test_prefill_lists_what_is_lost_with_the_rooms_that_it_is_still_in() -> None
     peer.chunk(1, [30])
     lost = peer.control.lost_peers
     assert lost(peer.now_s) == {}
-    assert lost(peer.now_s + TIMING.suspect_after_s + 1.0) == {DECODE: ("suspect", 1)}
+    late_s = peer.now_s + TIMING.suspect_after_s + 1.0
+    assert lost(late_s) == {DECODE: ("suspect", 1)}
+    peer.say(promise(8))
+    assert lost(late_s) == {DECODE: ("suspect", 2)}
     peer.on(Fence(DECODE))
     assert lost(peer.now_s) == {DECODE: ("was fenced", 1)}, "a write of it is under way"
     peer.ended(1)
@@ -288,14 +290,6 @@ def test_a_fenced_worker_and_decode_do_not_go_on_telling_each_other() -> None:
 
 
 # --- what is kept ---------------------------------------------------------------------------------
-
-
-def test_each_room_of_a_peer_that_is_lost_counts() -> None:
-    peer = DecodePeer().known()
-    for room in (7, 8):
-        peer.say(promise(room))
-    late_s = peer.now_s + TIMING.suspect_after_s + 1.0
-    assert peer.control.lost_peers(late_s) == {DECODE: ("suspect", 2)}
 
 
 def test_news_that_are_not_taken_are_bounded_and_the_oldest_goes_first(

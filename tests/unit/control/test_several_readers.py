@@ -1,15 +1,12 @@
-"""A prefill rank that several decode ranks read from: its machine, and the control object that
-checks which of them speaks."""
+"""A prefill rank that several decode ranks read from: which of them speaks. Their room's machine:
+tests/unit/protocol/test_sender_machine.py."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from itertools import count, permutations
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from prefixkv.config import CurveConfig
@@ -19,12 +16,9 @@ from prefixkv.errors import (
     PromptMismatchError,
     RequestError,
     TransferError,
-    TransferTimeoutError,
 )
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
-from prefixkv.paging import pages_for
-from prefixkv.protocol import sender_machine as sm
-from prefixkv.protocol.commands import Fence, SendChunk
+from prefixkv.protocol.commands import Fence
 from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
 from prefixkv.protocol.ids import ChunkTag, KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import (
@@ -35,10 +29,8 @@ from prefixkv.protocol.messages import (
     LeaseAsk,
     LeaseGrant,
     Outcome,
-    Promise,
     PromiseAck,
 )
-from prefixkv.protocol.sender_machine import CancelWrite, PostWrite, SenderMachine, SendToReader
 from prefixkv.staging.sender import Gather
 from prefixkv.transport.base import WriteDrained, WriteJob
 from tests.unit.control.mesh_wire import (
@@ -54,227 +46,9 @@ from tests.unit.control.mesh_wire import (
     promise,
 )
 from tests.unit.control.wire import Alike, of
-from tests.unit.protocol.rooms import PROMPT
 
 A, B = PeerId("d", 5), PeerId("d/1", 5)
 WHY = AbortedError("enough")
-
-
-# --- the machine ----------------------------------------------------------------------------------
-
-
-class Machine:
-    """Two readers of four unit pages each, in a room of 16 tokens and pages of 4."""
-
-    def __init__(
-        self,
-        page_size: int = 4,
-        unit_tokens: int = 0,
-        fold: int = 1,
-        fill_len: int = 16,
-        prefix: int = 0,
-    ):
-        self.machine = SenderMachine(SENT, 0, page_size, count(1).__next__, TIMING, 0.0)
-        self.now_s = 0.0
-        self.changes = {"unit_tokens": unit_tokens, "fold": fold}
-        self.fill_len, self.prefix = fill_len, prefix
-        unit = unit_tokens or page_size
-        self.num_units = pages_for(fill_len - prefix, unit)
-        first_page = 40 // fold
-        num_pages = pages_for(self.num_units, fold)
-        self.pages = np.arange(first_page, first_page + num_pages, dtype=np.int32)
-
-    def on(self, event: Any) -> list[Any]:
-        return self.machine.on(event, self.now_s)
-
-    def promised(
-        self, reader: int, ticket: int = 1, writes: bool = True, **changes: Any
-    ) -> sm.Promised:
-        fields = {
-            "fill_len": self.fill_len,
-            "prefix_len": self.prefix,
-            "pages": self.pages,
-            "num_units": self.num_units,
-            **self.changes,
-            **changes,
-        }
-        of_word = {name: fields.pop(name) for name in ("fill_len", "prefix_len")}
-        return sm.Promised(
-            peer=(A, B)[reader], reader=reader, readers=(0, 1), writes=writes,
-            word=Promise(*SENT.numbers, **of_word, pages=b"", ticket=ticket, digest=PROMPT),
-            **fields
-        )  # fmt: skip
-
-    def begun(self, **changes: Any) -> Machine:
-        self.on(sm.Added(self.fill_len, PROMPT))
-        for reader in (0, 1):
-            self.on(self.promised(reader, **changes))
-        return self
-
-    def chunk(self, first_page: int, src_pages: Sequence[int], last: bool = True) -> list[Any]:
-        src = np.array(src_pages, np.int32)
-        aux = b"aux" if last else b""
-        return self.on(
-            SendChunk(
-                key=SENT, first_page=first_page, src_pages=src, last=last, aux=aux, ready=None
-            )
-        )
-
-    def abort(self, reader: int) -> list[Any]:
-        peer = (A, B)[reader]
-        said = sm.AbortSaid(peer, Abort(*SENT.numbers, "no", 1), reader, (0, 1))
-        return self.on(said)
-
-
-def said(actions: list[Any], kind: type) -> list[tuple[PeerId, Any]]:
-    return [
-        (action.peer, action.body)
-        for action in actions
-        if isinstance(action, SendToReader) and isinstance(action.body, kind)
-    ]
-
-
-@pytest.mark.parametrize("order", list(permutations(["added", 0, 1])))
-def test_a_room_begins_when_the_engine_and_all_readers_have_named_it(
-    order: tuple[Any, ...],
-) -> None:
-    room = Machine()
-    for i, named in enumerate(order):
-        actions = room.on(sm.Added(16, PROMPT) if named == "added" else room.promised(named))
-        assert of(actions, Bootstrapped) == ([Bootstrapped(SENT, A, 0)] if i == 2 else [])
-        if named != "added":
-            assert said(actions, PromiseAck) == [((A, B)[named], PromiseAck(*SENT.numbers, 0, 1))]
-
-
-def test_each_reader_gets_every_chunk_and_the_outcome() -> None:
-    room = Machine().begun()
-    first, second = of(room.chunk(0, [5, 6], last=False), PostWrite)
-    assert [(post.peer, post.chunk, post.dst_pages.tolist()) for post in (first, second)] == [
-        (A, 0, [40, 41]), (B, 0, [40, 41])]  # fmt: skip
-    third, fourth = of(room.chunk(2, [7, 8]), PostWrite)
-    for post in (first, third, fourth):
-        assert room.on(sm.JobEnded(post.job_id)) == []
-    actions = room.on(sm.JobEnded(second.job_id))
-    assert of(actions, RoomEnded) == [RoomEnded(SENT, KVPoll.SUCCESS)]
-    assert [(to, body.ok, body.num_pages) for to, body in said(actions, Outcome)] == [
-        (A, True, 4),
-        (B, True, 4),
-    ]
-    room.on(sm.OutcomeAcked(1))
-    assert not room.machine.over
-    room.now_s += TIMING.resend_s
-    assert [to for to, _ in said(room.on(sm.RoomTick()), Outcome)] == [A], "the other has answered"
-    room.on(sm.OutcomeAcked(0))
-    assert room.machine.over
-
-
-def test_an_abort_of_one_reader_fails_the_other_and_drains_for_both_with_the_last_write() -> None:
-    room = Machine().begun()
-    posts = of(room.chunk(0, [5, 6, 7, 8]), PostWrite)
-    actions = room.abort(0)
-    assert of(actions, CancelWrite) == [CancelWrite(post.job_id) for post in posts]
-    assert [(to, body.ok, body.drained) for to, body in said(actions, Outcome)] == [
-        (B, False, False)
-    ]
-    assert said(actions, Drained) == []
-    assert room.abort(1) == []
-    assert room.on(sm.JobEnded(posts[1].job_id, WHY)) == []
-    actions = room.on(sm.JobEnded(posts[0].job_id))
-    assert [to for to, _ in said(actions, Drained)] == [A, B]
-    assert of(actions, SourceFree) == [SourceFree(SENT)]
-    assert room.machine.over
-
-
-def test_a_write_to_one_reader_that_proves_nothing_keeps_the_pages_of_both() -> None:
-    room = Machine().begun()
-    first, second = of(room.chunk(0, [5, 6, 7, 8]), PostWrite)
-    room.on(sm.JobEnded(first.job_id, WHY, False))
-    for reader in (0, 1):
-        room.abort(reader)
-    assert said(room.on(sm.JobEnded(second.job_id)), Drained) == []
-    drained = said(room.on(sm.JobDrained(first.job_id)), Drained)
-    assert [(to, body.settle) for to, body in drained] == [(A, True), (B, True)]
-
-
-def test_a_promise_after_the_failure_is_told_at_once() -> None:
-    room = Machine()
-    room.on(sm.Added(16, PROMPT))
-    room.on(room.promised(0))
-    room.on(sm.Fail(WHY))
-    assert not room.machine.over
-    room.on(sm.OutcomeAcked(0))
-    assert not room.machine.over, "the other's promise is on its way"
-    actions = room.on(room.promised(1))
-    assert [(to, body.ok, body.drained) for to, body in said(actions, Outcome)] == [
-        (B, False, True)
-    ]
-    room.on(sm.OutcomeAcked(1))
-    assert room.machine.over
-
-
-def test_a_reader_that_never_promises_is_not_waited_for_for_ever() -> None:
-    room = Machine()
-    room.on(sm.Added(16, PROMPT))
-    room.on(room.promised(0))
-    room.now_s = TIMING.bootstrap_timeout_s
-    (ended,) = of(room.on(sm.RoomTick()), RoomEnded)
-    assert isinstance(ended.error, TransferTimeoutError)
-    room.now_s += TIMING.parked_timeout_s
-    room.on(sm.RoomTick())
-    assert room.machine.over
-
-
-@pytest.mark.parametrize(
-    "changes", [{"prefix_len": 4}, {"fill_len": 17}, {"ticket": 2}, {"num_units": 3}]
-)
-def test_promises_that_are_not_alike_are_known_for_that(changes: dict[str, Any]) -> None:
-    room = Machine()
-    room.on(room.promised(0))
-    assert room.machine.same_promise(room.promised(0))
-    assert room.machine.same_promise(room.promised(1))
-    assert not room.machine.same_promise(room.promised(1, **changes))
-
-
-def test_smaller_pages_of_decode_of_which_it_has_some_of_our_first_page() -> None:
-    """Ours hold 16 tokens, decode's 4; it has 20 tokens of 58: the rest of our page 1 and pages 2
-    and 3."""
-    room = Machine(page_size=16, unit_tokens=4, fill_len=58, prefix=20).begun()
-    posts = of(room.chunk(1, [5, 6], last=False), PostWrite)
-    assert posts[0].src_pages.tolist() == [21, 22, 23, 24, 25, 26, 27], (
-        "page 5 without its first unit, and page 6"
-    )
-    assert (posts[0].first_unit, posts[0].dst_pages.tolist()) == (0, [40, 41, 42, 43, 44, 45, 46])
-    posts = of(room.chunk(3, [9]), PostWrite)
-    assert posts[0].src_pages.tolist() == [36, 37, 38], "10 tokens of 16: three units"
-    assert (posts[0].first_unit, posts[0].dst_pages.tolist()) == (7, [47, 48, 49])
-
-
-def test_larger_pages_of_decode_are_counted_in_its_own() -> None:
-    """Ours hold 4 tokens, decode's 16; it has 16 of 58: 42 tokens are 11 units, three pages."""
-    room = Machine(page_size=4, unit_tokens=4, fold=4, fill_len=58, prefix=16).begun()
-    posts = of(room.chunk(4, range(11)), PostWrite)
-    for post in posts:
-        assert post.src_pages.tolist() == list(range(11))
-        assert post.dst_pages.tolist() == list(range(40, 51))
-        actions = room.on(sm.JobEnded(post.job_id))
-    assert [body.num_pages for _, body in said(actions, Outcome)] == [3, 3]
-
-
-@pytest.mark.parametrize(
-    ("first_page", "src_pages"),
-    [(1, [5, 6, 7, 8]), (0, [5, 6]), (2, [5, 6]), (1, [5, 6]), (1, [5])],
-    ids=["a page too many", "a page that decode has", "a gap", "short", "shorter"],
-)
-def test_pages_that_are_not_the_promised_fail_the_room(
-    first_page: int, src_pages: list[int]
-) -> None:
-    room = Machine(page_size=16, unit_tokens=4, fill_len=58, prefix=20).begun()
-    (ended,) = of(room.chunk(first_page, src_pages), RoomEnded)
-    assert isinstance(ended.error, TransferError)
-    assert "units" in str(ended.error)
-
-
-# --- the control object ---------------------------------------------------------------------------
 
 
 def test_claims_of_one_worker_are_joined_and_those_of_another_are_of_its_own_room() -> None:
@@ -311,24 +85,6 @@ def test_every_reader_proves_its_own_promise() -> None:
         assert not bodies(peer.chunk(0, [1, 2, 3], last=True), Outcome)
 
 
-def test_a_promise_for_a_later_use_is_refused_while_this_one_may_write() -> None:
-    peer = Readers(tp=1)
-    a, b = peer.greet(2)
-    peer.on(add_room())
-    for reader in (a, b):
-        peer.say(reader, promise())
-    posts = of(peer.chunk(0, [1, 2, 3], last=True), WriteJob)
-    ((_, refusal),) = bodies(peer.say(a, promise(ticket=2)), Outcome)
-    assert (refusal.ok, refusal.ticket) == (False, 2)
-    for post in posts:
-        actions = peer.ended(post.job_id)
-    assert [body.ticket for _, body in bodies(actions, Outcome)] == [1, 1]
-    assert not bodies(peer.say(a, promise(ticket=2)), PromiseAck), "refused once is refused"
-    assert bodies(peer.say(a, promise(ticket=3)), PromiseAck), (
-        "the next use, though this one is not acknowledged"
-    )
-
-
 def test_an_abort_of_another_use_than_the_one_aborted_before_is_answered_as_its_own() -> None:
     peer = Readers(tp=1)
     [a, _] = peer.greet(2)
@@ -343,14 +99,26 @@ def refused(said: list[Any]) -> str:
     return str(reply.refused)
 
 
-def test_a_rank_is_of_the_worker_that_its_name_says_and_of_no_other() -> None:
-    """Else it would read another's prompt: a room is shared out over a worker's ranks."""
+STRANGERS: list[tuple[PeerId, Any, str]] = [
+    # A rank is of the worker that its name says, and of no other: else it would read another's
+    # prompt, since a room is shared out over a worker's ranks.
+    *(
+        (PeerId(name, 6), hello(2, 1, A), "name")
+        for name in ("twin", "twin/1", "d/1/1", "d/01", "d/2")
+    ),
+    (PeerId("twin", 6), hello(2, 0, A), "name"),
+    (PeerId("d", 6), hello(2, 0, PeerId("d", 7)), "name"),
+    (PeerId("d/1", 9), hello(4, 1, A), "topology"),
+]
+
+
+@pytest.mark.parametrize(("stranger", "says", "text"), STRANGERS)
+def test_what_is_no_rank_of_the_worker_that_it_names_is_refused(
+    stranger: PeerId, says: Any, text: str
+) -> None:
     peer = Readers(tp=1)
-    [a, _] = peer.greet(2)
-    for name in ("twin", "twin/1", "d/1/1", "d/01", "d/2"):
-        assert "name" in refused(peer.say(PeerId(name, 6), hello(2, 1, a)))
-    assert "name" in refused(peer.say(PeerId("twin", 6), hello(2, 0, a)))
-    assert "name" in refused(peer.say(PeerId("d", 6), hello(2, 0, PeerId("d", 7))))
+    peer.greet(2)
+    assert text in refused(peer.say(stranger, says))
     assert set(peer.control.peers(peer.now_s)) == {A, B}
 
 
@@ -362,23 +130,13 @@ def test_a_rank_of_a_worker_that_is_over_is_refused_by_name() -> None:
     assert why.startswith("d life 5 was superseded by life 6: the name 'd' is taken by another")
 
 
-def test_ranks_of_one_worker_have_one_topology() -> None:
-    peer = Readers(tp=1)
-    peer.say(A, hello(2, 0, A))
-    assert "topology" in refused(peer.say(B, hello(4, 1, A)))
-    assert refused(peer.say(B, hello(2, 1, A))) == ""
-
-
 def test_workers_are_counted_and_not_their_ranks() -> None:
     peer = Readers(tp=1)
     assert TIMING.max_peers == 2
     assert all(len(peer.greet(2, name)) == 2 for name in ("d", "e"))
-    assert len(peer.control.peers(peer.now_s)) == 4
     third = PeerId("f", 5)
     text = refused(peer.say(third, hello(1, 0, third)))
-    assert "max_peers" in text
-    assert "'d'" not in text
-    assert "'e'" not in text
+    assert ("max_peers" in text, "'d'" in text, "'e'" in text) == (True, False, False)
     peer.greet(2, "e", incarnation=6)
     assert len(peer.control.peers(peer.now_s)) == 4, "a restart takes its own place"
 
@@ -442,37 +200,97 @@ def test_a_lone_reader_of_replicas_is_written_by_one_and_told_by_all() -> None:
     assert [body.num_pages for _, body in bodies(actions, Outcome)] == [3]
 
 
-def test_a_worker_of_several_ranks_has_one_key() -> None:
-    curve = CurveConfig(
-        "p" * 40, "s" * 40, allowed_clients={"key d": "d", "key e": "e", "key r": "e/1"}
-    )
-    peer = Readers(timing=dataclasses.replace(TIMING, curve=curve, max_peers=50))
+KEYS = {"key d": "d", "key e": "e", "key r": "e/1", "key 1": "x", "key 2": "x"}
+GREETINGS = [  # in this order: name, rank, key, whether it is let in
+    ("e", 0, "key e", True),
+    ("d/1", 1, "key e", False),
+    *((name, 1, "key d", False) for name in ("d/x", "d/", "/1")),
+    ("/1", 1, "", False),
+    ("e/1", 1, "key e", False),  # another key's own name
+    ("e/1", 1, "key r", True),  # a rank with a key of its own
+    ("d/1", 1, "key d", True),
+    ("d", 0, "key d", True),
+    *((f"e/{rank}", 0, "key e", False) for rank in range(2, 20)),  # a key has one worker
+    ("x", 0, "key 1", True),
+    ("x/1", 1, "key 2", False),  # the same name by another key
+    ("x/1", 1, "key 1", True),
+]
 
-    def known(name: str, key: str, rank: int = 0) -> bool:
+
+def test_a_worker_of_several_ranks_has_one_key() -> None:
+    curve = CurveConfig("p" * 40, "s" * 40, allowed_clients=KEYS)
+    peer = Readers(timing=dataclasses.replace(TIMING, curve=curve, max_peers=50))
+    for name, rank, key, is_let_in in GREETINGS:
         me = PeerId(name, 5)
         worker = PeerId(name.partition("/")[0], 5) if rank else me
-        return bool(of(peer.say(me, hello(2, rank, worker), key), AddPeer))
-
-    assert known("e", "key e")
-    assert not known("d/1", "key e", 1)
-    assert not known("d/x", "key d", 1)
-    assert not known("d/", "key d", 1)
-    assert not known("/1", "key d", 1)
-    assert not known("/1", "", 1)
-    assert not known("e/1", "key e", 1), "another key's own name"
-    assert known("e/1", "key r", 1), "a rank with a key of its own"
-    assert known("d/1", "key d", 1)
-    assert known("d", "key d")
-    for rank in range(1, 20):
-        assert not known(f"e/{rank + 1}", "key e"), "no worker of its own: a key has one"
+        said = peer.say(me, hello(2, rank, worker), key)
+        assert bool(of(said, AddPeer)) is is_let_in, (name, key)
 
 
-def test_a_key_that_shares_a_name_is_no_rank_of_anothers_worker() -> None:
-    curve = CurveConfig("p" * 40, "s" * 40, allowed_clients={"key 1": "d", "key 2": "d"})
-    peer = Readers(timing=dataclasses.replace(TIMING, curve=curve))
-    peer.say(A, hello(2, 0, A), "key 1")
-    assert "key" in refused(peer.say(B, hello(2, 1, A), "key 2"))
-    assert refused(peer.say(B, hello(2, 1, A), "key 1")) == ""
+# --- a room is of one life of a worker, and of one process for each rank: another hears so --------
+
+ABORT = Abort(*SENT.numbers, "no", 1)
+
+
+def claimed_by_rank_1() -> Readers:
+    """Rank 1 has promised its pages for the room; its worker's rank 0 has started again."""
+    peer = Readers(tp=1)
+    peer.greet(2)
+    peer.on(add_room())
+    assert bodies(peer.say(B, promise()), PromiseAck)
+    assert not of(peer.say(PeerId("d", 6), hello(2, 0, PeerId("d", 6))), RoomEnded)
+    return peer
+
+
+def test_the_next_life_of_a_worker_shares_no_room_with_the_one_before() -> None:
+    """Its rank 0 may draw the same ticket; its rank 1 never heard of these pages."""
+    peer = claimed_by_rank_1()
+    effects = peer.say(PeerId("d", 6), promise())
+    assert not of(effects, Bootstrapped)
+    ((to, refusal),) = bodies(effects, Outcome)
+    assert (to, refusal.ok, refusal.drained) == (b"d", False, True)
+    assert "another life's" in refusal.error
+
+
+def test_the_next_life_of_a_worker_ends_no_room_of_the_one_before() -> None:
+    peer = claimed_by_rank_1()
+    effects = peer.say(PeerId("d", 6), ABORT)
+    assert not of(effects, RoomEnded)
+    assert [to for to, _ in bodies(effects, Drained)] == [b"d"], "nothing of ours goes there"
+
+
+def rank_1_started_again() -> Readers:
+    """Both ranks have promised their pages, a write to each is under way, and rank 1 is another
+    process by now, of the same worker."""
+    peer = Readers(tp=1)
+    peer.on(add_room())
+    for reader in peer.greet(2):
+        peer.say(reader, promise())
+    assert len(of(peer.chunk(0, [1, 2, 3]), WriteJob)) == 2
+    assert of(peer.say(PeerId("d/1", 6), hello(2, 1, A)), RoomEnded)
+    return peer
+
+
+@pytest.mark.parametrize("word", ["promise", "abort"])
+def test_another_process_of_a_rank_is_answered_for_itself(word: str) -> None:
+    """What is under way goes to the pages of the process before it, so none of its own is at
+    stake."""
+    peer = rank_1_started_again()
+    if word == "promise":
+        ((to, refusal),) = bodies(peer.say(PeerId("d/1", 6), promise()), Outcome)
+        assert (to, refusal.ok, refusal.drained) == (b"d/1", False, True)
+    else:
+        assert [to for to, _ in bodies(peer.say(PeerId("d/1", 6), ABORT), Drained)] == [b"d/1"]
+
+
+def test_what_was_under_way_to_the_process_before_is_waited_for() -> None:
+    peer = rank_1_started_again()
+    peer.say(PeerId("d/1", 6), ABORT)
+    assert not bodies(peer.say(A, ABORT), Drained)
+    (first, second) = sorted(peer.control._rooms.jobs)
+    assert not bodies(peer.ended(first), Drained)
+    assert [to for to, _ in bodies(peer.ended(second), Drained)] == [b"d"]
+    assert peer.control.num_rooms == 0
 
 
 # --- what is said wrongly -------------------------------------------------------------------------
@@ -501,52 +319,45 @@ BAD_AREAS = {
 def test_a_staging_area_that_cannot_be_is_refused_with_the_reason(
     area: StagingArea, text: str
 ) -> None:
-    fitting = StagingArea(BLOCK_BYTES, 2 * LEASE, LEASE)
-    good = Readers(page_size=16, staging=SLOTS).say(
-        A, hello(2, 0, A, page_size=16, staging=fitting)
-    )
-    assert [added.relayed for added in of(good, AddPeer)] == [True]
     peer = Readers(page_size=16, staging=SLOTS)
-    said = peer.say(A, hello(2, 0, A, page_size=16, staging=area))
-    assert of(said, AddPeer) == []
-    refused = bodies(said, HelloReply)[0][1].refused
-    assert "staging" in refused
-    assert text in refused
+    why = refused(peer.say(A, hello(2, 0, A, page_size=16, staging=area)))
+    assert "staging" in why
+    assert text in why
     assert peer.control.counters["handshakes_refused"] == 1
+    fitting = StagingArea(BLOCK_BYTES, 2 * LEASE, LEASE)
+    assert not refused(peer.say(A, hello(2, 0, A, page_size=16, staging=fitting)))
 
 
-def test_slices_are_staged_where_both_can() -> None:
-    for slots, area, staged in ((SLOTS, AREA, True), (None, AREA, False), (SLOTS, None, False)):
-        said = Readers(staging=slots).say(A, hello(2, 0, A, staging=area))
-        (added,) = of(said, AddPeer)
-        assert (added.relayed, added.memory.staging) == (staged, area if staged else None)
-        assert bodies(said, HelloReply)[0][1].staged == staged
-    whole = Readers(tp=2, staging=SLOTS)
-    said = whole.say(A, hello(2, 0, A, staging=AREA))
+@pytest.mark.parametrize(
+    ("tp", "slots", "area", "staged"),
+    [(1, SLOTS, AREA, True), (1, None, AREA, False), (1, SLOTS, None, False),
+     (2, SLOTS, AREA, False)],  # a whole rank needs no staging
+)  # fmt: skip
+def test_slices_are_staged_where_both_can(tp: int, slots: Any, area: Any, staged: bool) -> None:
+    said = Readers(tp=tp, staging=slots).say(A, hello(2, 0, A, staging=area))
     (added,) = of(said, AddPeer)
-    assert (added.relayed, bodies(said, HelloReply)[0][1].staged) == (False, False), (
-        "a whole rank needs no staging"
-    )
+    assert (added.relayed, bodies(said, HelloReply)[0][1].staged) == (staged, staged)
+    assert added.memory.staging == (area if staged else None)
 
 
-def test_layouts_that_do_not_divide_or_hold_another_share_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("text", "changes"),
+    [
+        ("tp_size", {"tensor_parallel": 3}),
+        ("num_kv_heads", {"tensor_parallel": 4}),
+        ("num_layers", {"pipeline_parallel": 2}),
+        ("stage_layers", {"stage_layers": (1, 5)}),
+        ("page_size", {"page_size": 6}),
+        ("layout", {"page_size": 8}),
+        ("tp_size * pp_size", {"tensor_parallel": 2**30, "pipeline_parallel": 2**20}),
+    ],
+)
+def test_layouts_that_do_not_divide_or_hold_another_share_are_refused(
+    text: str, changes: dict[str, Any]
+) -> None:
     good = hello(2, 0, A)
-    changes: dict[str, dict[str, Any]] = {
-        "tp_size": {"tensor_parallel": 3},
-        "num_kv_heads": {"tensor_parallel": 4},
-        "num_layers": {"pipeline_parallel": 2},
-        "stage_layers": {"stage_layers": (1, 5)},
-        "page_size": {"page_size": 6},
-        "layout": {"page_size": 8},
-        "tp_size * pp_size": {"tensor_parallel": 2**30, "pipeline_parallel": 2**20},
-    }
-    for text, fields in changes.items():
-        greeting = msgspec.structs.replace(
-            good, topology=msgspec.structs.replace(good.topology, **fields)
-        )
-        said = Readers(tp=1).say(A, greeting)
-        assert of(said, AddPeer) == []
-        assert text in bodies(said, HelloReply)[0][1].refused
+    topology = msgspec.structs.replace(good.topology, **changes)
+    assert text in refused(Readers().say(A, msgspec.structs.replace(good, topology=topology)))
 
 
 # --- what is staged -------------------------------------------------------------------------------

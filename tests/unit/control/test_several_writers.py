@@ -76,13 +76,6 @@ def test_a_worker_takes_what_the_smallest_of_its_ranks_takes() -> None:
     assert of(pair.reply(1, max_tokens=96), PrefillReady) == [PrefillReady(ADDRESSES[0], 64)]
 
 
-def test_success_takes_every_writer_and_the_aux_of_the_lowest() -> None:
-    pair = Writers().opened()
-    assert of(pair.outcome(1), RoomEnded) == []
-    assert pair.outcome(0)[1:] == [RoomEnded(KEY, KVPoll.SUCCESS, aux=b"aux0")]
-    assert pair.expected == 0
-
-
 def test_one_that_failed_fails_the_room_and_each_proves_for_itself() -> None:
     pair = Writers().opened()
     said = pair.outcome(1, ok=False)
@@ -109,38 +102,31 @@ def test_a_rank_speaks_for_itself_only() -> None:
 # --- leaders that lie ---------------------------------------------------------------------------
 
 
-def test_an_address_of_another_rank_than_0_is_no_leader() -> None:
-    pair = Writers()
+LIES: dict[str, tuple[list[tuple[int, dict[str, Any]]], str]] = {
+    "rank 1 for a leader": ([(1, {"address": ADDRESSES[0]})], "rank"),
+    "too few endpoints": ([(0, {"endpoints": ("",)})], "endpoints"),
+    "itself as another rank": ([(0, {"endpoints": ("", ADDRESSES[0])})], "rank"),
+    "another rank": ([(0, {}), (1, {"rank": 0})], "rank"),
+    "another topology": ([(0, {}), (1, {"topology": Topology(PAGE_SIZE, 4)})], "topology"),
+    "one that stages and one that does not": (
+        [(0, {"staged": True}), (1, {"staged": False})], "staging",
+    ),
+    "staging, where decode has none": ([(0, {"staged": True}), (1, {"staged": True})], "staging"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("replies", "text"), LIES.values(), ids=LIES)
+def test_ranks_that_cannot_be_of_one_worker_are_refused(
+    replies: list[tuple[int, dict[str, Any]]], text: str
+) -> None:
+    pair = Writers(staging=AREA if text == "staging" and not replies[1][1]["staged"] else None)
     pair.open()
-    error = ended(pair.reply(1, address=ADDRESSES[0], by=pair.peers[1])).error
+    for rank, changes in replies:
+        said = pair.reply(rank, **changes)
+    error = ended(said).error
     assert isinstance(error, HandshakeError)
-    assert "rank" in str(error)
+    assert text in str(error)
     assert pair.control.num_rooms == 0
-
-
-def test_a_leader_with_too_few_endpoints_is_refused() -> None:
-    pair = Writers()
-    pair.open()
-    assert "endpoints" in str(ended(pair.reply(0, endpoints=("",))).error)
-
-
-@pytest.mark.parametrize(
-    "changes", [{"rank": 0}, {"topology": Topology(PAGE_SIZE, 4)}], ids=["rank", "topology"]
-)
-def test_a_rank_that_is_another_than_the_leader_said_is_refused(changes: dict[str, Any]) -> None:
-    pair = Writers()
-    pair.open()
-    pair.reply(0)
-    error = ended(pair.reply(1, **changes)).error
-    assert isinstance(error, HandshakeError)
-    assert next(iter(changes)) in str(error)
-    assert pair.control.num_rooms == 0
-
-
-def test_a_leader_that_names_itself_as_another_rank_is_refused() -> None:
-    pair = Writers()
-    pair.open()
-    assert "rank" in str(ended(pair.reply(0, endpoints=("", ADDRESSES[0]))).error)
 
 
 def test_a_rank_that_never_answers_fails_the_room_by_its_deadline_with_no_rank_told() -> None:
@@ -263,20 +249,6 @@ def test_restarted_writers_without_staging_write_directly() -> None:
     pair.outcome(0, ticket=2)
     success = RoomEnded(KEY, KVPoll.SUCCESS, aux=b"aux0")
     assert of(pair.outcome(1, ticket=2), RoomEnded) == [success]
-
-
-def test_some_that_stage_and_some_that_do_not_are_refused() -> None:
-    pair = Writers(staging=AREA)
-    pair.open()
-    pair.reply(0, staged=True)
-    assert "staging" in str(ended(pair.reply(1, staged=False)).error)
-
-
-def test_writers_that_stage_for_one_that_has_no_staging_are_refused() -> None:
-    pair = Writers()
-    pair.open()
-    pair.reply(0, staged=True)
-    assert "staging" in str(ended(pair.reply(1, staged=True)).error)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,11 @@
 """Both control objects under test, each opposite a peer that is played by hand: what it says, and
-what it hears."""
+what it hears; meshes: `mesh_wire.py`.
+
+The folder protects what one side does about a word of the other, an input of its engine, or time.
+Beside it: the rooms' machines alone (../protocol), every state of two small sides
+(../../laws/explore), orders of arrival at small pools (../../laws/liveness, by test_liveness.py),
+whole workers over a bad network (test_engine_sim.py), sockets and threads (../runtime).
+"""
 
 from __future__ import annotations
 
@@ -68,7 +74,7 @@ class Alike:
         return f"Alike({self.error!r})"
 
 
-class _Opposite:
+class Opposite:
     """The peer, and the clock. `said` keeps all bodies that the control object under test has sent,
     oldest first."""
 
@@ -108,7 +114,7 @@ class _Opposite:
         return self.on(self.pause(seconds))
 
 
-class PrefillPeer(_Opposite):
+class PrefillPeer(Opposite):
     """A hand-played prefill worker of one rank opposite a real `DecodeControl`."""
 
     control: DecodeControl
@@ -193,7 +199,7 @@ def to_life(body: Any, life: PeerId) -> Any:
     return body
 
 
-class DecodePeer(_Opposite):
+class DecodePeer(Opposite):
     """A hand-played decode worker of one rank opposite a real `PrefillControl`, rank 0 of its
     worker."""
 

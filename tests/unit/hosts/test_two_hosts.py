@@ -2,10 +2,17 @@
 for a while; and a restart. Every byte is checked, as ever.
 
 Both sides' control planes have CURVE keys, since what prefill binds is reached by another host.
+The hosts are network namespaces that only a veth pair joins, each held by a process of its own, so
+that a node in it may die and another take its place. All of it is gone with the processes. It takes
+root; that of a user namespace will do (`unshare -r`). `RefusedError` says what is not allowed.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
+import shutil
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,29 +22,123 @@ import pytest
 import zmq
 
 from prefixkv.config import CurveConfig, DecodeConfig, PrefillConfig
-from tests.support.net_hosts import (
-    ADDRESSES,
-    Host,
-    HostedNode,
-    RefusedError,
-    hosts,
-    join_veth,
-    missing_tools,
-)
+from tests.support import node_process
 from tests.support.node_pair import make_pool, tokens_of
+from tests.support.node_process import NodeProcess
 from tests.support.patience import NEVER_S, until
+from tests.support.processes import Child, children, obey
 from tests.unit.runtime.conftest import QUICK
 
 POOL = {"num_pages": 200, "page_size": 16, "num_layers": 4, "head_dim": 64}
 PAGE_BYTES = make_pool(**POOL | {"num_pages": 1}).layout.page_bytes  # 32 KiB
 FAST, SLOW, SLOWEST = 400.0, 16.0, 4.0  # Mbit/s
+WIRE = "wire"  # the device, on both hosts
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+
+_CLONE_NEWNS, _CLONE_NEWNET = 0x2_0000, 0x4000_0000
+_MS_PRIVATE = 0x4_4000  # and all below
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class RefusedError(Exception):
+    """What this machine does not allow."""
+
+
+class Host(Child):
+    """A network namespace."""
+
+    def __init__(self) -> None:
+        super().__init__(_hold)
+        if self.hello:
+            self.end()
+            raise RefusedError(self.hello)
+
+    def run(self, command: str) -> str:
+        """A command line's output, in the namespace. RefusedError where it fails."""
+        ok, output = self.call("run", command.split())
+        if not ok:
+            raise RefusedError(f"{command}: {output}")
+        return str(output)
+
+    def join(self, address: str) -> None:
+        """Bring its end of the wire up."""
+        self.run(f"ip address add {address}/24 dev {WIRE}")
+        self.run("ip link set lo up")
+        self.run(f"ip link set {WIRE} up")
+
+    def limit(self, mbit: float) -> None:
+        """It sends no faster than that from now on."""
+        self.run(f"tc qdisc replace dev {WIRE} root tbf rate {mbit}mbit burst 128kb latency 100ms")
+
+    def held_up(self) -> int:
+        """How often a packet had to wait for the limit."""
+        return int(self.run(f"tc -s qdisc show dev {WIRE}").split("overlimits ")[1].split()[0])
+
+    def sent_bytes(self) -> int:
+        """All that it has sent over the wire, headers included."""
+        line = next(line for line in self.run("cat /proc/net/dev").splitlines() if WIRE in line)
+        return int(line.split(":")[1].split()[8])
+
+
+def join_veth(a: Host, b: Host) -> None:
+    a.run(f"ip link add {WIRE} type veth peer name {WIRE} netns {b.pid}")
+    for host, address in zip((a, b), ADDRESSES, strict=True):
+        host.join(address)
+    for host in (a, b):  # the kernel looks at links once a second; UCX takes one that is up only
+        until(lambda host=host: "state UP" in host.run(f"ip link show dev {WIRE}"))
+
+
+class HostedNode(NodeProcess):
+    """A node on a host. KV goes over the wire, by TCP: shared memory would cross namespaces."""
+
+    def __init__(self, host: Host, side: str, config: Any, pool: dict[str, Any]) -> None:
+        super().__init__(host.pid, side, config, pool)
+
+    @staticmethod
+    def serve(pipe: Any, host: int, *args: Any) -> None:
+        with open(f"/proc/{host}/ns/net") as namespace:
+            _checked(_libc.setns(namespace.fileno(), _CLONE_NEWNET), "setns")
+        # UCX looks for devices in /sys, which shows those of the namespace that mounted it.
+        _checked(_libc.unshare(_CLONE_NEWNS), "unshare a mount namespace")
+        _checked(_libc.mount(b"none", b"/", None, _MS_PRIVATE, None), "make mounts private")
+        _checked(_libc.mount(b"sysfs", b"/sys", b"sysfs", 0, None), "mount /sys")
+        os.environ |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": WIRE}
+        node_process.serve(pipe, *args)
+
+
+# --- in the children ------------------------------------------------------------------------------
+
+
+def _checked(result: int, what: str) -> None:
+    if result:
+        raise RefusedError(f"{what}: {os.strerror(ctypes.get_errno())}")
+
+
+class _Holder:
+    def run(self, argv: list[str]) -> tuple[bool, str]:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=30)
+        return not done.returncode, (done.stderr if done.returncode else done.stdout).strip()
+
+
+def _hold(pipe: Any) -> None:
+    """The other end learns first why it does not work; "": it does."""
+    try:
+        _checked(_libc.unshare(_CLONE_NEWNET), "unshare a network namespace")
+    except RefusedError as error:
+        pipe.send(str(error))
+        return
+    pipe.send("")
+    obey(pipe, _Holder())
+
+
+# --- the tests ------------------------------------------------------------------------------------
 
 
 class TwoHosts:
     """Prefill on the first, decode on the second. The test is the router between them."""
 
     def __init__(self, start: Callable[..., Any]) -> None:
-        if tools := missing_tools():
+        if tools := ", ".join(tool for tool in ("ip", "tc") if not shutil.which(tool)):
             raise RefusedError(f"{tools} is not installed (Debian: iproute2)")
         self._start = start
         self.a = start(Host)
@@ -97,7 +198,7 @@ def two_hosts(
     request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
 ) -> Iterator[TwoHosts]:
     """Two hosts, at rest when the test ends. Skipped aloud."""
-    with hosts() as start:
+    with children(lambda make, *args: make(*args)) as start:
         try:
             made = TwoHosts(start)
         except RefusedError as refused:

@@ -1,5 +1,6 @@
 """A router that follows one worker's batches, naively, and refuses what any of the known routers
-refuses.
+refuses. The folder protects what routers hear of a cache; how a cache records its changes:
+../cache.
 
 The rules, of llm-d-router (`pkg/kvevents`), Dynamo (`lib/kv-router/src/zmq_wire`), vLLM's and
 SGLang's own decoders, and smg: a batch is an array of three; an event a map with a type; every key

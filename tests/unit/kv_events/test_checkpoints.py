@@ -3,6 +3,8 @@ told of can be used, at every batch. By the sockets' batches, and by those of `t
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
@@ -19,35 +21,29 @@ from prefixkv.cache.events import (
 )
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
-from prefixkv.kv_events.stream import BlockEvents, EventStream, Keep
+from prefixkv.kv_events.stream import BlockEvents
 from prefixkv.pages.groups import TailGroups
 from prefixkv.serving.router import BoundedAffinityRouter, WorkerIndex
 from tests.unit.kv_events.follower import Follower
-from tests.unit.kv_events.test_stream import FIRST, World
+from tests.unit.kv_events.test_stream import FIRST, Tree, World
 
 NO_WINDOWS = TailGroups()
 POOL, SLOTS = 90, 3
 
 
-class Told(World):
-    """A tree with checkpoints beside it, whose page ids are used again; a stream of sockets'
-    batches, and a router's index that applies those of `take`."""
+class Told(Tree):
+    """A tree with checkpoints beside it, whose page ids are used again, and a router's index that
+    applies the batches of `take`."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.cache = RadixCache(page_size=self.page_size, policy="lru", pool_pages=POOL)
         self.points = Checkpoints(self.cache, POOL, SLOTS, NO_WINDOWS)
         self.free = list(range(POOL))
-        blocks = BlockEvents(self.page_size, "GPU", True)
-        self.stream = EventStream(self.page_size, blocks, 0, FIRST, Keep(8, 1 << 20))
         self.feed = EventFeed(self.cache, "prefill-0", 7, at_checkpoints=True)
         self.log = self.cache.record()
         self.index = WorkerIndex(10_000)
         assert self.index.apply(self.feed.take())
-
-    def pass_on(self) -> None:
-        self.published += self.stream.publish(self.log.take(), 1.0)
-        self.stream.check_invariants()
 
     def evict(self, num: int) -> None:
         pages = self.cache.evict(num)
@@ -83,8 +79,8 @@ class Told(World):
                 ids = np.array([*match.pages.tolist(), *new], np.int32)
                 self.cache.insert(tokens, ids, namespace)
 
-    def agrees(self, follower: Follower) -> None:
-        super().agrees(follower)
+    def agrees(self, follower: Follower, medium: str) -> None:
+        super().agrees(follower, medium)
         assert len(follower.checkpoints) == len(self.points)
         for tokens in self.prompts:
             keys = page_keys(RadixKey(tokens).data, self.page_size)
@@ -96,57 +92,53 @@ class Told(World):
                 assert self.index.depth(namespace, keys) == depth
 
 
+def told(seed: int, **more: Any) -> tuple[Told, World, Follower]:
+    tree = Told(seed)
+    world = World(seed, pool=tree, at_checkpoints=True, **more)
+    return tree, world, Follower(tree.page_size, world.media, groups=True, next_seq=FIRST)
+
+
 @pytest.mark.parametrize("seed", [2, 3])
 def test_routers_know_where_computing_can_go_on(seed: int) -> None:
-    told = Told(seed)
-    follower = Follower(told.page_size, groups=True, next_seq=FIRST)
+    tree, world, follower = told(seed)
     seen = 0
     for number in range(160):
-        told.step()
-        told.points.check_invariants()
-        if told.chance.random() < 0.5:
-            told.pass_on()
-        if told.chance.random() < 0.3 or number == 159:
-            told.pass_on()
-            assert told.index.apply(told.feed.take(told.chance.random() < 0.1))
-            for seq, payload in told.published:
-                assert follower.take(seq, payload)
-            told.published.clear()
-            told.agrees(follower)
+        tree.step()
+        tree.points.check_invariants()
+        if tree.chance.random() < 0.5:
+            world.publish()
+        if tree.chance.random() < 0.3 or number == 159:
+            world.publish()
+            assert tree.index.apply(tree.feed.take(tree.chance.random() < 0.1))
+            world.follow(follower)
+            world.agrees(follower)
             seen += len(follower.checkpoints)
             # A snapshot adds up to the same.
-            late = Follower(told.page_size, groups=True)
-            late.restart(*told.stream.snapshot(1.0))
+            late = Follower(tree.page_size, groups=True)
+            late.restart(*world.stream.snapshot(1.0))
             assert late.checkpoints == follower.checkpoints
     assert seen > 20
-    assert told.points.evicted
+    assert tree.points.evicted
 
 
 def test_another_tier_that_is_emptied_keeps_what_the_first_has() -> None:
     """Its blocks and checkpoints end one by one, since AllBlocksCleared would end all."""
-    told = Told(0)
-    words = BlockEvents(2, "GPU", True), BlockEvents(2, "CPU", True)
-    stream = EventStream(2, words[0], 0, FIRST, Keep(8, 1 << 20), host=words[1])
-    follower = Follower(2, media=("GPU", "CPU"), groups=True, next_seq=FIRST)
-    host = World(1)
+    tree, world, follower = told(0, has_host=True)
+    host = world.tiers[1]
     host.namespaces = [None]
-
-    def follow() -> None:
-        for tier, world in enumerate((told, host)):
-            for batch in stream.publish(world.log.take(), 1.0, tier):
-                assert follower.take(*batch)
-
-    while len(told.points) < 3 or not host.cache.num_pages:
-        told.step()
+    while len(tree.points) < 3 or not host.cache.num_pages:
+        tree.step()
         host.step()
-    follow()
-    assert len(follower.checkpoints) == len(told.points)
-    told.cache.reset()
-    told.points.reset()
-    follow()
+    world.publish()
+    world.follow(follower)
+    assert len(follower.checkpoints) == len(tree.points)
+    tree.cache.reset()
+    tree.points.reset()
+    world.publish()
+    world.follow(follower)
     assert not follower.checkpoints
     assert not follower.blocks
-    assert len(follower.held["CPU"]) == host.cache.num_pages
+    assert len(follower.held[BlockEvents.host_medium]) == host.cache.num_pages
 
 
 # --- the embedded router --------------------------------------------------------------------------

@@ -23,25 +23,20 @@ NAMESPACES = [
 ]  # fmt: skip
 
 
-class World:
-    """A tree with few different tokens, so that much is shared, and its stream."""
+class Tree:
+    """A tree with few different tokens, so that much is shared."""
 
-    def __init__(self, seed: int, page_size: int = 2, keep: int = 8, **more: Any) -> None:
+    def __init__(self, seed: int, page_size: int = 2) -> None:
         self.chance = random.Random(seed)
         self.page_size = page_size
         self.cache = RadixCache(page_size=page_size, policy="lru")
         self.log = self.cache.record()
-        worded = BlockEvents(page_size, "GPU")
-        self.stream = EventStream(
-            page_size, worded, 0, FIRST, Keep(keep, more.pop("bytes", 1 << 20))
-        )
         self.namespaces = NAMESPACES
         self.prompts = [
             [self.chance.randrange(2) for _ in range(self.chance.randrange(1, 9) * page_size)]
             for _ in range(25)
         ]
         self._next_page = 0
-        self.published: list[tuple[int, bytes]] = []
 
     def step(self) -> None:
         match self.chance.randrange(40):
@@ -59,110 +54,104 @@ class World:
                 ids = np.array([*match.pages.tolist(), *new], np.int32)
                 self.cache.insert(tokens, ids, namespace)
 
-    def publish(self, ts: float = 1.0) -> None:
-        self.published += self.stream.publish(self.log.take(), ts)
-        self.stream.check_invariants()
-
-    def agrees(self, follower: Follower) -> None:
-        assert len(follower.blocks) == self.cache.num_pages == self.stream.num_pages
+    def agrees(self, follower: Follower, medium: str) -> None:
+        assert len(follower.held[medium]) == self.cache.num_pages
         for tokens in self.prompts:
             for namespace in self.namespaces:
                 held = self.cache.match_prefix(tokens, namespace).prefix_len
-                assert follower.matched(tokens, namespace) == held
+                assert follower.matched(tokens, namespace, medium) == held
 
 
-class TwoTiers:
-    """The pool's tree and host memory's, each with a life of its own, and the stream of both."""
+MEDIA = "GPU", BlockEvents.host_medium
 
-    def __init__(self, seed: int, keep: int = 8) -> None:
-        self.media = ("GPU", BlockEvents.host_medium)
-        self.pool, self.host = World(seed), World(seed)
-        self.host.chance = random.Random(seed + 1000)
-        words = [BlockEvents(self.pool.page_size, medium) for medium in self.media]
+
+class World:
+    """The pool's tree, and host memory's if there is one, each with a life of its own, and the
+    stream of them."""
+
+    def __init__(
+        self, seed: int, page_size: int = 2, keep: int = 8, *, has_host: bool = False,
+        num_bytes: int = 1 << 20, pool: Tree | None = None, at_checkpoints: bool = False,
+    ) -> None:  # fmt: skip
+        self.pool = pool or Tree(seed, page_size)
+        self.tiers = [self.pool, *([Tree(seed + 1000)] if has_host else [])]
+        self.media = MEDIA[: len(self.tiers)]
+        words = [BlockEvents(page_size, medium, at_checkpoints) for medium in (*self.media, None)]
         self.stream = EventStream(
-            self.pool.page_size, words[0], 0, FIRST, Keep(keep, 1 << 20), host=words[1]
+            page_size,
+            words[0],
+            0,
+            FIRST,
+            Keep(keep, num_bytes),
+            host=words[1] if has_host else None,
         )
+        self.cache, self.chance = self.pool.cache, self.pool.chance
         self.published: list[tuple[int, bytes]] = []
 
     def step(self) -> None:
-        world = self.pool.chance.choice([self.pool, self.host])
-        world.step()
-        if self.pool.chance.randrange(40) == 0:  # as a flush does
-            self.pool.cache.reset()
-            self.host.cache.reset()
+        self.chance.choice(self.tiers).step()
+        if len(self.tiers) > 1 and self.chance.randrange(40) == 0:  # as a flush does
+            for tree in self.tiers:
+                tree.cache.reset()
 
     def publish(self) -> None:
-        for tier, world in enumerate((self.pool, self.host)):
-            if self.pool.chance.randrange(20) == 0:
-                world.log.restart()
-            self.published += self.stream.publish(world.log.take(), 1.0, tier)
+        for tier, tree in enumerate(self.tiers):
+            if tier and self.chance.randrange(20) == 0:
+                tree.log.restart()
+            self.published += self.stream.publish(tree.log.take(), 1.0, tier)
             self.stream.check_invariants()
 
-    def follower(self) -> Follower:
-        return Follower(self.pool.page_size, self.media, next_seq=FIRST)
+    def follower(self, next_seq: int | None = FIRST) -> Follower:
+        return Follower(self.pool.page_size, self.media, next_seq=next_seq)
+
+    def follow(self, follower: Follower) -> None:
+        assert all(follower.take(*batch) for batch in self.published)
+        self.published.clear()
 
     def agrees(self, follower: Follower) -> None:
-        for medium, world in zip(self.media, (self.pool, self.host), strict=True):
-            assert len(follower.held[medium]) == world.cache.num_pages
-            for tokens in world.prompts:
-                for namespace in world.namespaces:
-                    held = world.cache.match_prefix(tokens, namespace).prefix_len
-                    assert follower.matched(tokens, namespace, medium) == held
+        assert self.stream.num_pages == sum(tree.cache.num_pages for tree in self.tiers)
+        for medium, tree in zip(self.media, self.tiers, strict=True):
+            tree.agrees(follower, medium)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_follower_knows_both_tiers(seed: int) -> None:
+@pytest.mark.parametrize("has_host", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_follower_knows_the_tree_of_each_tier(seed: int, has_host: bool) -> None:
     """What ends in one goes on in the other, also where one of the two starts over."""
-    tiers = TwoTiers(seed)
-    follower = tiers.follower()
-    for number in range(120):
-        tiers.step()
-        if tiers.pool.chance.random() < 0.6:
-            tiers.publish()
-            for seq, payload in tiers.published:
-                assert follower.take(seq, payload)
-            tiers.published.clear()
-            if number % 5 == 0:
-                tiers.agrees(follower)
-    tiers.publish()
-    late = tiers.follower()
-    late.restart(*tiers.stream.snapshot(1.0))
-    tiers.agrees(late)
-    late.restart(*tiers.stream.clear(1.0))
-    assert not any(late.held.values())
-    assert not tiers.stream.num_pages
-
-
-def test_a_long_tier_that_ends_is_several_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefixkv.kv_events.stream.BATCH_PAGES", 2)
-    tiers = TwoTiers(3)
-    tiers.host.cache.insert([9, 9], [0])
-    for number in range(5):
-        tiers.pool.cache.insert([number, number, 0, 0], [2 * number, 2 * number + 1])
-    tiers.publish()
-    tiers.pool.cache.reset()
-    follower = tiers.follower()
-    follower.restart(*tiers.stream.snapshot(1.0))
-    batches = list(tiers.stream.publish(tiers.pool.log.take(), 1.0))
-    assert len(batches) == 5
-    assert all(follower.take(*batch) for batch in batches)
-    tiers.agrees(follower)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_a_follower_knows_the_tree(seed: int) -> None:
-    world = World(seed)
-    follower = Follower(world.page_size, next_seq=FIRST)
+    world = World(seed, has_host=has_host)
+    follower = world.follower()
     for number in range(120):
         world.step()
         if world.chance.random() < 0.6:
             world.publish()
-            for seq, payload in world.published:
-                assert follower.take(seq, payload)
-            world.published.clear()
-            if number % 3 == 0:
+            world.follow(follower)
+            if number % 5 == 0:
                 world.agrees(follower)
     assert follower.num_events > 50
+    world.publish()
+    late = world.follower()
+    late.restart(*world.stream.snapshot(1.0))
+    world.agrees(late)
+    late.restart(*world.stream.clear(1.0))
+    assert not any(late.held.values())
+    assert not world.stream.num_pages
+
+
+def test_a_long_tier_that_ends_is_several_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefixkv.kv_events.stream.BATCH_PAGES", 2)
+    world = World(3, has_host=True)
+    pool, host = world.tiers
+    host.cache.insert([9, 9], [0])
+    for number in range(5):
+        pool.cache.insert([number, number, 0, 0], [2 * number, 2 * number + 1])
+    world.publish()
+    pool.cache.reset()
+    follower = world.follower()
+    follower.restart(*world.stream.snapshot(1.0))
+    batches = list(world.stream.publish(pool.log.take(), 1.0))
+    assert len(batches) == 5
+    assert all(follower.take(*batch) for batch in batches)
+    world.agrees(follower)
 
 
 @pytest.mark.slow
@@ -170,13 +159,13 @@ def test_a_follower_knows_the_tree(seed: int) -> None:
 def test_a_follower_with_a_gap_is_given_a_snapshot(seed: int) -> None:
     """From any number: those batches, or a snapshot where they are not kept."""
     world = World(seed, keep=5)
-    world.log.take()
+    world.pool.log.take()
     for _ in range(60):
         world.step()
         world.publish()
         first_kept = max(FIRST, world.stream.next_seq - 5)
         for seq in {0, FIRST, first_kept - 1, first_kept, world.stream.next_seq + 7}:
-            follower, at = Follower(world.page_size), seq
+            follower, at = world.follower(None), seq
             follower.next_seq = seq if seq else None
             for past, payload in world.published:
                 if past < seq and first_kept <= seq <= world.stream.next_seq:
@@ -208,20 +197,20 @@ def test_a_snapshot_is_made_once_for_all_that_ask() -> None:
 def test_what_follows_goes_first(num_pages: int) -> None:
     """Also where all goes at once, in no order."""
     world = World(1, page_size=1)
-    world.log.take()
+    world.pool.log.take()
     world.cache.insert([1, 2, 3], [0, 1, 2])
     world.cache.insert([1, 2, 4, 5], [0, 1, 3, 4])
     world.cache.evict(num_pages)
     world.publish()
-    follower = Follower(1, next_seq=FIRST)
-    assert all(follower.take(*batch) for batch in world.published)
+    follower = world.follower()
+    world.follow(follower)
     assert len(follower.blocks) == 5 - num_pages
 
 
 def test_a_snapshot_keeps_namespaces_apart() -> None:
     """Equal tokens have equal page keys in all of them."""
     world = World(1, page_size=1)
-    world.log.take()  # from now on in the order in which it happens
+    world.pool.log.take()  # from now on in the order in which it happens
     for namespace in (None, Namespace(lora="a")):
         world.cache.insert([1], [world.cache.num_pages], namespace)
     world.cache.insert([1, 2], [0, 2], None)  # it follows a page of the other, in order
@@ -234,7 +223,7 @@ def test_a_snapshot_keeps_namespaces_apart() -> None:
 
 
 def test_what_is_kept_is_bounded_by_batches_and_bytes() -> None:
-    world = World(2, keep=1000, bytes=2_000)
+    world = World(2, keep=1000, num_bytes=2_000)
     for _ in range(100):
         world.step()
         world.publish()

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from prefixkv.errors import ConfigError
 from prefixkv.memory.kv_pool import KVPool
 from tests.support.engine_tensors import DIM, HEADS, LAYERS, PAGES, TOKENS, distinct
 
@@ -57,40 +56,6 @@ def test_k_and_v_apart_and_latent_vectors_have_names_too(axes: tuple[str, ...]) 
     assert torch.equal(mla.latent(0), rows[0].permute(order))
 
 
-K = ("page", "token", "head", "dim")
-REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
-    (K, {"page_size": HEADS}, r'page_size is 2, but axis 1 \("token"\) has 4'),
-    (K, {"num_kv_heads": 8}, r'num_kv_heads is 8, but axis 2 \("head"\) has 2'),
-    (K, {"head_dim": 2 * DIM}, r'head_dim is 16, but axis 3 \("dim"\) has 8'),
-    (K, {"axes": ("page", "head", "token", "dim"), **SAID}, r"page_size is 4, but axis 2"),
-    (K, {"axes": ("dim", "head", "token", "page")}, 'slab 0 has a stride of 64 in its axis "dim"'),
-    (K, {"axes": ("page", "token", "head")}, r"axes are .*, must be page, token, head, dim in any"),
-    (K, {"axes": ("page", "token", "head", "head")}, "must be different ones of page, token"),
-    (K, {"axes": ("block", "token", "head", "dim")}, "must be different ones of page, token"),
-    (K, {"axes": ("page", "token", "head", "packed")}, "must be page, token, head, dim in any"),
-    (K, {"axes": ("kv", *K)}, 'with k and v apart no tensor has an axis "kv"'),
-    (K[:3], {}, "the tensors have 3 dimensions, must have 4: page, token, head, dim"),
-]
-
-
-@pytest.mark.parametrize(("shape", "said", "message"), REFUSED, ids=[case[2] for case in REFUSED])
-def test_what_does_not_agree_is_refused(
-    shape: tuple[str, ...], said: dict[str, Any], message: str
-) -> None:
-    k, v = tensors(shape), tensors(shape)
-    with pytest.raises(ConfigError, match=message):
-        KVPool.from_tensors(k, v, **said)
-
-
-def test_an_axis_of_k_and_v_has_two_and_one_head_is_no_latent_vector() -> None:
-    axes = ("page", "kv", "token", "head", "dim")
-    with pytest.raises(ConfigError, match=r'K and V is 2, but axis 1 \("kv"\) has 3'):
-        KVPool.from_tensors(tensors(axes, kv=3), axes=axes)
-    said = 'must be page, token, dim in any order, since v is missing: give v, or an axis "kv"'
-    with pytest.raises(ConfigError, match=said):
-        KVPool.from_tensors(tensors(K, head=1), axes=K)
-
-
 # --- opaque pages ---------------------------------------------------------------------------------
 
 
@@ -137,56 +102,3 @@ def test_pages_of_bytes_need_no_axis_but_the_page() -> None:
     assert (layout.num_kv_heads, layout.head_dim, layout.page_bytes) == (1, 33, LAYERS * 132)
     two = KVPool.from_tensors([layer[:, :128] for layer in layers], **said, num_kv_heads=2).layout
     assert (two.num_kv_heads, two.head_dim, two.slabs[0].page_stride) == (2, 16, 140)
-
-
-OPAQUE: dict[str, Any] = {"page_size": TOKENS, "axes": VLLM, "opaque": "amx"}
-NO_BLOCKS: list[tuple[dict[str, Any], str]] = [
-    *(
-        (
-            {"num_kv_heads": heads, "axes": ("page", "token", "dim", "packed"), "page_size": HEADS},
-            f"num_kv_heads is {heads}, must be in",
-        )
-        for heads in (0, -1)
-    ),
-    ({"page_size": 2 * TOKENS}, r'page_size is 8, but axis 2 \("token"\) has 4'),
-    ({"num_kv_heads": 1}, r'num_kv_heads is 1, but axis 1 \("head"\) has 2'),
-    ({"head_dim": DIM}, "has 128 elements, must have 8 for each of 4 tokens and 2 heads"),
-    ({"page_size": None}, 'opaque pages need page_size and axes, among them "page"'),
-    ({"axes": None}, "opaque pages need page_size and axes"),
-    ({"axes": ("token", "head", "dim", "packed")}, 'axes, among them "page"'),
-    ({"axes": ("page", "packed")}, "the tensors have 4 dimensions, must have 2: page, packed"),
-    ({"axes": ("head", "page", "token", "dim")}, r"page_size is 4, but axis 2|stride of"),
-    ({"opaque": True}, "opaque is True, must be a str, the name of the format"),
-    ({"opaque": ""}, "must be page, token, dim in any order"),
-    (
-        {"page_size": 3, "axes": ("page", "head", "dim", "packed")},
-        "has 128 elements, must have equally many for each of 3 tokens and 2 heads",
-    ),
-    (
-        {"page_size": 0, "axes": ("page", "head", "dim", "packed")},
-        r"page_size is 0, must be in \[1",
-    ),
-]
-
-
-@pytest.mark.parametrize(("said", "message"), NO_BLOCKS, ids=[case[1] for case in NO_BLOCKS])
-def test_opaque_pages_that_do_not_agree_are_refused(said: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        KVPool.from_tensors(blocks(), **OPAQUE | said)
-
-
-@pytest.mark.parametrize(
-    ("axes", "row", "message"),
-    [
-        (VLLM, DIM, 'a stride of 16 in its axis "token", must be 8: an opaque page is one run'),
-        (("head", "page", "token", "packed"), 2 * DIM, 'a stride of 320 in its axis "head", must'),
-        (("page", "head", "token", "kv", "packed"), DIM, 'a stride of 16 in its axis "token"'),
-    ],
-)
-def test_a_page_with_gaps_or_in_pieces_is_not_opaque(
-    axes: tuple[str, ...], row: int, message: str
-) -> None:
-    padded = 2 * DIM if "kv" not in axes else DIM
-    layers = [layer[..., :row] for layer in tensors(axes, packed=padded)]
-    with pytest.raises(ConfigError, match=f"slab 0 has {message}"):
-        KVPool.from_tensors(layers, page_size=TOKENS, axes=axes, opaque="amx")

@@ -257,26 +257,6 @@ def test_a_pool_that_cannot_be_made_keeps_nothing(monkeypatch: pytest.MonkeyPatc
     assert error.value.__traceback__ is not None
 
 
-@pytest.mark.parametrize(
-    ("num_pages", "device", "chunk_bytes", "message"),
-    [
-        (0, "cpu", 1, "num_pages is 0"),
-        (1, "cpu", 0, "chunk_bytes is 0"),
-        (1, "meta", 1, "device is 'meta'"),
-    ],
-)
-def test_other_settings_are_refused(
-    num_pages: int, device: str, chunk_bytes: int, message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        HostPool(layout(), num_pages, device, chunk_bytes)
-
-
-def test_memory_that_the_system_refuses_is_a_lack_of_room() -> None:
-    with pytest.raises(CapacityError, match="bytes of host memory"):
-        host_pool._host_bytes(1 << 60, "cpu")
-
-
 # --- chunk by chunk -------------------------------------------------------------------------------
 
 

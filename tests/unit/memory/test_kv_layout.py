@@ -226,37 +226,27 @@ def test_a_slab_across_two_adjacent_regions() -> None:
         changed(regions=((0x10000, 0x100), (0x10100, 0x900), (0x20000, 0xA00))).validate()
 
 
+def strided(sizes: tuple[int, ...], slabs: Any, regions: Any, **more: Any) -> KVLayout:
+    names = "num_pages", "page_size", "num_layers", "num_kv_heads", "head_dim"
+    of = dict(zip(names, sizes, strict=True)) | {"order": "strided", "dtype": "uint8"} | more
+    return changed(**of, slabs=tuple(slabs), regions=regions)
+
+
 @given(data=st.data())
 def test_every_nesting_of_the_dimensions_is_accepted(data: st.DataObject) -> None:
     """One dense tensor whose dimensions page, token, head, layer, kv come in any order, with
     padding anywhere."""
-    counts = {
-        name: data.draw(st.integers(1, 3), name)
-        for name in ("page", "token", "head", "layer", "kv")
-    }
-    counts["kv"] = 2
-    layout_dim, stride, strides = 4, 4, {}
-    for name in data.draw(st.permutations(sorted(counts))):
+    names = "page", "token", "layer", "head", "kv"
+    counts = {name: data.draw(st.integers(1, 3), name) for name in names} | {"kv": 2}
+    stride, strides = 4, {}
+    for name in data.draw(st.permutations(names)):
         strides[name] = stride + data.draw(st.sampled_from([0, 0, 4]), "padding")
         stride = strides[name] * counts[name]
-    layout = KVLayout(
-        num_pages=counts["page"],
-        page_size=counts["token"],
-        num_layers=counts["layer"],
-        num_kv_heads=counts["head"],
-        head_dim=layout_dim,
-        dtype="uint8",
-        attention="mha",
-        order="strided",
-        slabs=tuple(
-            Slab(
-                64 + layer * strides["layer"] + kv * strides["kv"],
-                *(strides[n] for n in ("page", "token", "head")),
-            )
-            for layer, kv in itertools.product(range(counts["layer"]), range(2))
-        ),
-        regions=((64, stride),),
-    )
+    of_slab = [strides[name] for name in ("page", "token", "head")]
+    places = itertools.product(range(counts["layer"]), range(2))
+    slabs = (Slab(64 + i * strides["layer"] + kv * strides["kv"], *of_slab) for i, kv in places)
+    sizes = *(counts[name] for name in names[:4]), 4
+    layout = strided(sizes, slabs, ((64, stride),))
     layout.validate()
     touched = bytes_of(layout)
     assert len(set(touched)) == len(touched)
@@ -285,58 +275,29 @@ def test_what_is_accepted_shares_no_byte_and_stays_in_its_regions(data: st.DataO
     """Slabs that interleave at random, many of them wrongly: accepted ones are checked byte by
     byte."""
     dtype = data.draw(st.sampled_from(["uint8", "float16"]))
-    unit = ITEMSIZE[dtype]
-    attention = data.draw(st.sampled_from(["mha", "mla"]))
-    counts = (
-        data.draw(st.integers(1, 3), "pages"),
-        data.draw(st.integers(1, 3), "tokens"),
-        1 if attention == "mla" else data.draw(st.integers(1, 2), "heads"),
-    )
-    head_dim = data.draw(st.integers(1, 2), "head_dim")
-    some_strides = loose_strides(counts, head_dim * unit, unit)
-    shared = data.draw(some_strides)
-    layers = data.draw(st.integers(1, 2))
+    attention, unit = data.draw(st.sampled_from(["mha", "mla"])), ITEMSIZE[dtype]
+    pages, tokens = (data.draw(st.integers(1, 3)) for _ in range(2))
+    heads = 1 if attention == "mla" else data.draw(st.integers(1, 2), "heads")
+    head_dim, layers = (data.draw(st.integers(1, 2)) for _ in range(2))
+    some_strides = loose_strides((pages, tokens, heads), head_dim * unit, unit)
+    shared, num_slabs = data.draw(some_strides), layers * SLABS_PER_LAYER[attention]
+    bases = data.draw(st.lists(st.integers(0, 60), min_size=num_slabs, max_size=num_slabs))
     slabs = tuple(
         Slab(
-            base * unit,
-            *(
-                data.draw(some_strides)
-                if data.draw(st.integers(0, 9), "own strides") == 0
-                else shared
-            ),
+            base * unit, *(data.draw(some_strides) if data.draw(st.integers(0, 9)) == 0 else shared)
         )
-        for base in data.draw(
-            st.lists(
-                st.integers(0, 60),
-                min_size=layers * SLABS_PER_LAYER[attention],
-                max_size=layers * 2,
-            ),
-            "bases",
-        )[: layers * SLABS_PER_LAYER[attention]]
+        for base in bases
     )
-    layout = KVLayout(
-        num_pages=counts[0],
-        page_size=counts[1],
-        num_layers=layers,
-        num_kv_heads=counts[2],
-        head_dim=head_dim,
-        dtype=dtype,
-        attention=attention,
-        order="strided",
-        slabs=slabs,
-        regions=data.draw(
-            st.sampled_from([((0, 2000),), ((0, 100), (100, 900)), ((80, 900), (5, 70))])
-        ),
-    )
+    every = [((0, 2000),), ((0, 100), (100, 900)), ((80, 900), (5, 70))]
+    regions, of = data.draw(st.sampled_from(every)), {"dtype": dtype, "attention": attention}
+    layout = strided((pages, tokens, layers, heads, head_dim), slabs, regions, **of)
     try:
         layout.validate()
     except ConfigError:
         return
     touched = bytes_of(layout)
     assert len(set(touched)) == len(touched)
-    per_slab = len(touched) // len(slabs)
-    for i in range(len(slabs)):
+    per_slab = len(touched) // num_slabs
+    for i in range(num_slabs):
         mine = touched[i * per_slab : (i + 1) * per_slab]
-        assert any(
-            start <= min(mine) and max(mine) < start + size for start, size in layout.regions
-        )
+        assert any(start <= min(mine) and max(mine) < start + size for start, size in regions)

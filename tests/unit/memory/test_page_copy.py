@@ -204,14 +204,6 @@ def test_a_host_pool_of_other_pages_is_refused(make: Make) -> None:
     host.close()
 
 
-def test_only_devices_that_copy() -> None:
-    layout = KVPool.create(2, 4, 1, 1, 8).layout
-    host = HostPool(layout, 1)
-    with pytest.raises(ConfigError, match="device is 'meta'"):
-        page_copy(layout, host, "meta")
-    host.close()
-
-
 # --- runs and calls -------------------------------------------------------------------------------
 
 

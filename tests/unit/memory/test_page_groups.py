@@ -3,8 +3,6 @@ fit."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 import pytest
 import torch
@@ -56,36 +54,6 @@ def test_groups_may_lie_in_one_arena() -> None:
     first, second = one_arena(256)
     made = first.with_groups(PoolGroup("last", second, 9))
     assert len(made.layout.regions) == 1
-
-
-@pytest.mark.parametrize(
-    ("group", "why"),
-    [
-        (PoolGroup("", pool()), "1 to 64 characters"),
-        (PoolGroup("x" * 65, pool()), "1 to 64 characters"),
-        (PoolGroup("w", pool(page_size=8), 9), "page_size is 8, that of the first group is 4"),
-        (PoolGroup("d", pool(7)), "num_pages is 7, that of the first group is 8"),
-        (PoolGroup("w", pool(), -1), "window of group 'w'"),
-        (PoolGroup("w", pool(), 9, 0), "step_tokens of group 'w'"),
-        (PoolGroup("w", None, 9), "pool of group 'w'"),  # type: ignore[arg-type]
-        (PoolGroup("w", grouped(), 9), "has groups of its own"),
-        ("w", "a group is a str"),
-    ],
-)
-def test_a_group_that_does_not_fit_is_refused_by_name(group: Any, why: str) -> None:
-    with pytest.raises(ConfigError, match=why):
-        pool().with_groups(group)
-
-
-def test_names_are_distinct_and_memory_is_apart() -> None:
-    last = pool()
-    with pytest.raises(ConfigError, match="a name of its own"):
-        pool().with_groups(PoolGroup("a", last, 9), PoolGroup("a", pool()))
-    with pytest.raises(ConfigError, match="share memory"):
-        pool().with_groups(PoolGroup("a", last, 9), PoolGroup("b", last, 9))
-    first, second = one_arena(128)
-    with pytest.raises(ConfigError, match="share memory"):
-        first.with_groups(PoolGroup("a", second, 9))
 
 
 def test_a_group_in_the_first_group_s_memory_has_all_of_its_pages() -> None:

@@ -1,4 +1,4 @@
-"""Memory that a peer may map: sealed, zero, freed with its last tensor."""
+"""Memory that a peer may map: sealed, zero, freed with its last tensor; and staging buffers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import os
 import pytest
 import torch
 
-from prefixkv.errors import CapacityError, ConfigError
+from prefixkv.errors import CapacityError
 from prefixkv.memory.kv_pool import SEALS, KVPool, StagingBuffer, block_of, blocks_of, shared_bytes
+from prefixkv.memory.staging_area import BLOCK_BYTES
 from prefixkv.memory.state_layout import StateTensor
 from prefixkv.memory.state_pool import StatePool
+from tests.support.gpu import GPU
 
 SIZES = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 8}
 
@@ -68,12 +70,6 @@ def test_only_ranges_inside_one_block_are_found() -> None:
     assert blocks_of([(at, 1), (private.data_ptr(), 4)]) is None
 
 
-@pytest.mark.parametrize("num_bytes", [0, -1])
-def test_a_size_below_one_is_refused(num_bytes: int) -> None:
-    with pytest.raises(ConfigError, match="num_bytes"):
-        shared_bytes(num_bytes)
-
-
 def test_where_there_are_no_descriptors_left_is_a_capacity_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -125,6 +121,17 @@ def test_state_and_staging_may_be_shared() -> None:
     assert block_of(staging.area.base, staging.area.num_bytes) is not None
 
 
-def test_shared_memory_is_on_the_cpu() -> None:
-    with pytest.raises(ConfigError, match="cpu"):
-        KVPool.create(4, 4, **SIZES, device="cuda", shared=True)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_the_area_describes_aligned_memory_and_slices_are_views(device: str) -> None:
+    sizes = 5 * BLOCK_BYTES, 2 * BLOCK_BYTES
+    for buffer in [StagingBuffer(*sizes, device) for _ in range(3)]:
+        buffer.area.validate()
+        assert buffer.area.base % BLOCK_BYTES == 0
+        assert (buffer.area.num_bytes, buffer.area.lease_bytes) == sizes
+        assert torch.device(buffer.device).type == device
+        whole, piece = buffer.slice(0, 5 * BLOCK_BYTES), buffer.slice(BLOCK_BYTES, 100)
+        assert whole.data_ptr() == buffer.area.base == piece.data_ptr() - BLOCK_BYTES
+        assert (whole.dtype, whole.is_contiguous(), int(whole.sum())) == (torch.uint8, True, 0)
+        assert piece.shape == (100,)
+        piece.fill_(7)
+        assert int(whole.sum()) == 700

@@ -254,23 +254,6 @@ def test_another_stage_is_refused(make: Make, device: str) -> None:
     assert np.array_equal(memory.bytes(), before)
 
 
-@pytest.mark.parametrize(
-    ("part", "unit_tokens", "message"),
-    [
-        (Shard(0, 4, 0, 4), 4, "not inside"),
-        (Shard(0, 3, 1, 4), 4, "not inside"),
-        (Shard(-1, 2, 0, 4), 4, "not inside"),
-        (Shard(0, 3, 0, 4), 3, "must divide"),
-        (Shard(0, 3, 0, 4), 8, "must divide"),
-        (Shard(0, 3, 0, 4), 0, "must divide"),
-    ],
-)
-def test_a_part_has_to_lie_in_the_pool(part: Shard, unit_tokens: int, message: str) -> None:
-    layout, _ = mesh_layout("layer_major", 7, 4, 3, 4)
-    with pytest.raises(ConfigError, match=message):
-        StagePlan.of(layout, part, unit_tokens)
-
-
 def test_rows_are_as_long_as_they_are_contiguous() -> None:
     def row_bytes(order: str, part: Shard) -> int:
         return StagePlan.of(mesh_layout(order, 7, 4, 3, 4, "mha", 16)[0], part, 4).row_bytes

@@ -1,5 +1,9 @@
 """What the tests of the room machines share: one room, its times, and what holds of any machine's
-table and diagram."""
+table and diagram.
+
+The folder protects the two machines of a room, what travels, and timers. Who may speak for a room,
+and what is remembered of one, is the control objects': ../control.
+"""
 
 from __future__ import annotations
 

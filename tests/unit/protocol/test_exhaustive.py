@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from tests.laws.explore.configs import QUICK
-from tests.laws.explore.mutants import MUTANTS, Mutant, find
+from tests.laws.explore.mutants import MUTANTS, find
 from tests.laws.explore.search import explore
 from tests.laws.explore.state import Config
+from tests.laws.mutants import Mutant
 
-_QUICKLY = [mutant for mutant in MUTANTS if mutant.config in {config.name for config in QUICK}]
+_QUICKLY = [mutant for mutant in MUTANTS if mutant.shown_by in {config.name for config in QUICK}]
 
 
 def _by_name(case: Any) -> str | None:
@@ -47,6 +48,6 @@ def test_a_protocol_that_is_a_little_wrong_breaks_a_law(mutant: Mutant) -> None:
 
 
 def test_a_mutant_whose_source_has_changed_is_an_error() -> None:
-    gone = Mutant("gone", explore, "what is not there", "", "")
+    gone = Mutant("gone", (explore, "what is not there", ""))
     with pytest.raises(LookupError, match="0 times"), gone.alive():
         pass

@@ -1,9 +1,11 @@
 """The rows of rank 0 on the ranks that follow its log: equal at every look, of one process or of
-several; what is damaged, left out or of other sizes changes nothing."""
+several; what is damaged, left out or of other sizes changes nothing. What the ranks above 0 say:
+test_leader.py. Whole workers of several ranks: tests/unit/control/test_engine_sim.py."""
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from contextlib import suppress
 from typing import Any
 
@@ -172,72 +174,49 @@ class Storm:
         sizes = DECODE if self.has_windows else DECODE._replace(windows=(), num_slots=0)
         self.ranks = Ranks(sizes, num_pages=24)
         self.live: list[tuple[RequestPages, RadixKey]] = []
-        self.num_rooms = 0
-        self.done = dict[str, int]()
+        self.done = Counter[str]()
+
+    def tokens(self, most: int) -> list[int]:
+        return [self.chance.randint(0, 1) for _ in range(most)]
 
     def step(self) -> None:
-        names = ["open", "open", "open", "grow", "cache", "cache", "slide", "end", "end", "flush"]
-        name = self.chance.choice(names)
-        if name == "flush" and self.chance.randrange(4):
-            return
-        if getattr(self, name)() is not False:
-            self.done[name] = self.done.get(name, 0) + 1
+        what = self.chance.choice(
+            ["open", "open", "open", "grow", "cache", "cache", "slide", "end", "end", "flush"]
+        )
+        with suppress(OutOfPagesError):
+            if what == "open" and self.ranks.pages.can_open:
+                tokens = [1] * 4 + self.tokens(self.chance.randint(1, 12))
+                self.live.append(self.ranks.open(tokens, pages_for(len(tokens), PAGE_SIZE)))
+            elif what == "flush" and not self.chance.randrange(4):
+                self.ranks.pages.flush()
+            elif self.live and what not in ("open", "flush"):
+                self._move(what, *self.chance.choice(self.live))
+            else:
+                return
+            self.done[what] += 1
 
-    def open(self) -> bool:
-        tokens = [1] * 4 + [self.chance.randint(0, 1) for _ in range(self.chance.randint(1, 12))]
-        if not self.ranks.pages.can_open:
-            return False
-        try:
-            self.live.append(self.ranks.open(tokens, pages_for(len(tokens), PAGE_SIZE)))
-        except OutOfPagesError:
-            return False
-        return True
-
-    def pick(self) -> tuple[RequestPages, RadixKey] | None:
-        return self.chance.choice(self.live) if self.live else None
-
-    def grow(self) -> bool:
-        if (one := self.pick()) is None:
-            return False
-        pages, key = one
-        try:
-            self.ranks.pages.grow_many([pages], 2.0)
-        except OutOfPagesError:
-            return False
-        key.extend([self.chance.randint(0, 1) for _ in range(PAGE_SIZE)])
-        return True
-
-    def cache(self) -> bool:
-        if (one := self.pick()) is None:
-            return False
-        self.ranks.pages.cache_unfinished(*one, 3.0)
-        return True
-
-    def slide(self) -> bool:
-        if (one := self.pick()) is None or not self.has_windows:
-            return False
-        with suppress(CallerError):  # it has grown past what it was opened for
-            self.ranks.pages.slide(one[0], len(one[1]))
-        return True
-
-    def end(self) -> bool:
-        if (one := self.pick()) is None:
-            return False
-        self.live.remove(one)
-        pages, key = one
-        match self.chance.randrange(3):
-            case 0:
-                self.ranks.pages.drop(pages)
-            case 1:
-                self.ranks.pages.cache_finished(pages, key, 4.0)
-            case _:
-                self.num_rooms += 1
-                self.ranks.pages.hold(pages, RoomKey(self.num_rooms, 0))
-                self.ranks.pages.release(RoomKey(self.num_rooms, 0))
-        return True
-
-    def flush(self) -> None:
-        self.ranks.pages.flush()
+    def _move(self, what: str, pages: RequestPages, key: RadixKey) -> None:
+        all_pages = self.ranks.pages
+        match what:
+            case "grow":
+                all_pages.grow_many([pages], 2.0)
+                key.extend(self.tokens(PAGE_SIZE))
+            case "cache":
+                all_pages.cache_unfinished(pages, key, 3.0)
+            case "slide" if self.has_windows:
+                with suppress(CallerError):  # it has grown past what it was opened for
+                    all_pages.slide(pages, len(key))
+            case "end":
+                self.live.remove((pages, key))
+                room = RoomKey(self.done.total(), 0)
+                how = self.chance.randrange(3)
+                if how == 0:
+                    all_pages.drop(pages)
+                elif how == 1:
+                    all_pages.cache_finished(pages, key, 4.0)
+                else:
+                    all_pages.hold(pages, room)
+                    all_pages.release(room)
 
 
 @pytest.mark.parametrize("seed", range(12))

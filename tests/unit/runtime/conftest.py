@@ -1,4 +1,6 @@
-"""Pairs of real nodes that are audited, and have given everything back, when the test ends."""
+"""Protects what is around the control objects: threads, sockets, nodes, ranks, copies, over real
+transports. The decisions themselves: tests/unit/{decode,prefill,control}. Pairs of real nodes are
+audited here, and have given everything back, when the test ends."""
 
 from __future__ import annotations
 

@@ -9,17 +9,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 
-from prefixkv import DecodeNode
 from prefixkv.config import Backend, DecodeConfig, PrefillConfig, TransportConfig
 from prefixkv.control.decode.looks import PageLooks
-from prefixkv.errors import ChecksumError, ConfigError
+from prefixkv.errors import ChecksumError
 from prefixkv.memory import page_sums
-from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.page_sums import ALGORITHMS
 from prefixkv.protocol.ids import ChunkTag
@@ -117,17 +114,10 @@ def sums_of(pair: Any) -> dict[str, int]:
     return {name: sum(one.get(name, 0) for one in stats) for name in names}
 
 
-def serve(pair: MeshPair, rids: Iterable[str], room: int, length: int) -> None:
-    """Requests side by side, to their ends on both sides."""
-    rids = list(rids)
-    for number, rid in enumerate(rids):
-        pair.submit(rid, tokens_of(int(rid.split(".")[0]), length + number), room + number)
-    pair.until(lambda: set(rids) <= pair.arrived.keys() | pair.failed.keys())
-    for rid in rids:
-        if rid in pair.arrived:
-            pair.finish(rid)
-    pair.until(lambda: set(rids) <= {*pair.sent, *pair.prefill_failed})
-    pair.until(pair.at_rest)
+def prompts(length: int, rids: Iterable[str]) -> dict[str, Any]:
+    return {
+        rid: tokens_of(int(rid.split(".")[0]), length + number) for number, rid in enumerate(rids)
+    }
 
 
 def find_each(pair: MeshPair, wires: FaultyWires, rooms: range = range(1, 7)) -> None:
@@ -135,7 +125,7 @@ def find_each(pair: MeshPair, wires: FaultyWires, rooms: range = range(1, 7)) ->
     asked for again it comes whole."""
     wires.rooms = {*rooms[::2]}
     rids = [f"{number}.first" for number in rooms]
-    serve(pair, rids, rooms.start, 61)
+    pair.serve(rooms.start, prompts(61, rids))
     assert wires.hit == wires.rooms
     bad = {rids[room - rooms.start] for room in wires.hit}
     assert pair.failed.keys() == bad
@@ -146,10 +136,11 @@ def find_each(pair: MeshPair, wires: FaultyWires, rooms: range = range(1, 7)) ->
     assert found["checksum_mismatches"] >= len(bad)
     assert found["checksums"] > 0
     wires.fault = None
-    serve(pair, [rid.replace("first", "again") for rid in rids], rooms.stop, 61)
+    again = [rid.replace("first", "again") for rid in rids]
+    pair.serve(rooms.stop, prompts(61, again))
     assert pair.failed.keys() == bad
     assert pair.mismatches == 0
-    whole = [pair.prefix_lens[rid.replace("first", "again")] for rid in rids]
+    whole = [pair.prefix_lens[rid] for rid in again]
     page_size = pair.decode_pools[0].layout.page_size
     assert [length > 0 for length in whole] == [rid not in bad for rid in rids], whole
     assert max(whole) >= 60 // page_size * page_size - page_size
@@ -260,7 +251,7 @@ def test_so_is_a_scatter_that_goes_wrong(
     with MeshPair(
         mesh(sizes[0]), mesh(sizes[1]), num_pages=256, **checked(staging=8 * LEASE)
     ) as pair:
-        serve(pair, [f"{number}.first" for number in range(8)], 1, 61)
+        pair.serve(1, prompts(61, [f"{number}.first" for number in range(8)]))
         num_wrong = sum(1 for nth, count in enumerate(calls, 1) if nth % 4 == 0 and count > 1)
         assert len(pair.failed) > 0 < num_wrong
         assert all(isinstance(error, ChecksumError) for error in pair.failed.values())
@@ -302,7 +293,7 @@ def test_pages_of_windows_and_of_aligned_groups(
 def test_extra_state(sizes: tuple[int, int], leases: int, wires: FaultyWires) -> None:
     wires.fault, wires.routes, wires.rooms = another, ("state",), {1, 3}
     with StatePair(mesh(sizes[0]), mesh(sizes[1]), **checked(staging=leases * LEASE)) as pair:
-        serve(pair, [f"{number}.first" for number in range(4)], 1, 30)
+        pair.serve(1, prompts(30, [f"{number}.first" for number in range(4)]))
         assert pair.failed.keys() == {"0.first", "2.first"}
         assert all(isinstance(error, ChecksumError) for error in pair.failed.values())
         pair.check()
@@ -323,16 +314,9 @@ def test_where_one_side_has_it_off_nothing_is_summed_and_both_logs_say_so_once(
     monkeypatch.setattr(page_sums.PageSums, "of", None)
     caplog.set_level(logging.INFO, "prefixkv.peers")
     with MeshPair(mesh(1), mesh(1), **options) as pair:
-        serve(pair, ["0.first", "1.first"], 1, 61)
+        pair.serve(1, prompts(61, ["0.first", "1.first"]))
         assert not pair.failed
         assert sums_of(pair) == {"checksums": 0, "checksum_mismatches": 0}
     said = [line for line in caplog.messages if "unchecked" in line]
     assert len(said) == (2 if side == "prefill" else 1)
     assert all(f"{side} has `checksums` off" in line or "it has" in line for line in said)
-
-
-def test_memory_of_a_device_is_refused_by_name() -> None:
-    pool = KVPool.create(4, 4, 1, 1, 8)
-    pool.layout = msgspec.structs.replace(pool.layout, device="cuda:0")
-    with pytest.raises(ConfigError, match=r"checksums: are of memory of the CPU, .* cuda:0"):
-        DecodeNode(pool, checked()["decode_config"])

@@ -3,6 +3,7 @@ miss."""
 
 from __future__ import annotations
 
+import logging
 import math
 import select
 import threading
@@ -14,10 +15,12 @@ from prefixkv import DecodeNode, PrefillNode
 from prefixkv.config import DecodeConfig
 from prefixkv.control.decode.control import DecodeControl
 from prefixkv.control.effects import AgentDestroyed, Tick
+from prefixkv.control.lives import PeerChange
 from prefixkv.errors import InternalError, ProtocolError
+from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.messages import Hello, HelloReply, RoomBody
 from prefixkv.runtime import control_thread
-from prefixkv.runtime.control_thread import ControlFailed
+from prefixkv.runtime.control_thread import REPEAT_S, ControlFailed, PeerLog
 from tests.support.node_pair import NodePair, make_pool, tokens_of
 from tests.support.patience import PATIENCE_S, SkippableClock, until
 from tests.support.wires import wired
@@ -297,3 +300,54 @@ def test_the_control_object_is_told_the_time_only_where_that_is_due(
     pair.submit("r", tokens_of(1, 10))
     pair.run("r")
     assert not early
+
+
+# --- the log of peers: a line for each thing that becomes of one, and never a flood ---------------
+
+
+P = PeerId("p", 0x3F2A)
+
+
+@pytest.fixture
+def _infos(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "prefixkv.peers")
+
+
+@pytest.mark.usefixtures("_infos")
+def test_a_line_names_the_worker_the_peer_and_why(caplog: pytest.LogCaptureFixture) -> None:
+    log = PeerLog("d0")
+    log.write(
+        [PeerChange("met", P, "at tcp://x"), PeerChange("refused", P, "page_size differs")], 0.0
+    )
+    assert caplog.messages == [
+        "d0: met: p life 3f2a at tcp://x",
+        "d0: refused: p life 3f2a page_size differs",
+    ]
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
+
+
+@pytest.mark.usefixtures("_infos")
+def test_a_peer_that_is_refused_again_and_again_is_a_line_a_minute(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    log = PeerLog("d0")
+    for second in range(int(REPEAT_S) + 1):  # started again each second, and says another reason
+        log.write([PeerChange("refused", PeerId("p", second), f"no, {second}")], float(second))
+    assert caplog.messages == [
+        "d0: refused: p life 0 no, 0",
+        f"d0: refused: p life 3c no, 60 ({int(REPEAT_S) - 1} more since the last line)",
+    ]
+
+
+@pytest.mark.usefixtures("_infos")
+def test_each_life_that_is_met_is_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    log = PeerLog("d0")
+    log.write([PeerChange("met", PeerId("p", life)) for life in (1, 2, 1)], 0.0)
+    assert len(caplog.messages) == 2
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_thread, "_MAX_KEYS", 3)
+    log = PeerLog("d0")
+    log.write([PeerChange("met", PeerId(f"p{number}", 1)) for number in range(9)], 0.0)
+    assert len(log._written) == 3

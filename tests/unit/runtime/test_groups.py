@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import select
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import zmq
 
 from prefixkv.config import CurveConfig, DecodeConfig, PrefillConfig
-from prefixkv.errors import AdmissionTimeoutError, ConfigError, InternalError
+from prefixkv.errors import AdmissionTimeoutError, InternalError
 from prefixkv.memory.mesh import Mesh
-from prefixkv.memory.state_layout import StateTensor
-from prefixkv.memory.state_pool import StatePool
 from prefixkv.protocol.ids import RoomKey
 from prefixkv.protocol.receiver_machine import RoomDrained
 from prefixkv.request import Request
 from prefixkv.runtime.control_thread import ControlFailed
-from prefixkv.spi import DecodeGroup, PrefillGroup
+from prefixkv.spi import DecodeGroup
 from tests.support.mesh_workers import MeshPair
 from tests.support.node_pair import tokens_of
 from tests.support.patience import lasting_address, returned, until
@@ -82,37 +79,5 @@ def test_the_ranks_of_a_worker_share_its_key() -> None:
         "decode_config": DecodeConfig(control=theirs),
     }
     with MeshPair(Mesh(2, 2), MESH, **configs) as pair:  # type: ignore[arg-type]
-        pair.submit("r", tokens_of(1, 20), room=1)
-        pair.until(lambda: "r" in pair.arrived)
-        assert pair.mismatches == 0
-        pair.finish("r")
-        pair.until(pair.at_rest)
-
-
-def slots(*numbers: int) -> list[StatePool | None]:
-    tensors = [StateTensor("conv", 0, 2, (8,))]
-    return [
-        StatePool.create(tensors, number, MESH, rank) if number else None
-        for rank, number in enumerate(numbers)
-    ]
-
-
-@pytest.mark.parametrize("kind", [DecodeGroup, PrefillGroup])
-@pytest.mark.parametrize(
-    ("pages", "states", "wrong"),
-    [
-        ((16,), (), "1 pools are given for 2 ranks"),
-        ((16, 16, 16), (), "3 pools are given for 2 ranks"),
-        ((16, 12), (), "num_pages is 12 on this rank, 16 on rank 0"),
-        ((16, 16), (2,), "1 states are given for 2 ranks"),
-        ((16, 16), (2, 0), "num_slots is 0 on this rank, 2 on rank 0"),
-        ((16, 16), (2, 3), "num_slots is 3 on this rank, 2 on rank 0"),
-    ],
-)
-def test_ranks_that_differ_are_no_group(
-    kind: Any, pages: tuple[int, ...], states: tuple[int, ...], wrong: str
-) -> None:
-    pools = [make_pools(MESH, number, 4, 16, order="layer_major")[0] for number in pages]
-    config = DecodeConfig() if kind is DecodeGroup else PrefillConfig()
-    with pytest.raises(ConfigError, match=wrong):
-        kind(pools, config, MESH, states=slots(*states))
+        pair.serve(1, {"r": tokens_of(1, 20)})
+        assert (pair.mismatches, pair.failed) == (0, {})

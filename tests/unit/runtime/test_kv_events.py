@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from prefixkv import DecodeNode
 from prefixkv.cache.events import page_keys
 from prefixkv.cache.radix_key import Namespace, RadixKey
-from prefixkv.config import (
-    CurveConfig,
-    DecodeConfig,
-    HostConfig,
-    KVEventsConfig,
-)
-from prefixkv.errors import ConfigError, RequestError
+from prefixkv.config import HostConfig, KVEventsConfig
+from prefixkv.errors import RequestError
 from prefixkv.request import Request
 from prefixkv.serving.router import WorkerIndex
-from tests.support.node_pair import make_pool, tokens_of
+from tests.support.node_pair import tokens_of
 from tests.support.patience import until
 from tests.unit.kv_events.follower import Subscriber
-from tests.unit.runtime.conftest import QUICK, MakePair, node_threads
+from tests.unit.runtime.conftest import MakePair
 
 FREE = "tcp://127.0.0.1:*"
 EVENTS = KVEventsConfig(FREE, FREE, FREE, heartbeat_s=0.05)
@@ -95,14 +88,6 @@ def test_routers_know_what_is_in_host_memory(make_pair: MakePair) -> None:
     all_agree()
 
 
-def test_host_memory_has_a_medium_of_its_own() -> None:
-    events = KVEventsConfig(FREE, FREE, FREE, medium="CPU")
-    host = HostConfig(num_pages=8, policy="lru")
-    config = DecodeConfig(control=QUICK, kv_events=events, host_memory=host)
-    with pytest.raises(ConfigError, match="host memory"):
-        DecodeNode(make_pool(), config)
-
-
 def test_a_node_tells_without_being_asked_for_anything_else(make_pair: MakePair) -> None:
     """The end of a call is enough: an engine without requests does not call again."""
     pair = make_pair(decode={"kv_events": EVENTS})
@@ -141,17 +126,3 @@ def test_a_namespace_with_words_travels_to_both(make_pair: MakePair) -> None:
     pair.run("a")
     for node in (pair.decode, pair.prefill):
         assert agrees(node, named) >= 10
-
-
-def test_a_node_publishes_beyond_loopback_on_an_isolated_network_alone() -> None:
-    events = replace(EVENTS, endpoint="tcp://0.0.0.0:*")
-    keys = CurveConfig("p" * 40, "s" * 40, "k" * 40)  # which do not cover events
-    with pytest.raises(ConfigError, match="network_is_isolated"):
-        DecodeNode(make_pool(), DecodeConfig(control=QUICK, kv_events=events))
-    control = replace(QUICK, curve=keys)
-    with pytest.raises(ConfigError, match="network_is_isolated"):
-        DecodeNode(make_pool(), DecodeConfig(control=control, kv_events=events))
-    assert not node_threads()
-    control = replace(QUICK, network_is_isolated=True)
-    with DecodeNode(make_pool(), DecodeConfig(control=control, kv_events=events)) as node:
-        assert node.kv_events is not None

@@ -5,6 +5,7 @@ layouts, page sizes, and whether slices are staged or written one by one.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -33,51 +34,53 @@ def staging(num_bytes: int, name: Backend = "nixl") -> dict[str, object]:
     }
 
 
-def serve(pair: MeshPair, turns: int = 2, rooms: int = 3) -> None:
-    """Conversations of `turns` turns side by side; each turn finds the one before in decode's
-    cache."""
-    lengths = [30, 61, 97][:turns]
-    room = 0
-    for turn, length in enumerate(lengths):
-        rids = [f"{seed}.{turn}" for seed in range(rooms)]
-        for seed, rid in enumerate(rids):
-            room += 1
-            pair.submit(rid, tokens_of(seed, length + seed), room)
-        pair.until(lambda rids=rids: set(rids) <= pair.arrived.keys() | pair.failed.keys())
-        assert not pair.failed
-        for rid in rids:
-            assert pair.arrived[rid].aux == b"aux " + rid.encode()
-            if turn:
-                assert pair.prefix_lens[rid] > 0, "the turn before is cached"
-            pair.finish(rid)
-        pair.until(lambda rids=rids: set(rids) <= set(pair.sent))
+def serve(pair: MeshPair, turns: int = 2) -> None:
+    """Conversations side by side; each turn finds the one before in decode's cache."""
+    for turn, length in enumerate([30, 61, 97][:turns]):
+        prompts = {f"{seed}.{turn}": tokens_of(seed, length + seed) for seed in range(3)}
+        pair.serve(1 + 3 * turn, prompts)
+        assert all((pair.prefix_lens[rid] > 0) == (turn > 0) for rid in prompts)
+    assert not pair.failed
     assert pair.mismatches == 0
-    pair.until(pair.at_rest)
     pair.decode.audit()
     pair.prefill.audit()
 
 
+MODES: dict[str, Any] = {
+    "sliced": {},
+    "staged": staging(8 * LEASE),
+    "staged, 1.5 leases": staging(LEASE * 3 // 2),
+    "shm": staging(8 * LEASE, "shm"),  # which has no use for the staging memory
+}
 SIZES = [(1, 1), (2, 1), (1, 2), (4, 2), (2, 4), (4, 1), (1, 4)]
+CASES = {
+    **{f"{p}x{d} {attention}": ((mesh(p, attention=attention), mesh(d, attention=attention)),
+                                {"attention": attention}, [*MODES])
+       for (p, d), attention in product(SIZES, ("mha", "mla"))},
+    **{f"{p}x{d} pages of {sizes}": ((mesh(p), mesh(d)),
+                                     {"page_sizes": sizes, "chunk": 32, "num_pages": 128},
+                                     ["sliced", "staged", "shm"])
+       for (p, d), sizes in product([(1, 1), (2, 1), (2, 4)], [(4, 16), (16, 4)])},
+    "stages to one": ((mesh(1, 2), mesh(1)), {}, ["sliced", "staged"]),
+    "uneven stages": ((mesh(2, 2, stages=(1, 3)), mesh(1, 2)), {}, ["sliced", "staged"]),
+    "one to uneven": ((mesh(1), mesh(2, 2, stages=(3, 1))), {}, ["sliced", "staged"]),
+    "opaque": ((mesh(2), mesh(2)), {"opaque": "amx"}, ["staged"]),
+    "opaque, stages to one": ((mesh(2, 2), mesh(2)), {"opaque": "amx"}, ["staged"]),
+    "opaque to uneven": ((mesh(1), mesh(1, 2, stages=(1, 3))), {"opaque": "amx"}, ["staged"]),
+}  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["sliced", "staged", "staged, 1.5 leases", "shm"])
-@pytest.mark.parametrize("attention", ["mha", "mla"])
-@pytest.mark.parametrize("sizes", SIZES, ids=[f"{p}x{d}" for p, d in SIZES])
-def test_every_byte_arrives_on_every_rank(
-    sizes: tuple[int, int], attention: str, mode: str
-) -> None:
-    orders = ("layer_major", "page_major") if sum(sizes) % 2 else ("page_major", "layer_major")
-    options = {
-        "sliced": {},
-        "staged": staging(8 * LEASE),
-        "staged, 1.5 leases": staging(LEASE * 3 // 2),
-        "shm": staging(8 * LEASE, "shm"),  # which has no use for the staging memory
-    }[mode]
-    prefill, decode = (mesh(size, attention=attention) for size in sizes)
-    with MeshPair(prefill, decode, attention=attention, orders=orders, **options) as pair:  # type: ignore[arg-type]
-        serve(pair)
-        staged = attention == "mha" and sizes[0] != sizes[1] and mode.startswith("staged")
+@pytest.mark.parametrize(
+    ("case", "mode"), [(case, mode) for case, (*_, modes) in CASES.items() for mode in modes]
+)
+def test_every_byte_arrives_on_every_rank(case: str, mode: str) -> None:
+    meshes, options, _ = CASES[case]
+    orders = ("layer_major", "page_major")[:: 1 if len(case) % 2 else -1]
+    with MeshPair(*meshes, orders=orders, **options, **MODES[mode]) as pair:
+        serve(pair, turns=3 if "page_sizes" in options else 2)
+        cut = meshes[0].tp_size != meshes[1].tp_size and options.get("attention") != "mla"
+        staged = cut and mode.startswith("staged")
         assert (pair.prefill.stats()["staging_pieces_written"] > 0) == staged
 
 
@@ -105,51 +108,8 @@ def test_auto_takes_a_transport_for_each_rank_and_stages_by_both(
         assert [isinstance(way, ShmTransport) for way in ways] == [rank < near for rank in range(4)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["sliced", "staged", "shm"])
-@pytest.mark.parametrize("page_sizes", [(4, 16), (16, 4)])
-@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (2, 4)], ids=str)
-def test_page_sizes_may_differ_by_a_whole_factor(
-    sizes: tuple[int, int], page_sizes: tuple[int, int], mode: str
-) -> None:
-    options = {"sliced": {}, "staged": staging(8 * LEASE), "shm": staging(0, "shm")}[mode]
-    with MeshPair(
-        mesh(sizes[0]), mesh(sizes[1]), page_sizes=page_sizes, chunk=32, num_pages=128, **options
-    ) as pair:  # type: ignore[arg-type]
-        serve(pair, turns=3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["sliced", "staged"])
-@pytest.mark.parametrize(
-    ("prefill", "decode"),
-    [
-        (mesh(1, 2), mesh(1)),
-        (mesh(2, 2, stages=(1, 3)), mesh(1, 2)),
-        (mesh(1), mesh(2, 2, stages=(3, 1))),
-    ],
-    ids=["stages to one", "uneven stages", "one to uneven stages"],
-)
-def test_pipeline_stages_may_differ(prefill: Mesh, decode: Mesh, mode: str) -> None:
-    options = staging(8 * LEASE) if mode == "staged" else {}
-    with MeshPair(prefill, decode, **options) as pair:  # type: ignore[arg-type]
-        serve(pair)
-
-
 def test_meshes_that_cannot_work_together_say_why() -> None:
     with MeshPair(replace(mesh(1), num_kv_heads=6, tp_size=3), Mesh(LAYERS, 6, 2)) as pair:
         pair.submit("r", tokens_of(0, 10), room=1)
         pair.until(lambda: "r" in pair.failed)
         assert "tp_size" in str(pair.failed["r"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("prefill", "decode"),
-    [(mesh(2), mesh(2)), (mesh(2, 2), mesh(2)), (mesh(1), mesh(1, 2, stages=(1, 3)))],
-    ids=["equal", "stages to one", "one to uneven stages"],
-)
-def test_opaque_pages_move_whole_between_ranks_of_equal_shares(prefill: Mesh, decode: Mesh) -> None:
-    with MeshPair(prefill, decode, opaque="amx", **staging(8 * LEASE)) as pair:  # type: ignore[arg-type]
-        serve(pair)
-        assert pair.prefill.stats()["staging_pieces_written"] == 0

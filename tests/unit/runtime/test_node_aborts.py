@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from prefixkv.errors import AbortedError, TransferError
-from tests.support.node_pair import NodePair, tokens_of
+from tests.support.node_pair import NodePair, left, tokens_of
 from tests.support.node_stages import (
     STAGES,
     Proceed,
@@ -52,7 +52,7 @@ def test_prefill_aborts(pair: NodePair, stage: Callable[[NodePair], Proceed]) ->
     proceed = stage(pair)
     too_late = stage in (arrived, running)
     if stage is running:
-        pair.settle_prefill()
+        pair.until(lambda: not left(pair.prefill))
     assert pair.prefill.abort("r") is (stage is not running) or too_late
     proceed()
     pair.d.hold_running = pair.p.hold = False

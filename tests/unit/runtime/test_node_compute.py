@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from prefixkv import DecodeNode, PrefillNode
 from prefixkv.config import ComputeConfig, ControlConfig, DecodeConfig, PrefillConfig
-from prefixkv.errors import AbortedError, ConfigError, TransferError
-from prefixkv.ranks.row_log import RankLog
+from prefixkv.errors import AbortedError, TransferError
 from prefixkv.request import Request
 from tests.support.node_pair import left, make_pool, tokens_of
 from tests.support.patience import until
@@ -97,10 +94,3 @@ def test_prefill_closes_and_what_it_had_is_computed_here() -> None:
         until(lambda: not left(decode), step=step)
         assert decode.drain(0.0) or not decode.stats()["requests"]
         decode.audit()
-
-
-def test_ranks_and_extra_state_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"^compute: a decode worker with several ranks"):
-        DecodeNode(make_pool(64), NEAR, ranks=RankLog())
-    with pytest.raises(ConfigError, match=r"^failure_policy: 'local' needs compute"):
-        DecodeConfig(failure_policy="local")

@@ -14,9 +14,7 @@ from prefixkv.config import (
     ControlConfig,
     CurveConfig,
     DecodeConfig,
-    ModelConfig,
     PrefillConfig,
-    TransportConfig,
     short_key,
 )
 from prefixkv.errors import (
@@ -100,27 +98,6 @@ def test_an_engine_that_never_comes(clock: SkippableClock, make_pair: MakePair, 
         pair.until(lambda: "r" in pair.p.failed)
         assert isinstance(pair.p.failed["r"], TransferTimeoutError)
     pair.settle()
-
-
-@pytest.mark.parametrize("field", ["page_size", "model"])
-def test_nodes_that_do_not_fit_say_what_differs(field: str) -> None:
-    """At once, not after a deadline, and again for the next request."""
-    pool = make_pool(page_size=6) if field == "page_size" else make_pool()
-    model = ModelConfig(model="other") if field == "model" else ModelConfig()
-    with (
-        PrefillNode(make_pool(), PrefillConfig(control=QUICK)) as prefill,
-        DecodeNode(pool, DecodeConfig(control=QUICK, model=model)) as node,
-    ):
-        for room in (1, 2):
-            node.add(Request("r", [1, 2, 3], max_new_tokens=4, room=room, prefill=prefill.endpoint))
-            error = end_of(node, "r")
-            assert isinstance(error, HandshakeError)
-            assert error.field == field
-        until(lambda: not left(node))
-        assert (
-            prefill.stats()["handshakes_refused"] >= 2
-        )  # decode may have asked again before it was answered
-        assert prefill.peers() == {}
 
 
 # --- junk, and strangers --------------------------------------------------------------------------
@@ -207,59 +184,29 @@ def test_a_prefill_on_another_network_needs_an_interface(monkeypatch: pytest.Mon
         until(lambda: not left(node))
 
 
-def test_with_an_interface_named_prefill_binds_beyond_this_machine(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    open_to_all = replace(QUICK, network_is_isolated=True)
-    config = PrefillConfig(
-        bind="tcp://0.0.0.0:*", control=open_to_all, transport=TransportConfig(interface="lo,any")
-    )
-    with PrefillNode(make_pool(), config):
-        assert "isolated" in caplog.text
-
-
 def test_a_request_whose_prefill_is_not_there_is_served_by_another_one(make_pair: MakePair) -> None:
     """By the hook where nothing answers, by a call before that is known; no page is taken."""
     lost: list[Exception] = []
-    pair = make_pair()
-    tokens = tokens_of(1, 10)
+    prefill = make_pair().prefill
 
     def elsewhere(req: object, error: Exception) -> str:
         lost.append(error)
-        return pair.prefill.endpoint
+        return prefill.endpoint
 
     config = DecodeConfig(
         name="other", max_running=1, reserve_tokens=0, max_retries=1, retarget=elsewhere,
         control=replace(QUICK, connect_timeout_s=0.05),
     )  # fmt: skip
     with DecodeNode(make_pool(), config) as node:
-        for room, rid in enumerate(("hook", "call")):
-            node.add(Request(rid, tokens, 1, room=room, prefill=lasting_address()))
+        pair = NodePair(node, prefill)
+        for rid in ("hook", "call"):
+            pair.d.submit(rid, tokens_of(1, 10), lasting_address(), 1, tell=False)
         assert node.pop_preallocated() == []
-        node.retarget("call", pair.prefill.endpoint)
-        served: set[str] = set()
-        while len(served) < 2:
-            asks: list[Any] = []
-            until(
-                lambda asks=asks: (
-                    node.pop_preallocated(),
-                    asks.extend(node.pop_needs_prefill()),
-                    asks,
-                )[2]
-            )
-            [ask] = asks
-            rid = ask.rid
-            served.add(rid)
-            assert (ask.prefill, ask.generation) == (pair.prefill.endpoint, 1)
-            pair.prefill.add(
-                Request(rid, ask.tokens, room=ask.room, generation=1, decode=ask.decode)
-            )
-            until(pair.prefill.pop_bootstrapped)
-            pair.prefill.send_chunk(pair.prefill.requests[rid], len(tokens), last=True)
-            popped: list[Any] = []
-            until(lambda popped=popped: popped.extend(node.pop_transferred()) or popped)
-            node.finish(popped[0])
-            until(pair.prefill.pop_sent)
+        node.retarget("call", prefill.endpoint)
+        pair.run("hook", "call")
+        assert pair.d.ended == {"hook": None, "call": None}
+        assert sorted(pair.p.sent) == ["call.1", "hook.1"], "of generation 1"
+        pair.check_at_rest()
     assert [type(error) for error in lost] == [PeerLostError]
 
 

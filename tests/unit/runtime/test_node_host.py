@@ -81,11 +81,8 @@ def test_every_rank_copies_its_own_part(page_sizes: tuple[int, int]) -> None:
         prompts = [tokens_of(chat, 50) for chat in range(5)]
         for turn in range(3):
             for chat, prompt in enumerate(prompts):
-                rid = f"c{chat}.{turn}"
-                req = pair.submit(rid, prompt[: 40 + 5 * turn], room=100 * turn + chat + 1)
-                until(lambda rid=rid: rid in pair.arrived, step=pair.step)
-                pair.decode.append_many([req], [7])
-                pair.decode.finish(req)
+                room = 100 * turn + chat + 1
+                pair.serve(room, {f"c{chat}.{turn}": prompt[: 40 + 5 * turn]})
                 until(lambda: not pair.decode.stats()["host_copies"], step=pair.step)
         stats = pair.decode.stats()
         assert stats["host_hit_tokens"] > 200, stats
@@ -128,22 +125,6 @@ def test_an_inbox_is_closed_once_no_copy_writes_to_it(monkeypatch: pytest.Monkey
     beside.clear()
     node.close()
     assert not beside
-
-
-@pytest.mark.parametrize(
-    ("config", "more", "why"),
-    [
-        ({"cache": False}, {}, "without cache"),
-        ({}, {"ranks": RankLog()}, "ranks without a mesh"),
-        ({"host_memory": HostConfig(num_bytes=1)}, {}, "a page has"),
-        ({"host_memory": HostConfig(num_bytes=1 << 40)}, {}, "the host has .* free"),
-    ],
-)
-def test_host_memory_that_cannot_be_is_refused_by_name(
-    config: dict[str, Any], more: dict[str, Any], why: str
-) -> None:
-    with pytest.raises(ConfigError, match=why):
-        DecodeNode(make_pool(), DecodeConfig(**{"host_memory": HOST, **config}), **more)
 
 
 @pytest.mark.parametrize(("num_pages", "is_told"), [(127, True), (128, False)])

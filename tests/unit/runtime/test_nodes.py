@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from prefixkv.cache.radix_key import RadixKey
 from prefixkv.conformance.hashing import PrefixHasher
-from prefixkv.errors import (
-    PromptMismatchError,
-)
+from prefixkv.errors import PromptMismatchError
 from prefixkv.protocol.ids import PeerId
-from prefixkv.request import Request
-from tests.support.node_pair import (
-    NodePair,
-    first_token,
-    tokens_of,
-)
-from tests.support.node_stages import Gate
+from tests.support.gates import Gate
+from tests.support.node_pair import NodePair, first_token, tokens_of
 from tests.support.patience import NEVER_S, SkippableClock, until
 from tests.unit.runtime.conftest import QUICK, MakePair
 
@@ -157,28 +151,24 @@ def test_nothing_is_sent_before_it_is_ready(pair: NodePair) -> None:
     gate = Gate()
     pair.p.ready["r", 1] = gate
     pair.submit("r", tokens_of(1, 20))
-    pair.until(lambda: pair.prefill.stats().get("writes_done", 0) == 1 and gate.asked.is_set())
+    pair.until(lambda: pair.prefill.stats().get("writes_done", 0) == 1 and gate.queries)
     assert sent_bytes(pair) == page_bytes(pair, 2)
     req = pair.prefill.requests["r"]
     late = req.pages[2:4].copy()
     good = pair.prefill.pool.read_pages(late)
     pair.prefill.pool.write_pages(late, good ^ 0xFF)
     for _ in range(20):
-        pair.step()
-        time.sleep(0.001)
+        gate.queries = 0
+        until(lambda: gate.queries, step=pair.step)
     assert "r" not in pair.d.running
     pair.prefill.pool.write_pages(late, good)
-    gate.open = True
+    gate.answer = True
     pair.run("r")
     assert pair.d.ended == {"r": None}
 
 
 def test_an_event_that_raises_fails_its_request_only(pair: NodePair) -> None:
-    class Broken:
-        def query(self) -> bool:
-            raise RuntimeError("the device is gone")
-
-    pair.p.ready["bad", 0] = Broken()
+    pair.p.ready["bad", 0] = Gate(RuntimeError("the device is gone"))
     pair.submit("bad", tokens_of(1, 20))
     pair.submit("good", tokens_of(2, 20))
     pair.run("bad", "good")
@@ -204,7 +194,7 @@ def test_no_call_waits_for_a_write(make_pair: MakePair) -> None:
         pair.prefill.send_chunk(req, end, end == 4000, aux, ready=gate)
     assert sent_bytes(pair) == 0
     pair.p.pattern.fill(req.pages, 0, PrefixHasher().prefixes(tokens))
-    gate.open = True
+    gate.answer = True
     pair.run("r")
 
 
@@ -247,32 +237,20 @@ def test_idle_nodes_keep_each_other_alive(clock: SkippableClock, make_pair: Make
 # --- the same tokens ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("differs", ["tokens", "namespace", "length"])
+@pytest.mark.parametrize(
+    ("theirs", "namespace"),
+    [(tokens_of(2, 30), "lora"), (tokens_of(1, 29), "lora"), (tokens_of(1, 30), "another")],
+    ids=["tokens", "length", "namespace"],
+)
 def test_another_prompt_fails_on_both_sides_and_its_pages_are_free_at_once(
-    pair: NodePair, differs: str
+    pair: NodePair, theirs: Any, namespace: str
 ) -> None:
-    tokens, theirs, namespace = tokens_of(1, 30), tokens_of(1, 30), "lora"
-    if differs == "tokens":
-        theirs = tokens_of(2, 30)
-    elif differs == "length":
-        theirs = tokens_of(1, 29)
-    else:
-        namespace = "another"
-    where = pair.prefill.endpoint
-    lora = Request("r", tokens, max_new_tokens=4, room=7, prefill=where, namespace="lora")
-    pair.decode.add(lora)
-    pair.prefill.add(Request("r", theirs, room=7, decode="decode-0", namespace=namespace))
-    errors: list[Exception | None] = []
-
-    def failed() -> bool:
-        pair.decode.pop_preallocated()
-        assert pair.prefill.pop_bootstrapped() == []
-        for node in (pair.decode, pair.prefill):
-            errors.extend(req.error for req in node.pop_failed())
-        return len(errors) == 2
-
-    until(failed)
+    ours: Any = RadixKey(tokens_of(1, 30), "lora")
+    pair.submit("r", ours, room=7, tell=False)
+    pair.p.add("r", RadixKey(theirs, namespace), 7)  # type: ignore[arg-type]
+    pair.until(lambda: "r" in pair.d.ended and "r" in pair.p.failed)
+    errors = pair.d.ended["r"], pair.p.failed["r"]
     assert [type(error) for error in errors] == [PromptMismatchError] * 2
     stats = pair.decode.stats()
     assert stats["pages_held"] == stats["pages_owned"] == 0
-    assert sent_bytes(pair) == 0
+    assert (sent_bytes(pair), pair.p.chunks) == (0, {})

@@ -3,8 +3,11 @@ other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +17,9 @@ from prefixkv import DecodeNode, PrefillNode
 from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig
 from prefixkv.errors import PeerLostError, TransferTimeoutError
 from prefixkv.pages.allocator import PageState
+from prefixkv.protocol.messages import ProcessLife
+from prefixkv.runtime import death
+from tests.support.gates import Gate
 from tests.support.node_pair import (
     DecodeDriver,
     PrefillDriver,
@@ -23,8 +29,7 @@ from tests.support.node_pair import (
     node_at_rest,
     tokens_of,
 )
-from tests.support.node_process import Never, NodeProcess
-from tests.support.node_stages import Gate
+from tests.support.node_process import NodeProcess
 from tests.support.patience import NEVER_S, SkippableClock, lasting_address, until
 from tests.support.transport_child import cut_connections
 from tests.support.wires import is_shm, wired
@@ -219,7 +224,7 @@ def test_decode_is_killed(start: Any, stack: ExitStack, proves: bool) -> None:
     drive_until(lambda: p.sent == ["0"] and not left(node), [p])
 
     gate = p.ready["1", 1] = p.ready["2", 0] = Gate()
-    p.ready["3", 2] = Never()
+    p.ready["3", 2] = Gate()
     before = node.stats()["writes_done"]
     for rid in ("1", "2", "3"):
         submit(child, rid, int(rid))
@@ -228,7 +233,7 @@ def test_decode_is_killed(start: Any, stack: ExitStack, proves: bool) -> None:
     submit(child, "4", 4)
     drive_until(lambda: "4" in p.computing, [p])
     child.kill()
-    gate.open = True
+    gate.answer = True
     drive_until(lambda: {"1", "2", "3"} <= p.failed.keys(), [p])
     if proves:
         drive_until(lambda: "4" in p.failed and not left(node), [p])
@@ -250,3 +255,78 @@ def test_decode_is_killed(start: Any, stack: ExitStack, proves: bool) -> None:
     until(lambda: not left_there(other))
     other.call("check_at_rest")
     assert [peer.incarnation for peer in node.peers()] == [other.peer_id.incarnation]
+
+
+# --- fenced unasked, and no other -----------------------------------------------------------------
+
+
+@pytest.fixture
+def verdicts(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """What this process's nodes have found out of others, one look after the other."""
+    found: list[bool] = []
+
+    def look(life: ProcessLife, is_dead: Callable[[ProcessLife], bool] = death.is_dead) -> bool:
+        found.append(is_dead(life))
+        return found[-1]
+
+    monkeypatch.setattr(death, "is_dead", look)
+    return found
+
+
+def looked_again(verdicts: list[bool]) -> Callable[[], bool]:
+    """Whether it has been looked at three times more."""
+    enough = len(verdicts) + 3
+    return lambda: len(verdicts) >= enough
+
+
+@pytest.mark.slow
+def test_prefill_is_killed_and_proved_dead(
+    start: Any, stack: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its pages are back, and what waits for it has failed, though nobody says so and no deadline
+    passes."""
+    caplog.set_level(logging.INFO, "prefixkv.peers")
+    there = WithPrefillChild(start, stack)
+    there.submit("between two chunks", 1, 2, "kill")
+    there.submit("behind it", 2, 1, "never")
+    there.submit("not begun", 3, 0, "never")
+    there.until(lambda: len(there.d.ended) == 4 and not left(there.node))
+    del there.d.ended["warm-up"]
+    for error in there.d.ended.values():
+        assert isinstance(error, PeerLostError)
+        assert error.peer == there.child.peer_id
+        assert "proved dead" in str(error)
+    assert there.node.stats()["peers_proved_dead"] == 1
+    assert there.node.stats()["quarantined_pages"] == 0
+    assert f"{there.child.peer_id} was fenced, since it is proved dead" in caplog.text
+    there.restart()
+    there.run("again", 4)
+    there.check_at_rest()
+    assert there.node.stats()["peers_proved_dead"] == 1
+
+
+@contextmanager
+def ended_by_force(pid: int) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_prefill_whose_fork_lives_is_not_fenced_before_that_has_ended(
+    start: Any, stack: ExitStack, clock: SkippableClock, verdicts: list[bool]
+) -> None:
+    """The fork has its sockets, so that it is dead shows in its silence alone."""
+    there = WithPrefillChild(start, stack)
+    fork = there.child.call("fork")
+    with ended_by_force(fork):
+        there.submit("r", 1, 1, "kill")
+        there.until(lambda: not there.child.process.is_alive())
+        for _ in range(3):
+            there.until_silence_shows(clock, looked_again(verdicts))
+        assert not any(verdicts)
+        assert left(there.node)["pages_quarantined"] == 32
+    there.until(lambda: "r" in there.d.ended and not left(there.node))
+    assert there.node.stats()["peers_proved_dead"] == 1

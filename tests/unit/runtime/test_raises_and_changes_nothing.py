@@ -1,31 +1,74 @@
 """A call that raises has changed nothing, and what it raises for a wrong argument is CallerError:
-every public call of both nodes, in whatever state a pair of them is. Then its requests end well."""
+every public call of both nodes, in whatever state a pair of them is, and of the transfer sides.
+Then what was under way ends well. A constructor that raises has left nothing behind."""
 
 from __future__ import annotations
 
 import inspect
 import itertools
-import os
+import threading
 from collections.abc import Callable, Iterator
+from functools import cache
 from numbers import Real
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from prefixkv import DecodeNode, PrefillNode
-from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig
-from prefixkv.errors import CallerError, CapacityError, RequestError, shown
-from prefixkv.prefill.request import PrefillState
+from prefixkv.cache.eviction.plain import LeastRecentlyUsed
+from prefixkv.config import (
+    ControlConfig,
+    CurveConfig,
+    DecodeConfig,
+    KVEventsConfig,
+    ModelConfig,
+    PrefillConfig,
+    TransportConfig,
+)
+from prefixkv.errors import RequestError, shown
+from prefixkv.memory.kv_pool import KVPool
+from prefixkv.memory.mesh import Mesh
+from prefixkv.memory.state_layout import StateTensor
+from prefixkv.memory.state_pool import StatePool
+from prefixkv.protocol.ids import PeerId
+from prefixkv.ranks.row_log import RankLog
 from prefixkv.request import Request
-from tests.support.junk import JUNK, Broken, OwnError
-from tests.support.node_pair import NodePair, left, make_pool, scheduling, tokens_of
+from prefixkv.spi import DecodeGroup, DecodeRank, PrefillGroup, PrefillRank
+from prefixkv.transfer import DecodeTransfers, KVPoll, PrefillTransfers, RoomEnded, prompt_digest
+from tests.support.junk import EXAMPLES, Arguments, Broken, is_taken, put, with_junk
+from tests.support.node_pair import NodePair, make_pool, scheduling, tokens_of
 from tests.support.patience import until
 from tests.support.picture import picture
 
-EXAMPLES = int(os.environ.get("PREFIXKV_JUNK_EXAMPLES", "60"))  # more for a long run
 PATIENT = ControlConfig(heartbeat_s=60.0, suspect_after_s=600.0, forget_after_s=900.0)
+
+
+def config_of(kind: Any, **more: Any) -> Any:
+    """A new one, with a policy of its own: it serves one cache."""
+    return kind(control=PATIENT, policy=LeastRecentlyUsed(), **more)
+
+
+def of_decode() -> Any:
+    return config_of(DecodeConfig, reserve_tokens=0)
+
+
+def of_prefill() -> Any:
+    return config_of(PrefillConfig)
+
+
+def public_calls(*kinds: type) -> set[str]:
+    return {
+        f"{kind.__name__}.{name}"
+        for kind in kinds
+        for name, _ in inspect.getmembers(kind, inspect.isfunction)
+        if not name.startswith("_")
+    }
+
+
+# --- nodes ----------------------------------------------------------------------------------------
 
 
 class Moment(NamedTuple):
@@ -41,21 +84,18 @@ class Moment(NamedTuple):
 
 
 class Story:
-    """A decode and a prefill node, and an engine for both that does no more than it is told."""
+    """A pair of nodes whose engines do no more than they are told."""
 
     def __init__(self, decode: DecodeNode, prefill: PrefillNode) -> None:
         self.decode, self.prefill = decode, prefill
+        self.pair = NodePair(decode, prefill)
         self._numbers = itertools.count(1)
-        self.live: set[str] = set()
-        self.running: dict[str, Any] = {}
-        self.computing: dict[str, Any] = {}
-        self.past: list[Any] = []  # requests that have ended
-        self.failed: list[Any] = []
+        self.reqs: list[Any] = []
         self.commands = self.events = 0
         for node in (decode, prefill):
             node._take = self._counting("events", node._take)  # type: ignore[method-assign]
-            submit = node.transfers.submit
-            node._command = self._counting("commands", submit)
+            node._command = self._counting("commands", node.transfers.submit)
+        self.hold(True)
 
     def _counting(self, what: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any) -> Any:
@@ -64,170 +104,129 @@ class Story:
 
         return counted
 
-    def request(self, rid: str = "", **fields: Any) -> Request:
+    def hold(self, held: bool) -> None:
+        self.pair.p.hold = self.pair.d.hold_running = held
+
+    @property
+    def live(self) -> set[str]:
+        return self.pair.d.prompts.keys() - self.pair.d.ended.keys()
+
+    def request(self, **fields: Any) -> Request:
         """A request that nobody has seen, for either side."""
         number = next(self._numbers)
         wanted = {"prefill": self.prefill.endpoint, "decode": "decode-0", **fields}
-        return Request(rid or f"r{number}", tokens_of(number, 21), 8, room=number, **wanted)
+        return Request(f"r{number}", tokens_of(number, 21), 8, room=number, **wanted)
 
     def begin(self) -> None:
-        request = self.request()
-        self.prefill.add(request)
-        self.decode.add(request)
-        self.live.add(request.rid)
-
-    def step(self) -> None:
-        self.decode.pop_preallocated()
-        for req in self.decode.pop_transferred():
-            self.running[req.rid] = req
-        for req in self.prefill.pop_bootstrapped():
-            self.computing[req.rid] = req
-        self.past += self.prefill.pop_sent()
-        for node in (self.decode, self.prefill):
-            ended = node.pop_failed()
-            self.failed += ended
-            self.live -= {req.rid for req in ended}
-            for reqs in (self.computing, self.running):
-                for req in ended:
-                    reqs.pop(req.rid, None)
+        number = next(self._numbers)
+        req = self.pair.submit(f"r{number}", tokens_of(number, 21), room=number)
+        self.reqs.append(req)
 
     def finish(self) -> None:
         """All requests run to their ends."""
-
-        def go_on() -> None:
-            self.step()
-            for req in list(self.computing.values()):
-                self.computing.pop(req.rid)
-                if req.state is PrefillState.COMPUTING:
-                    self.prefill.send_chunk(req, req.num_tokens, last=True, aux=b"x")
-            for req in list(self.running.values()):
-                self.decode.append_many([req], [7])
-                self.decode.finish(req)
-                self.past.append(self.running.pop(req.rid))
-                self.live.discard(req.rid)
-
-        until(lambda: not self.live, step=go_on, state=lambda: str(self.live))
-        until(lambda: not left(self.decode) and not left(self.prefill), step=self.step)
-        assert not self.failed, [(req.rid, req.error) for req in self.failed]
-        self.decode.audit()
-        self.prefill.audit()
+        self.hold(False)
+        self.pair.run(*self.live)
+        assert not any(self.pair.d.ended.values()), self.pair.d.ended
+        assert not self.pair.p.failed
+        self.pair.check_at_rest()
+        self.hold(True)
 
     def moment(self) -> Moment:
         """All that no call that raises may change, and what is counted up to this look: that takes
         in, too, what the control threads have to say, and it may come at any time."""
-        seen = self.picture()
-        return Moment(self.events, self.commands, seen)
-
-    def picture(self) -> Any:
-        """All that no call that raises may change."""
         self.decode.audit()
         self.prefill.audit()
-        sides = (
-            (scheduling(node), node.transfers._undelivered) for node in (self.decode, self.prefill)
-        )
-        return picture(*sides)
+        nodes = (self.decode, self.prefill)
+        seen = picture(*((scheduling(node), node.transfers._undelivered) for node in nodes))
+        return Moment(self.events, self.commands, seen)
 
-    def calls(self) -> dict[str, tuple[list[Any], dict[str, Any]]]:
+    def calls(self) -> dict[str, Arguments]:
         """Every public call of both nodes with arguments that it would take, now or in a moment,
         or of requests that are over. None of them may harm the story, should it be taken."""
-        reqs = [*self.running.values(), *self.past, object()]
-        running = reqs[0]
-        computing = next(iter(self.computing.values()), running)
-        return {
-            "decode.add": ([self.request()], {}),
-            "decode.refuse": ([self.request(), "no"], {}),
-            "decode.pop_preallocated": ([], {}),
-            "decode.pop_transferred": ([], {}),
-            "decode.pop_failed": ([], {"after": 7}),
-            "decode.pop_local": ([], {}),
-            "decode.computed": ([computing, 1], {"aux": b"", "after": None}),
-            "decode.save_state": ([computing, 1], {}),
-            "decode.save_states": ([[running]], {}),
-            "decode.give_up_prefill": (["nobody", "no"], {}),
-            "decode.pop_needs_prefill": ([], {}),
-            "decode.append_many": ([[running], [-1]], {}),
-            "decode.reserve_many": ([[running], 0], {}),
-            "decode.finish": ([computing], {"after": None, "continues": None, "keep_tokens": None}),
-            "decode.announce": (["nobody", "nowhere"], {}),
-            "decode.retract": (["nobody"], {"after": None}),
-            "decode.abort": (["nobody"], {"after": None}),
-            "decode.fail": (["nobody", ValueError("bad")], {"after": None}),
-            "decode.flush": ([7], {"after": None}),
-            "decode.retarget": (["nobody", "tcp://127.0.0.1:1"], {}),
-            "decode.take_log": ([], {}),
-            "decode.apply_rank_events": ([b"no message"], {}),
-            "decode.fence": (["nobody", 7], {}),
-            "decode.fence_rank": ([1], {"after": None}),
-            "decode.wait": (["0"], {}),
-            "decode.drain": (["0"], {}),
-            "decode.take_cache_events": ([False], {}),
-            "prefill.add": ([self.request()], {}),
-            "prefill.refuse": ([self.request(), "no"], {}),
-            "prefill.pop_bootstrapped": ([0], {}),
-            "prefill.send_chunk": (
-                [computing, 99],
-                {"last": True, "aux": "text", "ready": None, "state_slot": -1},
-            ),
-            "prefill.save_state": ([computing, 99], {}),
-            "prefill.pop_sent": ([], {}),
-            "prefill.pop_failed": ([], {"after": 7}),
-            "prefill.abort": (["nobody"], {}),
-            "prefill.fail": (["nobody", ValueError("bad")], {}),
-            "prefill.flush": ([7], {}),
-            "prefill.fence": (["nobody", 7], {}),
-            "prefill.fence_rank": ([1], {}),
-            "prefill.wait": (["0"], {}),
-            "prefill.drain": (["0"], {}),
-            "prefill.take_cache_events": ([False], {}),
-            "prefill.take_log": ([], {}),
-            "prefill.apply_rank_events": ([b"no message"], {}),
+        past = [req for req in self.reqs if req.state.ended]
+        running = next(iter([*self.pair.d.running.values(), *past, object()]))
+        computing = next(iter(self.pair.p.computing.values()), running)
+        slot = {"last": True, "aux": "text", "ready": None, "state_slot": -1}
+        both: dict[str, Arguments] = {
+            "pop_failed": ([], {"after": 7}),
+            "fail": (["nobody", ValueError("bad")], {}),
+            "abort": (["nobody"], {}),
+            "flush": ([7], {}),
+            "fence": (["nobody", 7], {}),
+            "fence_rank": ([1], {}),
+            "wait": (["0"], {}),
+            "drain": (["0"], {}),
+            "take_cache_events": ([False], {}),
+            "take_log": ([], {}),
+            "apply_rank_events": ([b"no message"], {}),
         }
+        decode: dict[str, Arguments] = {
+            "pop_preallocated": ([], {}),
+            "pop_transferred": ([], {}),
+            "pop_local": ([], {}),
+            "computed": ([computing, 1], {"aux": b"", "after": None}),
+            "save_state": ([computing, 1], {}),
+            "save_states": ([[running]], {}),
+            "give_up_prefill": (["nobody", "no"], {}),
+            "pop_needs_prefill": ([], {}),
+            "append_many": ([[running], [-1]], {}),
+            "reserve_many": ([[running], 0], {}),
+            "finish": ([computing], {"after": None, "continues": None, "keep_tokens": None}),
+            "announce": (["nobody", "nowhere"], {}),
+            "retract": (["nobody"], {"after": None}),
+            "retarget": (["nobody", "tcp://127.0.0.1:1"], {}),
+        }
+        prefill: dict[str, Arguments] = {
+            "pop_bootstrapped": ([0], {}),
+            "send_chunk": ([computing, 99], slot),
+            "save_state": ([computing, 99], {}),
+            "pop_sent": ([], {}),
+        }
+        found: dict[str, Arguments] = {}
+        for kind, own in (("DecodeNode", decode), ("PrefillNode", prefill)):
+            for name, (args, named) in {**both, **own}.items():
+                after = {"after": None} if kind == "DecodeNode" and name in _ENDS else {}
+                found[f"{kind}.{name}"] = args, {**named, **after}
+            found |= {
+                f"{kind}.add": ([self.request()], {}),
+                f"{kind}.refuse": ([self.request(), "no"], {}),
+            }
+        return found
 
     def odd(self) -> list[Any]:
         """Objects of the right types in the wrong places."""
+        running, computing = self.pair.d.running.values(), self.pair.p.computing.values()
         return [
-            *self.running.values(), *self.computing.values(), *self.past[-2:], Broken(),
-            [*self.running.values()] * 2, self.request(decode="another"), self.request(prefill=""),
-            [*self.computing.values()], self.decode, self.prefill, self.decode.pool,
-            next(iter(self.live), "r"),
+            *running, *computing, *[req for req in self.reqs if req.state.ended][-2:], Broken(),
+            [*running] * 2, self.request(decode="another"), self.request(prefill=""),
+            [*computing], self.decode, self.prefill, self.decode.pool, next(iter(self.live), "r"),
         ]  # fmt: skip
 
 
-class _Odd(NamedTuple):
-    """One of `Story.odd`, by number."""
-
-    number: int
-
-
-_ODD = st.builds(_Odd, st.integers(0, 11))
-
-# These take nothing, or end the story.
-_WITHOUT_ARGUMENTS = {
-    "audit", "awaited_ranks", "close", "figures", "fileno", "lost_peers", "peers", "stats",
-}  # fmt: skip
-# Any function is a listener: what one raises is its own.
+_ENDS = ("abort", "fail", "flush", "fence_rank")  # which on decode may wait for the device
+# These take nothing, or end the story. Any function is a listener: what one raises is its own.
 # Calls of the control plane and of audits: an engine makes none of them.
-CONTROL = frozenset({
+_NOT_TRIED = frozenset({
+    "audit", "awaited_ranks", "close", "figures", "fileno", "lost_peers", "peers", "stats",
+    "on_change", "on_close", "on_ended",
     "check_invariants", "check_own", "end_all", "feeds", "hear", "holders",
     "prefill_away", "prefill_lost", "prefill_ready", "release_deferred", "room_bootstrapped",
     "room_drained", "room_ended", "room_overdue", "settle_deferred", "source_free",
     "take_commands", "take_orders",
 })  # fmt: skip
-_NOT_TRIED = _WITHOUT_ARGUMENTS | CONTROL | {"on_change", "on_close", "on_ended"}
 # A number, a version and a request are arguments that these take: no more is tried then. What a
 # limit lets `pop_bootstrapped` return would be lost to the story.
 _TAKES = {
-    "pop_bootstrapped": (Real, type(None)),
-    "wait": (Real, type(None)), "drain": (Real,), "flush": (str, type(None)),
-    "add": (Request,), "refuse": (Request,),
+    "pop_bootstrapped": (Real, type(None)), "wait": (Real, type(None)), "drain": (Real,),
+    "flush": (str, type(None)), "add": (Request,), "refuse": (Request,),
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def story() -> Iterator[Story]:
     with (
-        PrefillNode(make_pool(256), PrefillConfig(control=PATIENT)) as prefill,
-        DecodeNode(make_pool(256), DecodeConfig(control=PATIENT, reserve_tokens=0)) as decode,
+        PrefillNode(make_pool(256), of_prefill()) as prefill,
+        DecodeNode(make_pool(256), of_decode()) as decode,
     ):
         story = Story(decode, prefill)
         story.begin()
@@ -237,13 +236,8 @@ def story() -> Iterator[Story]:
 
 
 def test_every_public_call_is_tried(story: Story) -> None:
-    public = {
-        f"{side}.{name}"
-        for side, kind in (("decode", DecodeNode), ("prefill", PrefillNode))
-        for name, _ in inspect.getmembers(kind, inspect.isfunction)
-        if not name.startswith("_") and name not in _NOT_TRIED
-    }
-    assert public == story.calls().keys()
+    public = public_calls(DecodeNode, PrefillNode)
+    assert {one for one in public if one.partition(".")[2] not in _NOT_TRIED} == {*story.calls()}
 
 
 def _hand_over(story: Story, data: st.DataObject) -> None:
@@ -251,35 +245,17 @@ def _hand_over(story: Story, data: st.DataObject) -> None:
     # All is drawn before the state is looked at: how far the nodes are differs from run to run.
     every = story.calls()
     name = data.draw(st.sampled_from(sorted(name for name, (args, _) in every.items() if args)))
-    args, named = list(every[name][0]), dict(every[name][1])
-    drawn = {
-        place: data.draw(st.one_of(JUNK, _ODD))
-        for place in sorted(
-            data.draw(st.sets(st.sampled_from([*range(len(args)), *named]), min_size=1)), key=str
-        )
-    }
-    odd = story.odd()
-    for place, junk in drawn.items():
-        value = odd[junk.number % len(odd)] if isinstance(junk, _Odd) else junk
-        if isinstance(place, int):
-            args[place] = value
-        else:
-            named[place] = value
-    if isinstance(args[0], _TAKES.get(name.partition(".")[2], ())):
+    args, named = put(with_junk(data, *every[name], num_odd=12), *every[name], story.odd())
+    kind, _, call = name.partition(".")
+    if isinstance(args[0], _TAKES.get(call, ())):
         return
     if isinstance(args[0], str) and args[0] in story.live:
         return  # such a call ends a request of the story
-    side, _, call = name.partition(".")
     before = story.moment()
-    try:
-        getattr(getattr(story, side), call)(*args, **named)
-    except (CallerError, OwnError, CapacityError):
-        # What the control threads have to say comes in with any call, and with the look.
-        assert before.is_unchanged_in(story.moment()), (name, shown((args, named)))
-    except Exception as error:
-        raise AssertionError(f"{name}: {shown((args, named))} raised {error!r}") from error
-    else:
-        story.picture()
+    node = story.decode if kind == "DecodeNode" else story.prefill
+    taken = is_taken(name, getattr(node, call), args, named)
+    # What the control threads have to say comes in with any call, and with the look.
+    assert before.is_unchanged_in(story.moment()) or taken, (name, shown((args, named)))
 
 
 @settings(
@@ -291,8 +267,10 @@ def test_whatever_is_handed_over(story: Story, data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(1, 2))):
         story.begin()
     # Somewhere on their way: queued, promised, computed, on decode.
-    for _ in range(data.draw(st.integers(0, 6))):
-        story.step()
+    for number in range(data.draw(st.integers(0, 6))):
+        story.pair.step()
+        for req in [*story.pair.p.computing.values()] if number > 2 else ():
+            story.pair.p.compute(req)
         story.decode.wait(0.002)
     for _ in range(6):
         _hand_over(story, data)
@@ -303,8 +281,8 @@ def test_a_request_of_another_node_is_refused_by_name(story: Story) -> None:
     """Also one that has ended there: of its own a node takes it, and does nothing."""
     decode, prefill = story.decode, story.prefill
     with (
-        PrefillNode(make_pool(), PrefillConfig(control=PATIENT)) as prefills,
-        DecodeNode(make_pool(), DecodeConfig(control=PATIENT)) as decodes,
+        PrefillNode(make_pool(), of_prefill()) as prefills,
+        DecodeNode(make_pool(), of_decode()) as decodes,
     ):
         pair = NodePair(decodes, prefills)
         pair.p.hold = True
@@ -326,3 +304,232 @@ def test_a_request_of_another_node_is_refused_by_name(story: Story) -> None:
                     call()
             assert before.is_unchanged_in(story.moment())
         assert prefills.send_chunk(computing, 21) == 0
+
+
+# --- transfer sides -------------------------------------------------------------------------------
+
+DIGEST = prompt_digest(range(30), "lora")
+DECODE, ROOM, PAGES = "decode-0", 5, [5, 6, 50, 51, 1, 12, 13, 60]
+
+
+class Sides:
+    """A room whose first pages are sent; the rest is not."""
+
+    def __init__(self) -> None:
+        self.prefill = PrefillTransfers(make_pool(), of_prefill())
+        self.decode = DecodeTransfers(make_pool(), of_decode())
+        self.prefill.add(ROOM, 0, 30, DECODE, DIGEST)
+        self.decode.open(ROOM, 0, 30, 0, PAGES, self.prefill.endpoint, DIGEST)
+        self.prefill.send_chunk(ROOM, 9, PAGES, decode=DECODE)
+        self.commands: list[Any] = []
+        for side in (self.prefill, self.decode):
+            side.submit = self._noted(side.submit)  # type: ignore[method-assign]
+
+    def _noted(self, submit: Callable[[Any], None]) -> Callable[[Any], None]:
+        return lambda command: (submit(command), self.commands.append(command))[0]
+
+    def held(self) -> Any:
+        """All that no call that raises may change, with what the control threads were told."""
+        prefill, decode = self.prefill, self.decode
+        return len(self.commands), picture(
+            sorted(decode._rooms), prefill._rooms, prefill._undelivered,
+            decode._undelivered, decode._weights_version, prefill._weights_version,
+        )  # fmt: skip
+
+    def finish(self) -> None:
+        self.prefill.send_chunk(ROOM, 30, PAGES, decode=DECODE, last=True, aux=b"x")
+        sides = (self.prefill, self.decode)
+        ended: dict[Any, RoomEnded] = {}
+
+        def both() -> bool:
+            said = [(side, event) for side in sides for event in side.take_events()]
+            ended.update(
+                (side, event)
+                for side, event in said
+                if isinstance(event, RoomEnded) and event.key.room == ROOM
+            )
+            return len(ended) == 2
+
+        until(both)
+        assert {event.poll for event in ended.values()} == {KVPoll.SUCCESS}, ended
+        assert not any(side.stats()["control_errors"] for side in sides)
+
+    def calls(self) -> dict[str, Arguments]:
+        """Each call; as it stands, it is refused, or of no room that is here."""
+        here = self.prefill.endpoint
+        chunk = {"last": False, "aux": b"x", "ready": Broken(), "generation": 0, "windows": ()}
+        named, worker = {"ticket": 7, "windows": ()}, {"decode": DECODE}
+        return {
+            "DecodeTransfers.open": ([ROOM, 0, 30, 0, PAGES, here, DIGEST], named),
+            "DecodeTransfers.abort": ([99, 0, "why"], {}),
+            "DecodeTransfers.wait": (["0"], {}),
+            "DecodeTransfers.refuse": ([ROOM, 0, here, "why", 7, DIGEST], {}),
+            "DecodeTransfers.fence": (["nobody", 7], {}),
+            "DecodeTransfers.move_weights": ([7], {}),
+            "PrefillTransfers.wait": (["0"], {}),
+            "PrefillTransfers.add": ([ROOM, 0, 30, DECODE, DIGEST], {}),
+            "PrefillTransfers.send_chunk": ([ROOM, 99, PAGES], {**worker, **chunk}),
+            "PrefillTransfers.abort": ([99, 0, "why"], worker),
+            "PrefillTransfers.refuse": ([ROOM, 0, "why"], worker),
+            "PrefillTransfers.fence": (["nobody", 7], {}),
+            "PrefillTransfers.move_weights": ([7], {}),
+            "PrefillTransfers.offer": ([98, 0, 30, DIGEST, -1.0], {}),
+            "PrefillTransfers.withdraw": ([99, 0, "why"], {}),
+        }
+
+
+@pytest.fixture(scope="module")
+def sides() -> Iterator[Sides]:
+    made = Sides()
+    with made.prefill, made.decode:
+        yield made
+        made.finish()
+
+
+# These take nothing, or a node's commands.
+_NO_ARGUMENTS = frozenset({
+    "check_open", "close", "fileno", "lost_peers", "notify", "peers", "stats", "submit",
+    "take_events",
+})  # fmt: skip
+
+
+def test_every_public_call_of_the_transfer_sides_is_tried(sides: Sides) -> None:
+    public = public_calls(DecodeTransfers, PrefillTransfers)
+    assert {one for one in public if one.partition(".")[2] not in _NO_ARGUMENTS} == {*sides.calls()}
+
+
+@settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(data=st.data())
+def test_whatever_is_handed_to_the_transfer_sides(sides: Sides, data: st.DataObject) -> None:
+    every, (prefill, decode) = sides.calls(), (sides.prefill, sides.decode)
+    name = data.draw(st.sampled_from(sorted(every)))
+    odd = [decode, prefill, prefill.endpoint, DIGEST, PAGES, PAGES * 2, [64] * 8]
+    args, named = put(with_junk(data, *every[name], num_odd=7), *every[name], odd)
+    if name.endswith("move_weights") and isinstance(args[0], str):
+        return  # a call that is allowed, and ends the rooms
+    if name.endswith("wait") and isinstance(args[0], Real | None):
+        return  # a time to wait
+    side = decode if name.startswith("Decode") else prefill
+    before = sides.held()
+    taken = is_taken(name, getattr(side, name.partition(".")[2]), args, named)
+    assert taken or sides.held() == before, (name, shown((args, named)))
+
+
+# --- constructors ---------------------------------------------------------------------------------
+
+MESH = Mesh(num_layers=1, num_kv_heads=2, tp_size=2)
+TENSOR = StateTensor("conv", 0, 2, (4,))
+WORKER = PeerId("decode-0", 7)
+
+
+def rank_pool() -> KVPool:
+    """The share of one of MESH's two ranks."""
+    return KVPool.create(64, 4, 1, 1, 8)
+
+
+def _fields(config: Any) -> Arguments:
+    return [], {name: getattr(config, name) for name in type(config).__dataclass_fields__}
+
+
+def kv_tensors() -> list[Any]:
+    return [torch.zeros(4, 4, 2, 8)]
+
+
+PLAIN: dict[Callable[..., Any], Callable[[], Arguments]] = {
+    ControlConfig: lambda: _fields(ControlConfig()),
+    TransportConfig: lambda: _fields(TransportConfig()),
+    ModelConfig: lambda: _fields(ModelConfig()),
+    CurveConfig: lambda: _fields(CurveConfig("a" * 40, "b" * 40)),
+    KVEventsConfig: lambda: _fields(KVEventsConfig()),
+    DecodeConfig: lambda: _fields(DecodeConfig()),
+    PrefillConfig: lambda: _fields(PrefillConfig()),
+    Request: lambda: (
+        ["r", [1, 2, 3], 4],
+        {"room": 1, "prefill": "tcp://p:1", "decode": "d", "namespace": "lora", "cacheable": True,
+         "generation": 0, "priority": 0, "deadline_s": 1.0},
+    ),
+    KVPool.create: lambda: (
+        [4, 4, 1, 2, 8],
+        {"dtype": "float16", "attention": "mha", "order": "layer_major", "device": "cpu",
+         "shared": False},
+    ),
+    KVPool.from_tensors: lambda: (
+        [kv_tensors(), kv_tensors()],
+        {"page_size": 4, "axes": ("page", "token", "head", "dim"), "num_kv_heads": 2,
+         "head_dim": 8, "opaque": "", "regions": None},
+    ),
+    StatePool: lambda: (
+        [[TENSOR], [torch.zeros(4, 2, 4)]],
+        {"mesh": None, "rank": 0, "regions": None, "num_slots": 4},
+    ),
+    StatePool.create: lambda: (
+        [[TENSOR], 4], {"mesh": None, "rank": 0, "device": "cpu", "shared": False},
+    ),
+}  # fmt: skip
+_OF_NODES = {"ranks": None, "mesh": None, "state": None}
+WORKERS: dict[type, Callable[[], Arguments]] = {
+    DecodeNode: lambda: ([make_pool(), of_decode()], {**_OF_NODES}),
+    PrefillNode: lambda: ([make_pool(), of_prefill()], {**_OF_NODES}),
+    DecodeTransfers: lambda: ([make_pool(), of_decode()], {"worker": None}),
+    PrefillTransfers: lambda: ([make_pool(), of_prefill()], {"endpoints": ()}),
+    DecodeRank: lambda: ([rank_pool(), of_decode(), MESH, 1, WORKER], {"state": None}),
+    PrefillRank: lambda: ([rank_pool(), of_prefill(), MESH, 1], {"state": None}),
+    DecodeGroup: lambda: ([[rank_pool(), rank_pool()], of_decode(), MESH], {"states": ()}),
+    PrefillGroup: lambda: ([[rank_pool(), rank_pool()], of_prefill(), MESH], {"states": ()}),
+}
+
+
+@cache
+def _odd() -> list[Any]:
+    """Objects of the right types in the wrong places."""
+    pool, state = rank_pool(), StatePool.create([TENSOR], 4)
+    return [
+        pool, [pool], [pool, pool, pool], [pool, make_pool()], make_pool(), state, [state, state],
+        [state, None], MESH, Mesh(1, 1), Mesh("1", None), Mesh(1, 2, 2.0), Mesh(1, 2, 3),  # type: ignore[arg-type]
+        Mesh(1, 2, 2, 1, (1, 1)), Mesh(1, 2, 2, 1, "x"), DecodeConfig(), PrefillConfig(),  # type: ignore[arg-type]
+        PATIENT, DecodeConfig, RankLog(), WORKER, StateTensor("x", -1, 0, (), "no"),
+        [StateTensor("x", 0, 1, ("a",))], [kv_tensors()], *kv_tensors(),  # type: ignore[arg-type]
+        [torch.zeros(3, 2, 4)], ("tcp://p:1",), ["tcp://p:1", 7], ("page", "page", "dim"),
+        [(0, 10)], [("a", None)], ["page", 7],
+    ]  # fmt: skip
+
+
+def _drawn(data: st.DataObject, arguments: Arguments) -> Arguments:
+    return put(with_junk(data, *arguments, num_odd=len(_odd()), most=2), *arguments, _odd())
+
+
+@pytest.mark.parametrize("make", PLAIN, ids=lambda make: make.__qualname__)
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(data=st.data())
+def test_a_config_a_request_and_a_pool_refuse_what_they_cannot_be(
+    make: Callable[..., Any], data: st.DataObject
+) -> None:
+    args, named = PLAIN[make]()
+    make(*args, **named)
+    args, named = _drawn(data, (args, named))
+    # Such a pool might even be had.
+    sizes = [one for one in (*args, *named.values()) if isinstance(one, int)]
+    if not any(10**6 < one < 10**12 for one in sizes):
+        is_taken(make.__qualname__, make, args, named)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", WORKERS, ids=lambda kind: kind.__name__)
+@settings(max_examples=max(8, EXAMPLES // 2), deadline=None)
+@given(data=st.data())
+def test_a_worker_that_is_not_built_leaves_nothing_behind(kind: type, data: st.DataObject) -> None:
+    rightly = WORKERS[kind]()
+    args, named = _drawn(data, rightly)
+    threads = set(threading.enumerate())
+    made: list[Any] = []
+    if is_taken(kind.__name__, lambda *a, **n: made.append(kind(*a, **n)), args, named):
+        made[0].close()
+        return
+    assert set(threading.enumerate()) <= threads
+    # The same policy object: it serves one cache, and there is none.
+    if any(one is rightly[0][1] for one in args):
+        kind(*rightly[0], **rightly[1]).close()

@@ -17,12 +17,7 @@ from prefixkv.engines.vllm import options as vllm
 from prefixkv.errors import HandshakeError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.serving import config as serving
-from prefixkv.transfer import (
-    DecodeTransfers,
-    PrefillTransfers,
-    RoomEnded,
-    prompt_digest,
-)
+from prefixkv.transfer import DecodeTransfers, PrefillTransfers, RoomEnded, prompt_digest
 from tests.support.patience import until
 from tests.unit.runtime.conftest import QUICK
 

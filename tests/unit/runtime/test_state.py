@@ -1,106 +1,65 @@
-"""Extra state of requests over real NIXL: it arrives on every rank, and no prefix hit is served
-without it."""
+"""Extra state of requests over real NIXL: it arrives on every rank, no prefix hit is served without
+it, and with checkpoints prefill computes of a next turn what is new."""
 
 from __future__ import annotations
 
-import msgspec
+from typing import Any
+
+import numpy as np
 import pytest
 
-from prefixkv import DecodeNode, PrefillNode
-from prefixkv.config import DecodeConfig, PrefillConfig, TransportConfig
-from prefixkv.errors import ConfigError, RequestError
+from prefixkv.config import DecodeConfig, KVEventsConfig, PrefillConfig, TransportConfig
+from prefixkv.errors import RequestError
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateTensor
-from prefixkv.memory.state_pool import StatePool
-from prefixkv.protocol.ids import PeerId
-from prefixkv.spi import DecodeRank
+from prefixkv.runtime.metrics import NodeCollector
 from tests.support.mesh_workers import MeshPair
-from tests.support.node_pair import make_pool, tokens_of
-from tests.support.state_memory import TENSORS, StateMemory
+from tests.support.node_pair import tokens_of
+from tests.support.state_memory import StateMemory
 from tests.support.state_workers import StatePair, owner_of
+from tests.unit.kv_events.follower import Subscriber
 from tests.unit.runtime.conftest import QUICK
 
 ONE = Mesh(4, 4)
-QUICKLY = {
-    "prefill_config": PrefillConfig(control=QUICK),
-    "decode_config": DecodeConfig(control=QUICK),
-}
 
 
-def mesh(tp: int, pp: int = 1) -> Mesh:
-    return Mesh(4, 4, tp, pp)
-
-
-def staging() -> dict[str, object]:
-    transport = TransportConfig(staging_bytes=24 << 10, lease_bytes=16 << 10)
+def configs(transport: TransportConfig | None = None, **prefill: Any) -> dict[str, Any]:
+    of = {"transport": transport or TransportConfig(), "control": QUICK}
     return {
-        "prefill_config": PrefillConfig(transport=transport, control=QUICK),
-        "decode_config": DecodeConfig(transport=transport, control=QUICK),
+        "prefill_config": PrefillConfig(**of, **prefill),
+        "decode_config": DecodeConfig(**of),
     }
-
-
-def turns(pair: StatePair, rooms: int = 3) -> None:
-    """Conversations of two turns, and the second once more: a full hit of whole pages."""
-    room = 0
-    for turn, length in enumerate((30, 64, 64)):
-        rids = [f"{seed}.{turn}" for seed in range(rooms)]
-        for seed, rid in enumerate(rids):
-            room += 1
-            pair.submit(rid, tokens_of(seed, length), room)
-        pair.until(lambda rids=rids: set(rids) <= pair.arrived.keys() | pair.failed.keys())
-        assert not pair.failed
-        assert [pair.prefix_lens[rid] for rid in rids] == [(0, 28, 64)[turn]] * rooms
-        for rid in rids:
-            pair.finish(rid)
-        pair.until(lambda rids=rids: set(rids) <= set(pair.sent))
-    pair.check()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sliced", "staged"])
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 2), (4, 2), (2, 4), (2, 2)], ids=str)
 def test_state_arrives_with_the_last_chunk_on_every_rank(sizes: tuple[int, int], mode: str) -> None:
-    options = staging() if mode == "staged" else QUICKLY
-    with StatePair(mesh(sizes[0]), mesh(sizes[1]), **options) as pair:
-        turns(pair)
+    """In conversations of two turns, and the second once more: a full hit of whole pages."""
+    staging = TransportConfig(staging_bytes=24 << 10, lease_bytes=16 << 10)
+    meshes = (Mesh(4, 4, size) for size in sizes)
+    with StatePair(*meshes, **configs(staging if mode == "staged" else None)) as pair:
+        for turn, length in enumerate((30, 64, 64)):
+            prompts = {f"{seed}.{turn}": tokens_of(seed, length) for seed in range(3)}
+            pair.serve(1 + 3 * turn, prompts)
+            assert {pair.prefix_lens[rid] for rid in prompts} == {(0, 28, 64)[turn]}
+        pair.check()
 
 
 def test_prefill_goes_on_from_its_own_prefix_only_as_far_as_the_engine_has_the_state() -> None:
-    with StatePair(ONE, ONE, usable=True, decode_config=DecodeConfig(cache=False, control=QUICK),
-                   prefill_config=PrefillConfig(control=QUICK)) as pair:  # fmt: skip
+    options = {**configs(), "decode_config": DecodeConfig(cache=False, control=QUICK)}
+    with StatePair(ONE, ONE, usable=True, **options) as pair:
         tokens = tokens_of(1, 60)
-        for number, known in enumerate([[], [], [22], [22, 40]]):
+        # An engine that rounds to pages has the state behind 20, too.
+        for number, known in enumerate([[], [], [22, 20], [22, 40]]):
             pair.snapshots.update(owner_of(tokens[:end]) for end in known)
-            if 22 in known:
-                pair.snapshots.add(
-                    owner_of(tokens[:20])
-                )  # an engine that rounds to pages has this one
-            rid = str(number)
-            pair.submit(rid, tokens, room=number + 1)
-            pair.until(lambda rid=rid: rid in pair.arrived)
-            pair.finish(rid)
-            pair.until(lambda rid=rid: rid in pair.sent)
+            pair.serve(number + 1, {str(number): tokens})
         assert [pair.starts[str(number)] for number in range(4)] == [0, 0, 20, 40]
         pair.check()
 
 
-def test_a_state_pool_on_another_device_than_the_kv_pool_is_refused() -> None:
-    """By every node, before it allocates or registers anything."""
-    kv = make_pool(num_layers=4, num_kv_heads=4)
-    kv.layout = msgspec.structs.replace(kv.layout, device="cuda:1")
-    state = StatePool.create(TENSORS, 2)
-    worker = PeerId("decode-0", 1)
-    for make in (
-        lambda: DecodeNode(kv, state=state),
-        lambda: PrefillNode(kv, state=state),
-        lambda: DecodeRank(kv, DecodeConfig(), mesh(2), 1, worker, state=state),
-    ):
-        with pytest.raises(ConfigError, match="state is on cpu, the KV pool is on cuda:1"):
-            make()
-
-
 def test_a_slot_goes_with_the_last_chunk_and_with_no_other() -> None:
-    with StatePair(ONE, ONE, **QUICKLY) as pair:
+    with StatePair(ONE, ONE, **configs()) as pair:
         pair.hold = True
         pair.submit("r", tokens_of(1, 30), room=1)
         pair.until(lambda: "r" in pair.computing)
@@ -121,7 +80,81 @@ def test_heads_that_would_come_from_ranks_that_send_no_kv_are_refused() -> None:
         [StateMemory(tensors, 2, m, rank).pool() for rank in range(m.num_ranks)] for m in meshes
     ]
     more = {"prefill_more": {"states": states[0]}, "decode_more": {"states": states[1]}}
-    with MeshPair(*meshes, attention="mla", device="cpu", **QUICKLY, **more) as pair:  # type: ignore[arg-type]
+    with MeshPair(*meshes, attention="mla", device="cpu", **configs(), **more) as pair:
         pair.submit("r", tokens_of(0, 10), room=1)
         pair.until(lambda: "r" in pair.failed)
         assert "send no KV" in str(pair.failed["r"])
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+def talk(pair: StatePair, tokens: list[int]) -> int:
+    """The tokens that prefill computes of this prompt."""
+    room = len(pair.sent) + 1
+    pair.serve(room, {f"r{room}": np.array(tokens, np.int32)})
+    return len(tokens) - pair.starts[f"r{room}"]
+
+
+@pytest.mark.parametrize(("step", "ranks"), [(1, 1), (8, 1), (1, 2)])
+def test_a_next_turn_computes_what_is_new(step: int, ranks: int) -> None:
+    options = configs(checkpoints=4, checkpoint_tokens=step)
+    with StatePair(Mesh(4, 4, ranks), ONE, slots=(2, 4), **options) as pair:
+        said, computed = [5] * 30, []
+        for turn in range(5):
+            computed.append(talk(pair, said))
+            said = said + [turn] * 12
+        # A page has 4 tokens: each turn is 12 more, and what the last page, or step, cut off.
+        assert computed[0] == 30
+        assert max(computed[1:]) <= 12 + max(4, step) - 1, computed
+        pair.prefill.flush()
+        assert talk(pair, said) == len(said)
+        pair.check()
+
+
+def test_sockets_tell_routers_of_checkpoints() -> None:
+    """One beside the pages of each turn, and its end where another takes its slot."""
+    free = "tcp://127.0.0.1:*"
+    events = KVEventsConfig(free, free, free, checkpoint_blocks=True, heartbeat_s=0.05)
+    options = configs(checkpoints=2, kv_events=events)
+    with StatePair(ONE, ONE, slots=(2, 4), **options) as pair:
+        subscriber = Subscriber(pair.prefill.kv_events, 4, groups=True)
+        try:
+            said: list[int] = []
+            for turn in range(3):
+                said += [turn] * 30
+                talk(pair, said)
+            follower = subscriber.follower
+            while len(follower.checkpoints) != 2 or follower.matched(said) != 88:
+                subscriber.follow()
+            assert pair.prefill.stats()["checkpoints_evicted"]
+            assert follower.resumed(said) == 88
+            assert follower.resumed(said[:87]) == 60
+            assert follower.resumed(said[:59]) == 0
+        finally:
+            subscriber.close()
+
+
+def test_what_few_checkpoints_cost_is_counted() -> None:
+    """Two conversations that take turns, and one checkpoint: it is always the other one's."""
+    with StatePair(ONE, ONE, slots=(2, 4), **configs(checkpoints=1)) as pair:
+        talks = [5] * 30, [6] * 30, [5] * 30 + [1] * 12
+        assert [talk(pair, said) for said in talks] == [30, 30, 42]
+        stats = pair.prefill.stats()
+        assert stats["cut_tokens"] == 28, "seven whole pages of the first turn"
+        assert (stats["checkpoints"], stats["checkpoint_slots"]) == (1, 1)
+        assert stats["checkpoints_evicted"] >= 2
+        seen = {
+            sample.name: sample.value
+            for metric in NodeCollector(pair.prefill).collect()
+            for sample in metric.samples
+            if sample.labels.get("state", "saved") == "saved"
+        }
+        assert seen["prefixkv_cut_tokens_total"] == 28
+        assert seen["prefixkv_checkpoints"] == 1
+        assert seen["prefixkv_checkpoints_evicted_total"] == stats["checkpoints_evicted"]
+    with StatePair(ONE, ONE, **configs()) as pair:
+        talk(pair, [5] * 30)
+        talk(pair, [5] * 30)
+        stats = pair.prefill.stats()
+        assert stats["cut_tokens"] == stats["checkpoints"] == stats["checkpoint_slots"] == 0

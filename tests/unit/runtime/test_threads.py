@@ -10,7 +10,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -135,38 +136,44 @@ def nothing_is_stuck(inbox: Inbox[int], taken: list[int], want: list[int]) -> No
     assert inbox.drain() == [99]
 
 
-def let_a_writer_in(
-    inbox: Inbox[int], monkeypatch: pytest.MonkeyPatch, after_read: bool, puts: int
-) -> None:
-    """The reader's next read of the descriptor is interrupted by a writer."""
-    read = threads.clear
-
-    def interrupted(fd: int) -> int:
-        monkeypatch.setattr(threads, "clear", read)
-        value = read(fd) if after_read else 0
-        for i in range(puts):
-            inbox.put(2 + i)
-        return value if after_read else read(fd)
-
-    monkeypatch.setattr(threads, "clear", interrupted)
+LetIn = Callable[..., None]
 
 
-@pytest.mark.parametrize("puts", [1, 2])
+@pytest.fixture
+def let_in(monkeypatch: pytest.MonkeyPatch) -> LetIn:
+    """let_in(name, meanwhile, after=False): the other side gets in before or after the next time
+    that the descriptor is read ("clear") or written ("notify")."""
+
+    def prepare(name: str, meanwhile: Callable[[], object], after: bool = False) -> None:
+        real = getattr(threads, name)
+
+        def interrupted(fd: int) -> Any:
+            monkeypatch.setattr(threads, name, real)
+            value = real(fd) if after else None
+            meanwhile()
+            return value if after else real(fd)
+
+        monkeypatch.setattr(threads, name, interrupted)
+
+    return prepare
+
+
+@pytest.mark.parametrize("puts", [[2], [2, 3]])
 @pytest.mark.parametrize("after_read", [False, True])
 def test_a_writer_around_the_reader_s_read(
-    inbox: Inbox[int], monkeypatch: pytest.MonkeyPatch, after_read: bool, puts: int
+    inbox: Inbox[int], let_in: LetIn, after_read: bool, puts: list[int]
 ) -> None:
     inbox.put(1)
-    let_a_writer_in(inbox, monkeypatch, after_read, puts)
-    nothing_is_stuck(inbox, inbox.drain(), [1, 2, 3][: 1 + puts])
+    let_in("clear", lambda: [inbox.put(item) for item in puts], after_read)
+    nothing_is_stuck(inbox, inbox.drain(), [1, *puts])
 
 
 @pytest.mark.parametrize("after_read", [False, True])
 def test_a_writer_around_the_read_of_a_reader_that_waits(
-    inbox: Inbox[int], monkeypatch: pytest.MonkeyPatch, after_read: bool
+    inbox: Inbox[int], let_in: LetIn, after_read: bool
 ) -> None:
     inbox.notify()
-    let_a_writer_in(inbox, monkeypatch, after_read, 1)
+    let_in("clear", lambda: inbox.put(2), after_read)
     assert returned(lambda: inbox.wait(None))
     nothing_is_stuck(inbox, inbox.drain(), [2])
 
@@ -192,30 +199,30 @@ def test_a_wait_goes_on_when_the_bell_rang_for_nothing(
 
 @pytest.mark.parametrize("others", [[], [2], [2, 3]])
 def test_a_reader_between_the_writer_s_note_and_its_write(
-    inbox: Inbox[int], monkeypatch: pytest.MonkeyPatch, others: list[int]
+    inbox: Inbox[int], let_in: LetIn, others: list[int]
 ) -> None:
     """The reader takes the item before it is announced; the announcement that follows must not
-    stay."""
-    write = threads.notify
+    stay. Another writer finds the note."""
     taken: list[int] = []
-
-    def interrupted(fd: int) -> None:
-        monkeypatch.setattr(threads, "notify", write)
-        taken.extend(inbox.drain())
-        for item in others:  # another writer, that finds the note
-            inbox.put(item)
-        write(fd)
-
-    monkeypatch.setattr(threads, "notify", interrupted)
+    let_in("notify", lambda: (taken.extend(inbox.drain()), [inbox.put(item) for item in others]))
     inbox.put(1)
     nothing_is_stuck(inbox, taken, [1, *others])
 
 
-def test_two_writers_that_both_write(inbox: Inbox[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_waits_between_the_writer_s_note_and_its_write(
+    inbox: Inbox[int], let_in: LetIn
+) -> None:
+    seen: list[bool] = []
+    let_in("notify", lambda: seen.append(inbox.wait(0)))
+    inbox.put(1)
+    assert seen == [True]
+    nothing_is_stuck(inbox, [], [1])
+
+
+def test_two_writers_that_both_write(inbox: Inbox[int], let_in: LetIn) -> None:
     """Neither saw the other's note. The reader is let in after the first write; the second must not
     stay."""
-    write = threads.notify
-    notes = inbox._begun
+    notes, taken = inbox._begun, []
 
     class Unseen(deque[None]):
         def __bool__(self) -> bool:
@@ -224,34 +231,14 @@ def test_two_writers_that_both_write(inbox: Inbox[int], monkeypatch: pytest.Monk
     inbox._begun = Unseen()
     inbox.put(1)
 
-    def interrupted(fd: int) -> None:
-        monkeypatch.setattr(threads, "notify", write)
+    def read() -> None:
         notes.extend(inbox._begun)
         inbox._begun = notes
         taken.extend(inbox.drain())
-        write(fd)
 
-    taken: list[int] = []
-    monkeypatch.setattr(threads, "notify", interrupted)
+    let_in("notify", read)
     inbox.put(2)
     nothing_is_stuck(inbox, taken, [1, 2])
-
-
-def test_a_reader_that_waits_between_the_writer_s_note_and_its_write(
-    inbox: Inbox[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write = threads.notify
-    seen: list[bool] = []
-
-    def interrupted(fd: int) -> None:
-        monkeypatch.setattr(threads, "notify", write)
-        seen.append(inbox.wait(0))
-        write(fd)
-
-    monkeypatch.setattr(threads, "notify", interrupted)
-    inbox.put(1)
-    assert seen == [True]
-    nothing_is_stuck(inbox, [], [1])
 
 
 # --- and hammered ---------------------------------------------------------------------------------

@@ -3,7 +3,6 @@ GPU; `PREFIXKV_TEST_DEVICE=cuda` runs the other tests of this folder in VRAM too
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -23,17 +22,10 @@ from tests.support.node_pair import (
 )
 from tests.support.node_process import NodeProcess, node_processes
 from tests.support.patience import until
-from tests.unit.runtime.conftest import QUICK, node_threads
+from tests.unit.runtime.conftest import QUICK
 
 pytestmark = GPU
 PAIRS = [("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")]
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as opened:
-        yield opened
-    assert not node_threads()
 
 
 class There:

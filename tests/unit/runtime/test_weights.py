@@ -3,26 +3,20 @@ at once, and the pair works again when both have the new one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from prefixkv import DecodeNode, PrefillNode
-from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig
+from prefixkv.config import ControlConfig
 from prefixkv.errors import WeightsVersionError
-from tests.support.node_pair import NodePair, make_pool, tokens_of
+from tests.support.node_pair import NodePair, tokens_of
+from tests.unit.runtime.conftest import MakePair
 
 # No deadline here is shorter than a test may take: what ends, ends for another reason.
 PATIENT = ControlConfig(bootstrap_timeout_s=300.0, waiting_timeout_s=300.0, parked_timeout_s=300.0)
 
 
 @pytest.fixture
-def pair() -> Iterator[NodePair]:
-    with (
-        PrefillNode(make_pool(), PrefillConfig(control=PATIENT)) as prefill,
-        DecodeNode(make_pool(), DecodeConfig(control=PATIENT, reserve_tokens=0)) as decode,
-    ):
-        yield NodePair(decode, prefill)
+def pair(make_pair: MakePair) -> NodePair:
+    return make_pair(decode={"reserve_tokens": 0}, control=PATIENT)
 
 
 def moved(error: Exception | None) -> tuple[str, str]:

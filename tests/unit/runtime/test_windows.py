@@ -4,16 +4,14 @@ hits count full pages alone, prefill goes on from its checkpoints, and nothing i
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from prefixkv import DecodeNode, PrefillNode
 from prefixkv.config import (
     Backend,
-    ComputeConfig,
-    ConfigError,
     DecodeConfig,
     HostConfig,
     PrefillConfig,
@@ -23,10 +21,8 @@ from prefixkv.decode.host_tier import HostTier
 from prefixkv.digest import prompt_digest
 from prefixkv.errors import PageStateError, RequestError
 from prefixkv.memory.kv_pool import KVPool, PoolGroup
-from prefixkv.memory.mesh import Mesh
-from prefixkv.memory.state_layout import StateTensor
-from prefixkv.memory.state_pool import StatePool
 from prefixkv.transfer import DecodeTransfers, KVPoll, PrefillTransfers
+from tests.support.gates import Gate
 from tests.support.patience import until
 from tests.support.window_engine import WindowPair
 from tests.unit.runtime.conftest import QUICK
@@ -154,12 +150,6 @@ def test_only_what_decode_lacks_of_full_pages_is_sent_and_the_window_always() ->
 
 
 def test_a_chunk_waits_on_every_rank_until_it_is_computed() -> None:
-    class Ready:
-        is_set = False
-
-        def query(self) -> bool:
-            return self.is_set
-
     with WindowPair(tp_sizes=(2, 1), heads=(2, 2, 2), **QUICKLY) as pair:
         pair.hold = True
         pair.submit("a", list(range(7)), 1)
@@ -170,7 +160,7 @@ def test_a_chunk_waits_on_every_rank_until_it_is_computed() -> None:
         given: list[Any] = []
         submit = sides[1].submit
         sides[1].submit = lambda command: (given.append(command), submit(command))
-        ready = Ready()
+        ready = Gate()
         aux = token.to_bytes(4, "little")
         assert pair.prefill.send_chunk(req, 7, True, aux, ready) == 2 * 2
         with pytest.raises(RequestError):
@@ -178,45 +168,12 @@ def test_a_chunk_waits_on_every_rank_until_it_is_computed() -> None:
         del pair.computing[req]
         assert [command.ready for command in given] == [ready]
         assert [side.bytes_sent for side in sides] == [0, 0]
-        ready.is_set = True
+        ready.answer = True
         until(lambda: "a" in pair.done, step=pair.step)
         pair.check("a")
         assert sides[0].bytes_sent == sides[1].bytes_sent > 0
         pair.prefill.audit()
         pair.at_rest()
-
-
-STATE = StateTensor("s", 0, 1, (1,))
-NEAR, KEPT = {"compute": ComputeConfig()}, {"checkpoints": 2}
-
-
-@pytest.mark.parametrize(
-    ("node", "sizes", "config", "more", "why"),
-    [
-        (DecodeNode, {}, NEAR, {}, "compute: with window groups it needs checkpoints"),
-        (
-            DecodeNode,
-            {"window": 0, "num_pages": 12},
-            NEAR,
-            {},
-            "compute: not with .* aligned group",
-        ),
-        (PrefillNode, {}, {}, {"mesh": Mesh(2, 1, 1, 2)}, "is of one stage, not 2"),
-        (PrefillNode, {}, KEPT, {"mesh": Mesh(1, 2, 2)}, "a mesh of 2 ranks needs a RankLog"),
-        (PrefillNode, {}, {"usable_prefix": lambda _, num: num}, {}, "usable_prefix: "),
-        (DecodeNode, {"window": 60}, {}, {}, "'sliding' has 12 pages; one request may need 17"),
-        (PrefillNode, {"window": 30}, KEPT, {}, "'sliding' has 12 pages; one request may need 17"),
-        (PrefillNode, {}, KEPT, {"state": 2}, "the extra state has 2 slots"),
-    ],
-)
-def test_what_groups_do_not_go_with_is_refused_by_name(
-    node: Any, sizes: dict[str, int], config: dict[str, Any], more: dict[str, Any], why: str
-) -> None:
-    if "state" in more:
-        more = {"state": StatePool.create((STATE,), more["state"])}
-    settings = (DecodeConfig if node is DecodeNode else PrefillConfig)(**config)
-    with pytest.raises(ConfigError, match=why):
-        node(grouped(**sizes), settings, **more)
 
 
 def randomly(pools: list[KVPool], seed: int) -> None:
@@ -233,24 +190,32 @@ def randomly(pools: list[KVPool], seed: int) -> None:
 class EngineWithItsOwnPages:
     """The transfer side alone. Of 27 tokens decode has 16; the window of 10 begins in page 4."""
 
-    def __init__(self) -> None:
-        self.src, self.dst = grouped(), grouped()
+    def __init__(self, make: Callable[[], KVPool] = grouped) -> None:
+        self.src, self.dst = make(), make()
         randomly([self.src, self.dst], 7)
         self.prefill = PrefillTransfers(self.src, PrefillConfig(control=QUICK))
         self.decode = DecodeTransfers(self.dst, DecodeConfig(control=QUICK))
         self.digest = prompt_digest(range(27))
 
-    def open(self, windows: Any = ((3, 0, 7),)) -> None:
-        self.decode.open(
-            1, 0, 27, 16, [6, 1, 2], self.prefill.endpoint, self.digest, windows=windows
-        )
+    def add(self, room: int = 1) -> None:
+        self.prefill.add(room, 0, 27, "decode-0", self.digest)
+
+    def open(self, windows: Any = ((3, 0, 7),), room: int = 1) -> None:
+        where = self.prefill.endpoint, self.digest
+        self.decode.open(room, 0, 27, 16, [6, 1, 2], *where, windows=windows)
 
     def send(self, end: int, windows: Any, last: bool = False) -> None:
         pages = [5, 4, 3, 2, 1, 0, 7]
         self.prefill.send_chunk(1, end, pages, decode="decode-0", last=last, windows=windows)
 
+    def end(self) -> Any:
+        """What decode hears of its room."""
+        said: list[Any] = []
+        until(lambda: bool(said), step=lambda: said.extend(self.decode.take_events()))
+        return said[0]
+
     def __enter__(self) -> EngineWithItsOwnPages:
-        self.prefill.add(1, 0, 27, "decode-0", self.digest)
+        self.add()
         return self
 
     def __exit__(self, *_error: object) -> None:
@@ -262,8 +227,8 @@ class EngineWithItsOwnPages:
 def test_an_engine_that_owns_its_pages_names_them_by_group(is_early: bool, is_late: bool) -> None:
     """Late: it names a window's pages with the last chunk alone."""
     with EngineWithItsOwnPages() as engine:
-        before = [pool.read_pages(range(pool.layout.num_pages)) for pool in
-                  (engine.dst, engine.dst.group("sliding"))]  # fmt: skip
+        pools = engine.dst, engine.dst.group("sliding")
+        before = [pool.read_pages(range(pool.layout.num_pages)) for pool in pools]
         if not is_early:
             engine.open()
         engine.send(9, None if is_late else [(0, [8, 9, 10])])
@@ -272,12 +237,10 @@ def test_an_engine_that_owns_its_pages_names_them_by_group(is_early: bool, is_la
         engine.send(27, [(4, [1, 2, 3]) if is_late else (5, [2, 3])], last=True)
         if is_early:
             engine.open()
-        said: list[Any] = []
-        until(lambda: bool(said), step=lambda: said.extend(engine.decode.take_events()))
-        assert said[0].poll is KVPoll.SUCCESS
+        assert engine.end().poll is KVPoll.SUCCESS
         before[0][[6, 1, 2]] = engine.src.read_pages([1, 0, 7])
         before[1][[3, 0, 7]] = engine.src.group("sliding").read_pages([1, 2, 3])
-        for pool, want in zip((engine.dst, engine.dst.group("sliding")), before, strict=True):
+        for pool, want in zip(pools, before, strict=True):
             assert torch.equal(pool.read_pages(range(pool.layout.num_pages)), want)
 
 
@@ -289,41 +252,19 @@ def in_one_memory(window: int = 10) -> KVPool:
 
 
 def test_groups_may_lie_in_one_memory_for_an_engine_that_owns_its_pages() -> None:
-    src, dst = in_one_memory(), in_one_memory()
-    randomly([src, dst], 8)
-    before = dst.read_pages(range(16))
-    digest = prompt_digest(range(27))
-    with (
-        PrefillTransfers(src, PrefillConfig(control=QUICK)) as prefill,
-        DecodeTransfers(dst, DecodeConfig(control=QUICK)) as decode,
-    ):
-        prefill.add(1, 0, 27, "decode-0", digest)
-        where = prefill.endpoint
-        decode.open(1, 0, 27, 16, [6, 1, 2], where, digest, windows=[[3, 0, 7]])
-        pages = [5, 4, 3, 2, 1, 0, 7]
-        prefill.send_chunk(1, 27, pages, decode="decode-0", last=True, windows=[(4, [10, 11, 12])])
-        said: list[Any] = []
-        until(lambda: bool(said), step=lambda: said.extend(decode.take_events()))
-        assert said[0].poll is KVPoll.SUCCESS
-        before[[6, 1, 2]] = src.read_pages([1, 0, 7])
-        before[[3, 0, 7], :2] = src.read_pages([10, 11, 12])[:, :2]  # K and V of its one layer
-        assert torch.equal(dst.read_pages(range(16)), before)
+    with EngineWithItsOwnPages(in_one_memory) as engine:
+        before = engine.dst.read_pages(range(16))
+        engine.open()
+        engine.send(27, [(4, [10, 11, 12])], last=True)
+        assert engine.end().poll is KVPoll.SUCCESS
+        before[[6, 1, 2]] = engine.src.read_pages([1, 0, 7])
+        # K and V of its one layer.
+        before[[3, 0, 7], :2] = engine.src.read_pages([10, 11, 12])[:, :2]
+        assert torch.equal(engine.dst.read_pages(range(16)), before)
         # A page that is promised in two groups would be written twice.
-        prefill.add(2, 0, 27, "decode-0", digest)
-        decode.open(2, 0, 27, 16, [6, 1, 2], where, digest, windows=[[3, 1, 7]])
-        said.clear()
-        until(lambda: bool(said), step=lambda: said.extend(decode.take_events()))
-        assert "in two groups of one memory" in str(said[0].error)
-
-
-def test_nodes_refuse_groups_in_one_memory() -> None:
-    for make in (DecodeNode, PrefillNode):
-        with pytest.raises(ConfigError, match="'sliding' has the first group's memory"):
-            make(in_one_memory())
-    full = KVPool.create(16, 4, 1, 1, 8)
-    same = KVPool.from_tensors([full.k(0)], [full.v(0)])
-    with pytest.raises(ConfigError, match="it needs a window"):
-        full.with_groups(PoolGroup("draft", same))
+        engine.add(2)
+        engine.open([[3, 1, 7]], room=2)
+        assert "in two groups of one memory" in str(engine.end().error)
 
 
 def test_wrong_window_pages_are_refused_and_change_nothing() -> None:
@@ -348,6 +289,4 @@ def test_wrong_window_pages_are_refused_and_change_nothing() -> None:
         with pytest.raises(RequestError, match="no pages of window groups, and none follows"):
             engine.send(27, None, last=True)
         engine.send(27, [(5, [2, 3])], last=True)
-        said: list[Any] = []
-        until(lambda: bool(said), step=lambda: said.extend(engine.decode.take_events()))
-        assert said[0].poll is KVPoll.SUCCESS
+        assert engine.end().poll is KVPoll.SUCCESS

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from prefixkv.cache.events import Cleared, EventBatch, EventFeed, Stored, page_keys
+from prefixkv.cache.events import Cleared, EventBatch, EventFeed, Removed, Stored, page_keys
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.errors import CallerError, ConfigError, ProtocolError
@@ -165,6 +165,16 @@ def test_the_index_is_bounded_and_never_claims_more(max_pages: int) -> None:
     assert index.apply(life.worker.feed.take())
     assert index.num_pages == 0
     assert not index._held
+
+
+def test_pages_behind_a_page_beyond_the_bound_take_no_room() -> None:
+    index, keys = WorkerIndex(2), (b"a", b"b", b"c")
+    events = (
+        Cleared(), Stored(None, b"", (b"k",)), Stored(None, b"", keys[:2]),
+        Removed(None, b"", (b"k",)), Stored(None, b"b", keys[2:]),
+    )  # fmt: skip
+    assert index.apply(EventBatch("w", 1, 0, events))
+    assert index.num_pages == index.depth(None, keys) == 1
 
 
 def test_what_is_expected_counts_until_its_time_or_until_it_is_there() -> None:

@@ -44,11 +44,7 @@ def receiver(area: StagingArea) -> Any:
 
 
 def open_room(
-    staging: Any,
-    key: RoomKey,
-    num_units: int,
-    cut: LeaseCut = CUT,
-    ticket: int = TICKET,
+    staging: Any, key: RoomKey, num_units: int, cut: LeaseCut = CUT, ticket: int = TICKET
 ) -> list[StagedRoomAction]:
     """A room whose unit pages are our pages 100.., each of one token."""
     pages = np.arange(100, 100 + num_units, dtype=np.int32)
@@ -64,12 +60,7 @@ def rooms_of(num_units: int, *keys: RoomKey, leases: int = 2) -> Any:
 
 
 def ask(
-    staging: Any,
-    key: RoomKey,
-    rank: int,
-    piece: int,
-    first: int,
-    count: int = 4,
+    staging: Any, key: RoomKey, rank: int, piece: int, first: int, count: int = 4
 ) -> list[StagedRoomAction]:
     out = staging.on_ask(rank, LeaseAsk(*key.numbers, rank, piece, first, count, TICKET))
     staging.check_invariants()
@@ -146,16 +137,6 @@ def states(staging: Any) -> list[LeaseState]:
 
 
 # --- asks -----------------------------------------------------------------------------------------
-
-
-def test_a_lease_is_granted_to_all_writers_when_the_last_has_asked() -> None:
-    staging = rooms_of(8, A)
-    assert ask(staging, A, 2, 0, 0) == []
-    assert staging.leases.all() == []
-    assert grants(ask(staging, A, 0, 0, 0)) == [(1, 0, 0, 0), (1, 2, 0, 0)]
-    (lease,) = staging.leases.all()
-    assert (lease.state, lease.num_bytes) == (LeaseState.GRANTED, LEASE)
-    assert staging.leases.get(lease.lease_id) is lease
 
 
 def test_an_ask_for_what_is_granted_is_answered_again_until_it_is_written() -> None:
@@ -239,10 +220,7 @@ def test_a_piece_is_scattered_when_every_part_of_every_writer_has_come() -> None
     assert arrive(staging, A, 0, 1, lease, part=1, parts=2) == []
     (scatter,) = arrive(staging, A, 0, 1, lease, part=0, parts=2)
     assert isinstance(scatter, Scatter)
-    assert scatter.sections == (
-        Section(0, LEASE, 3000),
-        Section(2, LEASE + BLOCK_BYTES, 3072),
-    )
+    assert scatter.sections == (Section(0, LEASE, 3000), Section(2, LEASE + BLOCK_BYTES, 3072))
     assert (scatter.lease_id, scatter.units.tolist()) == (lease, [104, 105, 106])
     assert (scatter.plan.unit_tokens, scatter.plan.parts) == (1, PARTS)
     assert staging.counters == {"arrivals_not_awaited": 1}
@@ -366,39 +344,6 @@ def test_a_copy_that_runs_keeps_a_failed_room_from_being_drained() -> None:
 
 # --- ends that wait -------------------------------------------------------------------------------
 
-GOOD = RoomEnded(KEY, KVPoll.SUCCESS, aux=b"aux")
-BAD = RoomEnded(KEY, KVPoll.FAILED, TransferError("broke"))
-DRAINED = RoomDrained(KEY)
-
-
-def plan(page_size: int = 4, writers_page_size: int = 4) -> StagingPlan:
-    """Two writers; a lease takes two units of each."""
-    mine: Hello = hello(1, 0, PeerId("d", 5), page_size=page_size, staging=AREA)
-    return StagingPlan.of(mine, HelloReply(DIGEST, Topology(writers_page_size, 2), ()))
-
-
-def opened(fill_len: int = 10) -> Any:
-    staging = receiver(AREA)
-    assert staging.open(promise(fill_len=fill_len), 4, plan()) == []
-    return staging
-
-
-def granted(staging: Any, piece: int = 0, first: int = 0, count: int = 1) -> int:
-    for rank in (0, 1):
-        said = staging.on_ask(rank, LeaseAsk(*KEY.numbers, rank, piece, first, count, 1))
-    assert all(isinstance(action, Grant) for action in said)
-    return said[0].grant.lease_id  # type: ignore[union-attr]
-
-
-def landed(staging: Any, piece: int = 0, first: int = 0) -> int:
-    """A lease whose scatter runs."""
-    lease = granted(staging, piece, first)
-    for rank in (0, 1):
-        tag = ChunkTag(5, *KEY.numbers, rank, piece, lease_id=lease, num_pages=1)
-        actions = staging.on_arrival(tag)
-    assert [type(action) for action in actions] == [Scatter, ToRoom]
-    return lease
-
 
 def scattered(staging: Any, lease: int, error: Exception | None = None) -> list[Any]:
     out = staging.on_scattered(lease, error)
@@ -407,41 +352,50 @@ def scattered(staging: Any, lease: int, error: Exception | None = None) -> list[
 
 
 def test_an_overdue_room_is_told_at_any_time() -> None:
-    staging = opened()
-    landed(staging)
-    staging.pass_on(BAD)
-    assert staging.pass_on(RoomOverdue(KEY)) == [RoomOverdue(KEY)]
+    staging = rooms_of(4, A)
+    all_arrive(staging, A, 0, asked_by_all(staging, A, 0, 0))
+    staging.pass_on(failure(A))
+    assert staging.pass_on(RoomOverdue(A)) == [RoomOverdue(A)]
 
 
 @pytest.mark.parametrize("others", [0, 1])
 def test_a_copy_that_fails_after_success_was_held_back_ends_and_drains_the_room_here(
     others: int,
 ) -> None:
-    staging = opened(fill_len=4 * (1 + others))
-    lease = landed(staging)
-    more = [landed(staging, 1 + i, 1 + i) for i in range(others)]
-    assert staging.pass_on(GOOD) == []
+    staging = rooms_of(4 * (1 + others), A)
+    leases = [asked_by_all(staging, A, piece, 4 * piece) for piece in range(1 + others)]
+    for piece, lease in enumerate(leases):
+        all_arrive(staging, A, piece, lease)
+    assert staging.pass_on(success(A)) == []
     error = TransferError("the copy")
-    ended, *drained = scattered(staging, lease, error)
+    ended, *drained = scattered(staging, leases[0], error)
     assert (ended.poll, ended.error) == (KVPoll.FAILED, error)
-    for other in more:
+    for other in leases[1:]:
         assert drained == [], "its pages are still written"
         drained = scattered(staging, other)
-    assert drained == [DRAINED]
+    assert drained == [RoomDrained(A)]
     assert (staging.num_waiting, staging.num_rooms) == (0, 0)
 
 
 def test_rooms_that_are_not_staged_pass() -> None:
     staging = receiver(AREA)
-    for ending in (GOOD, BAD, DRAINED, RoomOverdue(KEY)):
+    for ending in (success(A), failure(A), RoomDrained(A), RoomOverdue(A)):
         assert staging.pass_on(ending) == [ending]
+
+
+def plan(page_size: int = 4, writers_page_size: int = 4) -> StagingPlan:
+    """Two writers; a lease takes two units of each."""
+    mine: Hello = hello(1, 0, PeerId("d", 5), page_size=page_size, staging=AREA)
+    return StagingPlan.of(mine, HelloReply(DIGEST, Topology(writers_page_size, 2), ()))
 
 
 def test_units_of_larger_pages_of_ours_and_of_the_writers() -> None:
     staging = receiver(AREA)
     which = Promise(*KEY.numbers, 30, 8, promise(pages=(3, 9, 5)).pages, 1)
     staging.open(which, 8, plan(page_size=8))
-    lease = granted(staging, 0, 0, 2)
+    for rank in (0, 1):
+        said = staging.on_ask(rank, LeaseAsk(*KEY.numbers, rank, 0, 0, 2, 1))
+    lease = lease_of(said)
     for section in staging.sections_of(staging.leases.all()[0]):
         blocks = section.num_bytes // BLOCK_BYTES
         tag = ChunkTag(5, *KEY.numbers, section.rank, 0, lease_id=lease, num_pages=blocks)

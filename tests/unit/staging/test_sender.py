@@ -26,6 +26,7 @@ from prefixkv.staging.sender import (
     Streams,
 )
 from prefixkv.transport.base import WriteJob
+from tests.support.gates import Gate
 from tests.unit.staging.said import Saying
 
 ME = PeerId("prefill-0", 7)
@@ -41,23 +42,9 @@ RESEND_S = 1.0
 T = TypeVar("T")
 
 
-class Event:
-    """A `ready=` that is told what to answer."""
-
-    def __init__(self) -> None:
-        self.answer: bool | Exception = False
-        self.asked = 0
-
-    def query(self) -> bool:
-        self.asked += 1
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        return self.answer
-
-
 def chunk(
     job: int, units: int, first: int, key: RoomKey = A, ticket: int = TICKET, peer: PeerId = P,
-    ready: Event | None = None,
+    ready: Gate | None = None,
 ) -> PostWrite:  # fmt: skip
     src = np.arange(100 * job, 100 * job + units, dtype=np.int32)
     what = {"chunk": 0, "dst_pages": src, "ready": ready, "first_unit": first, "ticket": ticket}
@@ -89,7 +76,7 @@ class Desk:
         units: int,
         key: RoomKey = A,
         peer: PeerId = P,
-        ready: Event | None = None,
+        ready: Gate | None = None,
         now_s: float = 0.0,
     ) -> list[StagedWriteAction]:
         first = self.next_unit.get((key, peer), 0)
@@ -275,25 +262,25 @@ def test_grants_that_are_not_awaited_or_lie_outside_are_counted_and_ignored() ->
 
 
 def test_nothing_is_asked_before_the_kv_is_ready_and_the_event_is_polled() -> None:
-    desk, event = Desk(), Event()
+    desk, event = Desk(), Gate()
     assert desk.write(1, 4, ready=event, now_s=5.0) == []
     assert desk.sender.wake_s == 5.0 + READY_POLL_S
     assert desk.tick(5.0) == []
-    assert event.asked == 1
+    assert event.queries == 1
     assert desk.tick(6.0) == []
     assert desk.sender.wake_s == 6.0 + READY_POLL_S
     event.answer = True
     assert asks(desk.tick(6.1)) == [(0, 0, 4)]
-    assert event.asked == 3
+    assert event.queries == 3
     desk.tick(7.0)
-    assert event.asked == 3
+    assert event.queries == 3
 
 
 def test_an_event_that_raises_fails_its_job() -> None:
-    desk, event = Desk(), Event()
+    desk, event = Desk(), Gate()
     event.answer = OSError("lost")
     assert desk.write(1, 4, ready=event) == [JobEnded(1, event.answer)]
-    later = Event()
+    later = Gate()
     assert desk.write(2, 4, key=B, ready=later) == []
     later.answer = OSError("later")
     assert desk.tick(1.0) == [JobEnded(2, later.answer)]

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from prefixkv.config import TransportConfig
-from prefixkv.errors import AbortedError, ConfigError
+from prefixkv.errors import AbortedError
 from prefixkv.transport.base import WriteDone, WriteFailed
 from prefixkv.transport.loop import Pace
 from tests.support.transport_driver import NUM_PAGES, Driver, FakeDriver
@@ -60,11 +60,6 @@ def test_parts_are_as_large_as_a_slice_at_most() -> None:
     assert Pace(RATE).part_bytes(8 << 20) == SLICE
     assert Pace(RATE).part_bytes(1000) == 1000
     assert Pace(10**9).part_bytes(8 << 20) == 2 * 10**6
-
-
-def test_the_rate_is_checked_when_the_config_is_made() -> None:
-    with pytest.raises(ConfigError, match="max_bytes_per_s"):
-        TransportConfig(max_bytes_per_s=-1)
 
 
 def test_no_byte_leaves_before_the_rate_allows_it(paced: Driver) -> None:

@@ -1,11 +1,7 @@
-"""Runs, indices and parts against brute force: copies byte by byte, descriptors merged one by
-one."""
+"""Runs and indices: how large blocks are, what is refused. Parts of them against brute force, and
+unequal sizes: test_unequal_pairs.py."""
 
 from __future__ import annotations
-
-import ctypes
-from dataclasses import replace
-from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -18,118 +14,15 @@ from prefixkv.memory.kv_layout import KVLayout, Slab
 from prefixkv.memory.mesh import Shard
 from prefixkv.paging import checked_pages
 from prefixkv.transport.runs import (
-    Part,
-    Runs,
     cut_parts,
     flat_indices,
     next_indices,
     paired_runs,
     part_indices,
 )
-from tests.support.transport_pools import ORDERS, Shape, make_pool
+from tests.support.transport_pools import Shape, make_pool
 
 NUM_PAGES = 9
-shapes = st.builds(
-    Shape,
-    num_layers=st.integers(1, 3),
-    page_size=st.integers(1, 4),
-    num_kv_heads=st.integers(1, 3),
-    head_dim=st.integers(1, 5),
-)
-mla_shapes = shapes.map(lambda shape: replace(shape, num_kv_heads=1, attention="mla"))
-page_pairs = st.lists(
-    st.tuples(st.integers(0, NUM_PAGES - 1), st.integers(0, NUM_PAGES - 2)), min_size=1,
-    max_size=NUM_PAGES, unique_by=lambda pair: pair[1],
-)  # fmt: skip
-
-
-def _block(table: np.ndarray, num_pages: int, index: int) -> tuple[int, int, int, bool]:
-    """(run, address, bytes, dense) that NIXL reads from an index."""
-    run, page = divmod(index, num_pages)
-    address, length, _, stride, count = (int(x) for x in table[run])
-    assert page < count
-    return run, address + page * stride, length, stride == length
-
-
-def _descriptors(
-    runs: Runs, part: Part, src: np.ndarray, dst: np.ndarray
-) -> list[tuple[int, int, int]]:
-    """(source address, target address, bytes) after NIXL's merging, which this repeats pair by
-    pair."""
-    merged: list[tuple[int, int, int]] = []
-    last = None
-    for i, j in zip(*part_indices(runs, part, src, dst), strict=True):
-        run, from_, length, dense = _block(runs.src, runs.src_positions.num_units, int(i))
-        dst_run, to, dst_length, dst_dense = _block(runs.dst, runs.dst_positions.num_units, int(j))
-        assert (run, length) == (dst_run, dst_length)
-        if last == (run, i - 1, j - 1) and dense and dst_dense:
-            merged[-1] = (*merged[-1][:2], merged[-1][2] + length)
-        else:
-            merged.append((from_, to, length))
-        last = (run, i, j)
-    return merged
-
-
-def _arrays(pairs: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-    src, dst = np.array(pairs, dtype=np.int32).T
-    return np.ascontiguousarray(src), np.ascontiguousarray(dst)
-
-
-@given(
-    shape=st.one_of(shapes, mla_shapes), src_order=st.sampled_from(ORDERS),
-    dst_order=st.sampled_from(ORDERS), pairs=page_pairs, max_bytes=st.integers(1, 400),
-    max_descriptors=st.integers(1, 12),
-)  # fmt: skip
-def test_parts_copy_each_byte_once_within_their_bounds(
-    shape: Shape,
-    src_order: str,
-    dst_order: str,
-    pairs: list[tuple[int, int]],
-    max_bytes: int,
-    max_descriptors: int,
-) -> None:
-    source, target = (
-        make_pool(src_order, NUM_PAGES, shape),
-        make_pool(dst_order, NUM_PAGES - 1, shape),
-    )
-    source.fill(1)
-    target.fill(2)
-    expected = target.pages()
-    for s, d in pairs:
-        expected[d] = source.page(s)
-
-    runs = paired_runs(source.layout, target.layout)
-    src, dst = _arrays(pairs)
-    parts = cut_parts(runs, src, dst, max_bytes, max_descriptors)
-    ahead: list[list[list[int]]] = []
-    while len(ahead) < len(parts):  # three at once are as each by itself
-        next_ones = next_indices(runs, parts, len(ahead), 3, src, dst)
-        assert 1 <= len(next_ones) <= 3
-        ahead += [[side.tolist() for side in pair] for pair in next_ones]
-    assert ahead == [
-        [side.tolist() for side in part_indices(runs, part, src, dst)] for part in parts
-    ]
-    num_bytes = 0
-    for part in parts:
-        descriptors = _descriptors(runs, part, src, dst)
-        assert len(descriptors) <= max_descriptors
-        assert sum(d[2] for d in descriptors) == part.num_bytes
-        assert part.num_bytes <= max(max_bytes, part.group.block_bytes)
-        num_bytes += part.num_bytes
-        for from_, to, length in descriptors:
-            ctypes.memmove(to, from_, length)
-    assert target.pages() == expected
-    assert num_bytes == len(pairs) * source.layout.page_bytes
-
-    for part, following in pairwise(parts):  # each part is as large as it may be
-        if part.group == following.group:
-            more = part._replace(stop=part.stop + 1)
-            assert (
-                more.num_bytes > max_bytes
-                or len(_descriptors(runs, more, src, dst)) > max_descriptors
-            )
-
-
 SLABS = 4  # of the default shape: 2 layers, K and V
 PIECES = 4 * 2  # tokens and heads of a page
 

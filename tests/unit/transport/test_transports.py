@@ -156,8 +156,3 @@ def test_where_one_cannot_start_the_other_is_closed(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigError, match="no such sockets"):
         make_transports(PeerId("unlucky", 1), RankMemory(pool.layout), lambda event: None, config)
     assert not [t.name for t in threading.enumerate() if t.name.endswith("-unlucky")]
-
-
-def test_another_backend_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="backend"):
-        TransportConfig(backend="tcp")  # type: ignore[arg-type]

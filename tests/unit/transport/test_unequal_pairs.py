@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +16,18 @@ from prefixkv.errors import ConfigError, HandshakeError
 from prefixkv.memory.kv_layout import KVLayout, Slab
 from prefixkv.memory.mesh import Mesh, Shard, check_meshes
 from prefixkv.paging import page_floor, unit_pages
-from prefixkv.transport.runs import Part, Positions, Runs, cut_parts, paired_runs, part_indices
+from prefixkv.transport.runs import (
+    Part,
+    Positions,
+    Runs,
+    cut_parts,
+    next_indices,
+    paired_runs,
+    part_indices,
+)
 from tests.support.mesh_pools import (
     BASE,
+    ORDERS,
     STRIDED,
     Int64s,
     Side,
@@ -83,12 +93,15 @@ def _bytes(table: np.ndarray, index: np.ndarray) -> Int64s:
     ).ravel()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("num_heads", "attention"), MODELS)
-@pytest.mark.parametrize("dst_pp", [1, 2])
-@pytest.mark.parametrize("src_pp", [1, 2])
-@pytest.mark.parametrize("dst_tp", [1, 2, 4])
-@pytest.mark.parametrize("src_tp", [1, 2, 4])
+QUICK = [(2, 1, 1, 1, 4, "mha"), (1, 2, 1, 2, 1, "mla")]
+MESHES = [(*sizes, *model) for sizes in product((1, 2, 4), (1, 2, 4), (1, 2), (1, 2))
+          for model in MODELS]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("src_tp", "dst_tp", "src_pp", "dst_pp", "num_heads", "attention"),
+    [pytest.param(*one, marks=() if one in QUICK else pytest.mark.slow) for one in MESHES],
+)
 def test_every_byte_lands_once_and_nothing_else_is_touched(
     src_tp: int, dst_tp: int, src_pp: int, dst_pp: int, num_heads: int, attention: str
 ) -> None:
@@ -162,22 +175,24 @@ def _copy(
     return to
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", PAGE_SIZES)
-@pytest.mark.parametrize(
-    "orders",
-    [
-        *product(("layer_major", "page_major"), repeat=2),
-        ("padded pages", "layer_major"),
-        ("page_major", "heads before pages"),
-    ],
-)
-@settings(max_examples=20)
+def _num_descriptors(runs: Runs, part: Part, pages: list[np.ndarray]) -> int:
+    """As NIXL merges them: neighbours on both sides, in one dense run."""
+    i, j = part_indices(runs, part, *pages)
+    run = i // int(runs.src[0, 4])
+    merges = (np.diff(i) == 1) & (np.diff(j) == 1) & (np.diff(run) == 0) & part.group.dense
+    return len(i) - np.count_nonzero(merges)
+
+
+ORDER_PAIRS = st.tuples(st.sampled_from([*ORDERS]), st.sampled_from([*ORDERS]))
+
+
+@settings(max_examples=200)
 @given(
+    orders=ORDER_PAIRS, sizes=st.sampled_from(PAGE_SIZES), data=st.data(),
     heads=st.sampled_from([Shard(0, 2, 0, 4), Shard(1, 1, 1, 2), Shard(0, 2, 3, 1)]),
-    data=st.data(), max_bytes=st.integers(1, 200), max_descriptors=st.integers(1, 12),
+    max_bytes=st.integers(1, 200), max_descriptors=st.integers(1, 12),
 )  # fmt: skip
-def test_parts_keep_their_bounds_whatever_the_page_sizes(
+def test_parts_cover_each_byte_once_and_are_as_large_as_their_bounds_let_them(
     orders: tuple[str, str], sizes: tuple[int, int], heads: Shard, data: st.DataObject,
     max_bytes: int, max_descriptors: int,
 ) -> None:  # fmt: skip
@@ -185,24 +200,34 @@ def test_parts_keep_their_bounds_whatever_the_page_sizes(
     unit, total = min(sizes), 7 * 2 // min(sizes)
     start = data.draw(st.integers(0, total - 1))
     stop = data.draw(st.integers(start + 1, total))
-    whole = Shard(0, heads.num_layers, 0, heads.num_heads)
     src = mesh_layout(orders[0], 9, sizes[0], 2, 4)[0]
-    dst = mesh_layout(orders[1], 9, sizes[1], whole.num_layers, whole.num_heads)[0]
+    dst = mesh_layout(orders[1], 9, sizes[1], heads.num_layers, heads.num_heads)[0]
     runs = paired_runs(src, dst, src_part=heads)
     pages = [
         unit_pages(np.array(pages_of[size], np.int32), size // unit, start, stop) for size in sizes
     ]
-    targets = []
-    for part in cut_parts(runs, *pages, max_bytes, max_descriptors):
-        i, j = part_indices(runs, part, *pages)
+    parts = cut_parts(runs, *pages, max_bytes, max_descriptors)
+    ahead: list[Any] = []
+    while len(ahead) < len(parts):  # three at once are as each by itself
+        ahead += next_indices(runs, parts, len(ahead), 3, *pages)
+    moved = []
+    for part, (i, j), after in zip(parts, ahead, [*parts[1:], None], strict=True):
+        assert [i.tolist(), j.tolist()] == [s.tolist() for s in part_indices(runs, part, *pages)]
         assert part.num_bytes <= max(max_bytes, part.group.block_bytes)
         assert len(i) * part.group.block_bytes == part.num_bytes
-        merges = (np.diff(i) == 1) & (np.diff(j) == 1) & part.group.dense
-        assert len(i) - np.count_nonzero(merges) <= max_descriptors
-        targets.append(_bytes(runs.dst, j))
-    everything = np.concatenate(targets)
+        assert _num_descriptors(runs, part, pages) <= max_descriptors
+        if after is not None and after.group == part.group:
+            more = part._replace(stop=part.stop + 1)
+            many = _num_descriptors(runs, more, pages)
+            assert more.num_bytes > max_bytes or many > max_descriptors
+        moved.append(np.stack([_bytes(runs.src, i), _bytes(runs.dst, j)]))
+    whole = [part_indices(runs, Part(group, 0, group.num_runs * (stop - start)), *pages)
+             for group in runs.groups]  # fmt: skip
+    every = [np.stack([_bytes(runs.src, i), _bytes(runs.dst, j)]) for i, j in whole]
+    pairs = [np.concatenate(some, axis=1) for some in (moved, every)]
+    assert np.array_equal(*(some[:, some[1].argsort(kind="stable")] for some in pairs))
     expected = elements(dst, pages_of[sizes[1]], stop * unit)[:, start * unit :]
-    assert np.array_equal(np.sort(everything), np.sort(expected.ravel()))
+    assert np.array_equal(np.sort(pairs[0][1]), np.sort(expected.ravel()))
 
 
 def test_a_descriptor_ends_where_a_large_page_does() -> None:

@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import msgspec
-
-from tests.laws.liveness.arrivals import Ask
+from tests.laws.liveness.play import Played
 
 MAX_LEN_BLOCKS = 23  # of a request
 
 
-class Case(msgspec.Struct, frozen=True):
-    """One run. `order` names what arrives: "P0" is request 0 at its prefill server, "D0" at its
-    decode server, "-P0" and "-D0" its client's leave there, "!D0" the word to decode that its
-    client has left before it came there. What a router has not learned yet arrives when it may.
+class Case(Played, frozen=True):
+    """One run. `paces` may be "a" or "b": only this server; frames lie. What a router has not
+    learned yet arrives when it may.
 
-    `pace` is what goes on between two arrivals: "none", "rest" (all, until nothing moves any
-    more), "a" or "b" (only this server; frames lie), "random". `storm` is how many steps are taken
-    at random behind the last arrival, before all take turns. `chunk` is how many tokens a step
-    computes, `share` how many of them one prompt may have; 0: all. `host` is decode's host memory;
-    of its copies the share `copies_fail` fails. `flushes` is how often in a random step the
-    connector's cache is reset, and `leaves` how often a client leaves whose blocks are loaded.
-    `windows` are the tokens that the layers of each window group see. `states` are the modes in
-    which servers a and b keep the states of two groups, "none", "align", or "checkpoint": align, in
-    which a long step keeps a state on its way; (): the model has no state."""
+    `chunk` is how many tokens a step computes, `share` how many of them one prompt may have; 0:
+    all. `host` is decode's host memory; of its copies the share `copies_fail` fails. `flushes` is
+    how often in a random step the connector's cache is reset, and `leaves` how often a client
+    leaves whose blocks are loaded. `windows` are the tokens that the layers of each window group
+    see. `states` are the modes in which servers a and b keep the states of two groups, "none",
+    "align", or "checkpoint": align, in which a long step keeps a state on its way; (): the model
+    has no state."""
 
-    asks: tuple[Ask, ...]
-    order: tuple[str, ...]
-    pace: str = "none"
-    storm: int = 0
-    seed: int = 0
     blocks: tuple[int, int] = (24, 24)
     chunk: int = 1024
     share: int = 0
@@ -43,11 +33,3 @@ class Case(msgspec.Struct, frozen=True):
     leaves: float = 0.0
     windows: tuple[int, ...] = ()
     states: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return msgspec.json.encode(self).decode()
-
-    @classmethod
-    def of(cls, text: str) -> Case:
-        """The case that `str` gave."""
-        return msgspec.json.decode(text, type=cls)

@@ -10,7 +10,15 @@ from typing import Any
 from msgspec.structs import replace
 
 from tests.integration.vllm.liveness.case import MAX_LEN_BLOCKS, Case
-from tests.laws.liveness.arrivals import BLOCK, PATTERNS, Ask, arrivals, orders, prompts
+from tests.laws.liveness.arrivals import (
+    BLOCK,
+    PATTERNS,
+    Ask,
+    arrivals,
+    leaving,
+    orders,
+    prompts,
+)
 
 LENGTHS = 14 * BLOCK, 14 * BLOCK - 2, 10 * BLOCK, 7 * BLOCK + 1
 """Of 24 blocks one, one, two and three prompts take all that can be had."""
@@ -24,7 +32,7 @@ def every_order(num: int, patterns: tuple[str, ...], paces: tuple[str, ...]) -> 
         words = prompts(pattern, (length,) * num)
         asks = tuple(Ask(kinds[i % len(kinds)], words[i]) for i in range(num))
         for order, pace in product(orders(asks), paces):
-            yield Case(asks, order, pace, blocks=pool)
+            yield Case(asks, order, (pace,), blocks=pool)
 
 
 def at_random(seed: int) -> Case:
@@ -48,11 +56,11 @@ def at_random(seed: int) -> Case:
     order = arrivals(tuple(ask.kind for ask in asks))
     chance.shuffle(order)
     if chance.random() < 0.4:
-        order = leaving(order, asks, chance)
+        order = leaving(order, asks, chance, abandons=True)
     case = Case(
         asks,
         tuple(order),
-        pace=chance.choice(("none", "rest", "a", "b", "random", "random", "random")),
+        (chance.choice(("none", "rest", "a", "b", "random", "random", "random")),),
         storm=chance.choice((0, 0, 40, 200)),
         seed=seed,
         blocks=chance.choice((*POOLS, (24, 24))),
@@ -104,7 +112,7 @@ def with_host(seed: int, *, both: bool = False) -> Case:
     case = Case(
         tuple(asks),
         tuple(order),
-        pace=chance.choice(("none", "rest", "random", "random", "random", "random")),
+        (chance.choice(("none", "rest", "random", "random", "random", "random")),),
         storm=chance.choice((40, 200, 600)),
         seed=seed,
         blocks=chance.choice(((200, 24), (200, 24), (24, 24), (200, 34))),
@@ -162,22 +170,6 @@ WITH: dict[str, Callable[[int], Case]] = {
 }  # fmt: skip
 
 
-def leaving(order: list[str], asks: tuple[Ask, ...], chance: random.Random) -> list[str]:
-    """The client of one request leaves: at decode, at prefill, at both, or before it came to
-    decode, which decode is told where the room is a router's."""
-    i = chance.randrange(len(asks))
-    kind = asks[i].kind
-    prefill, decode = f"P{i}", f"D{i}"
-    how = "decode" if kind == "plain" else chance.choice(("decode", "prefill", "both", "never"))
-    if how == "never":
-        order = [event for event in order if event != decode]
-        if kind == "room" or chance.random() < 0.5:
-            order.insert(chance.randrange(len(order) + 1), f"!{decode}")
-    for name in {"decode": [decode], "prefill": [prefill], "both": [prefill, decode]}.get(how, []):
-        order.insert(chance.randrange(order.index(name) + 1, len(order) + 1), f"-{name}")
-    return order
-
-
 def _once() -> dict[str, Case]:
     """Cases that stood still once."""
     long, one, other = ((0, 14 * BLOCK),), ((1, 14 * BLOCK),), ((2, 14 * BLOCK),)
@@ -198,11 +190,11 @@ def _once() -> dict[str, Case]:
     )
     return {
         # Prefill has computed and holds request 0, decode waits for request 1.
-        "ordered": Case(rooms, first_at_each, "rest"),
+        "ordered": Case(rooms, first_at_each, ("rest",)),
         # Decode has blocks for both, but request 0 waits for what request 1 loads.
-        "join": Case(joined, first_at_each, "rest", blocks=(24, 200)),
+        "join": Case(joined, first_at_each, ("rest",), blocks=(24, 200)),
         # A promised prompt is behind one that may not have an offer's blocks yet.
-        "behind": Case(behind, ("P2", "D1", "P0", "P1", "D0", "D2"), "rest"),
+        "behind": Case(behind, ("P2", "D1", "P0", "P1", "D0", "D2"), ("rest",)),
         # A promised prompt is preempted for one that is then offered.
         "preempted": Case(cut_short, ("D1", "P0", "P1", "D0"), share=7),
         # Each server offers a prompt, and has no blocks to load the other's.
@@ -211,18 +203,18 @@ def _once() -> dict[str, Case]:
         "loads": Case(
             loads,
             tuple(f"D{i}" for i in range(4)) + tuple(f"P{i}" for i in range(4)),
-            "rest",
+            ("rest",),
             both=True,
         ),
         # Two prompts that are half computed hold what each other lacks.
-        "halves": Case(rooms, ("D0", "D1", "P0", "P1"), "none", blocks=(24, 200), share=8),
+        "halves": Case(rooms, ("D0", "D1", "P0", "P1"), ("none",), blocks=(24, 200), share=8),
         # On each server a request is preempted for which a load leaves too few blocks. The prompts
         # for which the loads wait are behind it.
         "behind what loads": Case(
-            in_between, ("P0", "D0", "D1", "P2", "D2", "D3"), "none", both=True
+            in_between, ("P0", "D0", "D1", "P2", "D2", "D3"), ("none",), both=True
         ),
         # A promised prompt is preempted for a request that then needs more than is left beside it.
-        "behind what grew": Case(grows, ("D0", "D1", "P1"), "none", share=5, both=True),
+        "behind what grew": Case(grows, ("D0", "D1", "P1"), ("none",), share=5, both=True),
     }
 
 

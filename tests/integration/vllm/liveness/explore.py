@@ -51,7 +51,7 @@ def explore(cases: Iterable[Case], until_s: float, most_failures: int) -> dict[s
         try:
             world = run(case)
             counts["steps"] += len(world.steps)
-            counts.update(world.counts)
+            counts.update(world.counters)
         except Exception as error:
             num_failures += 1
             print(f"{type(error).__name__}: {error}\n  --case '{case}'\n", flush=True)
@@ -125,7 +125,7 @@ def main() -> int:
                 print if options.v else None,
                 promises_first=options.mutant != "old_order",
             )
-        print(json.dumps({"steps": len(world.steps), **world.counts}))
+        print(json.dumps({"steps": len(world.steps), **world.counters}))
         return 0
     failed = False
     if not options.mutants:

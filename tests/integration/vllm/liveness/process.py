@@ -79,7 +79,8 @@ class Thread(ControlThread[Any]):
         self.name = name
         self.inbox, self.events = Inbox(), Inbox()
         self.num_errors = self.num_log_errors = 0
-        self._closed, self._copies, self._prover = False, None, None
+        self._closed, self._prover = False, None
+        self._parts, self._does = [], {}
         self.transports = side._make_transports(self.inbox.put)
         self.control = side._make_control(self.transports.offers, None)
         self.channel = side._make_channel(self.inbox.fd)
@@ -218,7 +219,7 @@ class Copies:
             self._spoil(order, host, device)
         if error is not None or not copy.left:
             self.under_way.remove(copy)
-            Thread.world.counts["host copies failed"] += error is not None
+            Thread.world.counters["host copies failed"] += error is not None
             self._sink(HostCopyDone(order.number, error, 1, 0.001))
         return True
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -35,9 +35,9 @@ from tests.integration.vllm.liveness.process import (
 )
 from tests.integration.vllm.liveness.server import OFFER_GRACE_S, OFFER_TIMEOUT_S, Server
 from tests.laws.liveness.arrivals import BLOCK, LivenessError
+from tests.laws.liveness.play import Act, Play
 from tests.support.fabric import FakeFabric
 
-QUIET_ROUNDS = 12  # an engine that works ahead hears of an order some steps later
 RETRANSMIT_S = 2.0  # what a repeated frame may take; less than any other timer here
 
 
@@ -48,7 +48,7 @@ def _hasher() -> Any:
 
 
 @dataclass
-class World:
+class World(Play):
     """See the module's text."""
 
     case: Case
@@ -59,8 +59,11 @@ class World:
     towers: dict[str, Tower] = field(default_factory=dict)
     bells: list[Bell] = field(default_factory=list)
     copies: list[Copies] = field(default_factory=list)
+    quiet_rounds = 12  # an engine that works ahead hears of an order some steps later
+    tick_s = 0.25
 
     def __post_init__(self) -> None:
+        self.begin(self.case, self.tell)
         Thread.world = self
         put_in_place()
         self.random = random.Random(self.case.seed)
@@ -71,8 +74,7 @@ class World:
         )
         self._wires: dict[tuple[Any, Any], deque[bytes]] = {}
         self._tickets = 0
-        self.steps: list[str] = []
-        self.counts: Counter[str] = Counter()
+        self.counters: Counter[str] = Counter()
         self.servers: dict[str, Server] = {}
         roles = ("kv_both", "kv_both") if self.case.both else ("kv_producer", "kv_consumer")
         self.servers = {
@@ -80,13 +82,10 @@ class World:
             for name, role, num_blocks in zip("ab", roles, self.case.blocks, strict=True)
         }
         self.params: dict[int, Any] = {}  # of a drawn room, by request, when prefill has answered
-        self.arrived: set[str] = set()
         self.ended: dict[str, Any] = {}  # how, by request at a server
         self.num_out: Counter[str] = Counter()
         self.opened: set[int] = set()  # rooms that decode has promised
         self.declined: set[int] = set()  # rooms that prefill does not send
-        self.left: set[str] = set()
-        self.to_come = list(self.case.order)
 
     def close(self) -> None:
         for thread in self.threads:
@@ -111,12 +110,12 @@ class World:
         self.opened |= {opening.room for opening in orders.opens}
         self.declined |= {one.room for one in orders.declines}
         for copy, rid in orders.copies:
-            self.counts["host loads" if copy.is_load else "host writes"] += 1
-            self.counts["host loads beside a room"] += rid in {one.rid for one in orders.opens}
+            self.counters["host loads" if copy.is_load else "host writes"] += 1
+            self.counters["host loads beside a room"] += rid in {one.rid for one in orders.opens}
         if below := self.case.compute_below:
             lacks = [one.num_tokens - one.prefix_len for one in orders.opens]
-            self.counts["loaded, and might be computed"] += sum(one <= below for one in lacks)
-            self.counts["computed, and might be loaded"] += sum(
+            self.counters["loaded, and might be computed"] += sum(one <= below for one in lacks)
+            self.counters["computed, and might be loaded"] += sum(
                 one.reason == "decode computes it itself" for one in orders.refusals
             )
         if self.tell is not None and orders:
@@ -129,7 +128,7 @@ class World:
         if rid[0] == "D" or ask.kind != "room" or not self.promises_first:
             return
         if number + 1 in self.declined:
-            self.counts["computed though declined"] += 1
+            self.counters["computed though declined"] += 1
         elif number + 1 not in self.opened:
             raise LivenessError(f"{rid} is computed on {server.name}, decode has not promised")
 
@@ -146,37 +145,18 @@ class World:
 
     # --- arrivals ---------------------------------------------------------------------------------
 
-    def _may_come(self, event: str) -> bool:
-        name = event.lstrip("-!")
-        number = int(name[1:])
-        if event[0] == "-":
-            return name in self.arrived
-        waits = self.case.asks[number].kind == "drawn" and name[0] == "D"
-        return not waits or number in self.params
+    def is_answered(self, number: int) -> bool:
+        return number in self.params
 
-    def _is_moot(self, event: str) -> bool:
-        """Whether a router has no reason left to ask decode: its client has left before prefill's
-        answer."""
-        name = event.lstrip("-!")
-        number = int(name[1:])
-        prefill = self.servers[self.case.asks[number].way[0]]
-        return (
-            self.case.asks[number].kind == "drawn"
-            and name[0] == "D"
-            and name not in self.arrived
-            and f"P{number}" in self.left
-            and f"P{number}" not in prefill.scheduler.requests
-            and number not in self.params
-        )
+    def never_answers(self, number: int) -> bool:
+        name, prefill = f"P{number}", self.servers[self.case.asks[number].way[0]]
+        return name in self.left and name not in prefill.scheduler.requests
 
-    def _bring(self, event: str) -> None:
-        name = event.lstrip("-!")
-        number = int(name[1:])
+    def bring(self, event: str, name: str, number: int) -> None:
         ask = self.case.asks[number]
         prefill, decode = (self.servers[one] for one in ask.way)
         at = prefill if name[0] == "P" else decode
         if event[0] == "-":
-            self.left.add(name)
             at.abort(name)
             return
         params: dict[str, Any] | None = None
@@ -198,30 +178,15 @@ class World:
         request = Request(
             name, ask.tokens, sampling, None, block_hasher=_hasher(), abort_immediately=leaves
         )
-        self.arrived.add(name)
-        if leaves:
-            self.left.add(name)
         at.add(request, leaves=leaves)
-
-    def come(self) -> bool:
-        """Let the next event come that may. False: there is none."""
-        for event in list(self.to_come):
-            if self._is_moot(event):
-                self.to_come.remove(event)
-        for event in self.to_come:
-            if self._may_come(event):
-                self.to_come.remove(event)
-                self._log(f"+{event}")
-                self._bring(event)
-                return True
-        return False
 
     # --- steps ------------------------------------------------------------------------------------
 
-    def _log(self, what: str) -> None:
-        self.steps.append(what)
-        if self.tell is not None:
-            self.tell(what)
+    def names(self, only: str) -> Iterable[str]:
+        return [name for name, _ in self.actors(only)]
+
+    def act(self, name: str) -> Act | None:
+        return dict(self.actors()).get(name)
 
     def actors(self, only: str = "") -> Iterator[tuple[str, Callable[[], bool]]]:
         """What could happen now: its name, and what does it. `only` a server's own."""
@@ -259,25 +224,17 @@ class World:
                 thread.frame(source, raw)
         return True
 
-    def do(self, name: str, act: Callable[[], bool]) -> bool:
-        self._log(name)
-        moved = act()
+    def after(self) -> None:
         for server in self.servers.values():
             server.check()
-        return moved
 
     def random_step(self) -> bool:
-        choices = list(self.actors())
-        if self.to_come and any(map(self._may_come, self.to_come)):
-            choices.append(("come", self.come))
-        if not choices:
-            return False
         if self.case.leaves and self.random.random() < self.case.leaves:
             self._leave_in_a_load()
         if self.case.flushes and self.random.random() < self.case.flushes:
-            choices = [(f"flush {one.name}", one.flush) for one in self.servers.values()]
-        self.do(*self.random.choice(choices))
-        return True
+            server = self.random.choice([*self.servers.values()])
+            return self.do(f"flush {server.name}", server.flush) or True
+        return super().random_step()
 
     def _leave_in_a_load(self) -> None:
         """The client of a request leaves whose blocks are loaded from host memory."""
@@ -285,65 +242,26 @@ class World:
         loading = [(server, rid) for server in servers for rid in server.side.host.loading]
         if loading:
             server, rid = self.random.choice(loading)
-            self._log(f"-{rid}, which loads")
-            self.counts["left in a host load"] += 1
+            self.log(f"-{rid}, which loads")
+            self.counters["left in a host load"] += 1
             self.left.add(rid)
             server.abort(rid)
 
-    def settle(self, only: str = "", *, arrivals: bool = False, most_rounds: int = 3000) -> None:
-        """All take turns until nothing moves any more. Raises LivenessError where that goes on."""
-        quiet = 0
-        for _ in range(most_rounds):
-            moved = arrivals and self.come()
-            idle = True
-            for name, act in list(self.actors(only)):
-                # What was there when the round began may be done.
-                if name in {one for one, _ in self.actors(only)}:
-                    idle = False
-                    moved |= self.do(name, act)
-            quiet = 0 if moved else quiet + 1
-            if (idle and not moved) or quiet >= QUIET_ROUNDS:
-                return
-        raise LivenessError(f"no rest after {most_rounds} rounds\n{self.picture()}")
-
-    def pass_time(self, seconds: float, until: Callable[[], bool]) -> None:
-        """Let the clock go on, at most so far."""
-        end_s = self.now_s + seconds
-        while self.now_s < end_s and not until():
-            self.now_s += 0.25
-            for thread in self.threads:
-                thread.tick()
-            self.settle(arrivals=True)
+    def see_time(self) -> None:
+        for thread in self.threads:
+            thread.tick()
 
     # --- a run ------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Raises LivenessError for what does not end, or leaves something behind."""
-        case = self.case
-        while self.to_come:
-            if case.pace == "random":
-                for _ in range(self.random.randrange(12)):
-                    self.random_step()
-            elif case.pace == "rest":
-                self.settle()
-            elif case.pace != "none":
-                self.settle(case.pace)
-            if not self.come():
-                break
-        for _ in range(case.storm):
-            if not self.random_step():
-                break
-        self.settle(arrivals=True)
-        if self.is_alive:
-            self.counts["waited for a repeated frame"] += 1
-            self.pass_time(RETRANSMIT_S, lambda: not self.is_alive)
+        self.play(RETRANSMIT_S)
         if self.abandoned and not self.is_promised_alive:
             # By their client: before the others of their kind wait for their grace, nothing else
             # ends them.
-            self.counts["waited for an offer's end"] += 1
-            self.pass_time(OFFER_GRACE_S, lambda: not self.is_alive)
-        if self.is_alive:
-            raise LivenessError(f"a deadlock: nothing moves\n{self.picture()}")
+            self.counters["waited for an offer's end"] += 1
+            self.pass_time(OFFER_GRACE_S, lambda: not self.alive)
+        self.check_alive()
         if self.abandoned:
             self.pass_time(OFFER_TIMEOUT_S, lambda: not self.leftovers())
         if left := self.leftovers():
@@ -351,7 +269,7 @@ class World:
         self._check_answers()
 
     @property
-    def is_alive(self) -> bool:
+    def alive(self) -> bool:
         return bool(self.to_come) or any(
             server.scheduler.requests for server in self.servers.values()
         )

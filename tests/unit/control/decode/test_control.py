@@ -30,6 +30,7 @@ from prefixkv.errors import (
     InternalError,
     PeerLostError,
     PromptMismatchError,
+    TransferError,
 )
 from prefixkv.protocol import messages
 from prefixkv.protocol.commands import (
@@ -270,16 +271,6 @@ def test_a_notification_of_something_else_is_dropped(tag: bytes) -> None:
 # --- aborts and drains ----------------------------------------------------------------------------
 
 
-def test_an_abort_before_the_promise_needs_no_proof() -> None:
-    peer = PrefillPeer()
-    peer.open()
-    assert peer.on(ENOUGH) == [RoomEnded(KEY, KVPoll.FAILED, WHY), RoomDrained(KEY)]
-    assert peer.on(ENOUGH) == []
-    assert kinds(peer.greet()) == ["Abort"], (
-        "the promise is not made any more, and prefill need not wait for it"
-    )
-
-
 def test_an_abort_after_the_promise_is_repeated_until_drained() -> None:
     peer = PrefillPeer().opened()
     assert peer.on(ENOUGH) == [
@@ -296,16 +287,6 @@ def test_an_abort_after_the_promise_is_repeated_until_drained() -> None:
     assert Abort(*KEY.numbers, "enough") not in peer.pass_time(20.0)
 
 
-def test_drained_of_an_older_incarnation_proves_nothing() -> None:
-    peer = PrefillPeer().opened()
-    peer.on(ENOUGH)
-    peer.greet(newer(PREFILL))
-    for by in (PREFILL, newer(PREFILL)):
-        assert peer.say(Drained(*KEY.numbers, 0), by) == []
-    assert peer.expected == 1
-    assert peer.on(Fence(PREFILL)) == [RoomDrained(KEY)]
-
-
 def test_a_restarted_worker_ends_the_rooms_of_the_one_before_and_waits_for_a_fence() -> None:
     peer = PrefillPeer()
     peer.open(msgspec.structs.replace(promise(), ticket=3))
@@ -320,6 +301,8 @@ def test_a_restarted_worker_ends_the_rooms_of_the_one_before_and_waits_for_a_fen
     # The new life is told that no promise will come: its engine may still get the request. The
     # ticket was for the former one.
     assert {body.ticket for body in said if isinstance(body, Abort)} == {0}
+    for by in (PREFILL, newer(PREFILL)):
+        assert peer.say(Drained(*KEY.numbers, 0, 3), by) == [], "it proves nothing by now"
     peer.say(Heartbeat(), newer(PREFILL))
     assert kinds(peer.open(promise(8))) == ["Promise"], "the new one is worked with"
     assert peer.on(Fence(PREFILL)) == [RoomDrained(KEY)]
@@ -550,6 +533,78 @@ def test_what_has_settled_is_nothing_to_another_use_of_the_room_number() -> None
     assert ends(peer.on(ENOUGH))
     assert peer.on(Settled(word)) == []
     assert peer.expected == 1
+
+
+# --- rooms that decode does not open: prefill is told until it answers ----------------------------
+
+NO_ROOM = "no room for it"
+TOLD = Abort(*KEY.numbers, NO_ROOM, 9)
+
+
+def refuse(peer: PrefillPeer, key: RoomKey = KEY, ticket: int = 9) -> list[Any]:
+    return peer.on(RefuseRoom(key, ticket, ADDRESS, NO_ROOM))
+
+
+def test_prefill_is_told_as_soon_as_it_is_there_and_its_answer_frees_the_number() -> None:
+    peer = PrefillPeer()
+    assert refuse(peer) == [Connect(ADDRESS), HELLO]
+    with pytest.raises(InternalError, match="room 7 generation 0 is open already"):
+        peer.open()
+    assert peer.greet() == [TOLD]
+    assert peer.expected == 0, "no page of ours is known there"
+    assert peer.say(Drained(*KEY.numbers, 0, 9)) == [RoomDrained(KEY)]
+    assert peer.control.num_rooms == 0
+    assert kinds(peer.open()) == ["Promise"]
+
+
+def test_it_is_told_again_until_it_answers() -> None:
+    peer = PrefillPeer().opened()
+    assert refuse(peer, RoomKey(8, 0)) == [Abort(8, 0, "no room for it", 9)]
+    again = [body for body in peer.pass_time(3.0) if isinstance(body, Abort)]
+    assert len(again) >= 2
+    assert peer.say(Drained(8, 0, 0, 8)) == [], "an answer to an earlier use of the number"
+    assert peer.say(Drained(8, 0, 0, 9)) == [RoomDrained(RoomKey(8, 0))]
+    assert not [body for body in peer.pass_time(3.0) if isinstance(body, Abort)]
+
+
+@pytest.mark.parametrize("end", ["time", "no such address", "another model", "replaced", "fenced"])
+def test_a_worker_that_cannot_answer_is_not_waited_for_long(end: str) -> None:
+    peer = PrefillPeer()
+    refuse(peer)
+    if end in ("time", "replaced", "fenced"):
+        peer.greet()
+    said = {
+        "time": lambda: peer.pass_time(TIMING.bootstrap_timeout_s),
+        "no such address": lambda: peer.on(ConnectFailed(ADDRESS, TransferError("not found"))),
+        "another model": lambda: peer.greet(refused="another model"),
+        "replaced": lambda: peer.greet(by=newer(PREFILL)),
+        "fenced": lambda: peer.on(Fence(PREFILL)),
+    }[end]()
+    assert [action for action in said if isinstance(action, RoomDrained)] == [RoomDrained(KEY)]
+    assert peer.control.num_rooms == 0
+
+
+def test_an_abort_before_prefill_is_there_frees_the_pages_at_once_and_is_told_later() -> None:
+    peer = PrefillPeer()
+    peer.open()
+    assert kinds(peer.on(ENOUGH)) == ["RoomEnded", "RoomDrained"]
+    assert peer.on(ENOUGH) == [], "again: no-op; the refusal goes on"
+    assert peer.greet() == [Abort(*KEY.numbers, "enough", promise().ticket)]
+    assert peer.on(ENOUGH) == []
+    assert peer.control.num_rooms == 1, "it waits for the answer"
+    assert peer.say(Drained(*KEY.numbers, 0, promise().ticket)) == [], (
+        "which is no news: the number was free already"
+    )
+    assert peer.control.num_rooms == 0
+
+
+def test_a_number_that_is_used_again_before_that_is_not_refused_any_more() -> None:
+    peer = PrefillPeer()
+    peer.open()
+    peer.on(ENOUGH)
+    assert [body for body in peer.open() if not isinstance(body, Hello)] == []
+    assert peer.greet() == [promise()]
+    assert peer.control.num_rooms == 1
 
 
 # --- all that is taken ----------------------------------------------------------------------------

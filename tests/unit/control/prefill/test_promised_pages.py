@@ -23,8 +23,8 @@ from prefixkv.protocol.messages import (
     Topology,
 )
 from prefixkv.transport.base import WriteDrained
-from tests.unit.control.test_several_readers import Readers, bodies
-from tests.unit.control.test_several_readers import hello as rank_hello
+from tests.unit.control.mesh_wire import Readers, bodies
+from tests.unit.control.mesh_wire import hello as rank_hello
 from tests.unit.control.wire import (
     HELLO,
     LAYOUT,
@@ -79,27 +79,27 @@ def test_a_peers_undrained_rooms_have_no_more_pages_than_its_pool(
     assert kinds(peer.say(whole(2, 0, 16), OTHER)) == ["PromiseAck"], "each its own pool"
 
 
-def test_pages_come_back_with_the_last_write_and_not_with_the_outcome() -> None:
-    peer = DecodePeer(PARKED).known()
-    peer.say(whole(7, 0, 16))
-    peer.on(add_room(SENT, 64))
-    [post] = peer.chunk(0, range(16), last=True)
-    peer.on(AbortRoom(SENT, "enough"))
-    assert "16 pages" in error_of(peer.say(whole(8, 0, 1)))
-    peer.ended(post.job_id, OSError("lost"), drained=False)
-    assert "16 pages" in error_of(peer.say(whole(8, 0, 1, ticket=1))), "they may still be written"
-    peer.say(Abort(*SENT.numbers, "enough"))
-    [drained] = of(peer.on(WriteDrained(post.job_id)), Drained)
-    assert drained.settle
-    assert kinds(peer.say(whole(8, 0, 16, ticket=2))) == ["PromiseAck"]
-
-
-def test_an_abort_leaves_the_pages_of_its_promise_until_the_last_write_has_ended() -> None:
+@pytest.mark.parametrize("proved", [True, False])
+@pytest.mark.parametrize("by_decode", [True, False])
+def test_pages_come_back_with_the_last_write_and_not_with_the_outcome(
+    by_decode: bool, proved: bool
+) -> None:
     peer = DecodePeer(PARKED).bootstrapped(whole(7, 0, 16))
     [post] = peer.chunk(0, range(16), last=True)
-    peer.say(Abort(*SENT.numbers, "enough"))
+    word = Abort(*SENT.numbers, "enough")
+    if by_decode:
+        peer.say(word)
+    else:
+        peer.on(AbortRoom(SENT, "enough"))
     assert "16 pages" in error_of(peer.say(whole(8, 0, 1)))
-    assert of(peer.ended(post.job_id), Drained)
+    said = peer.ended(post.job_id, None if proved else OSError("lost"), drained=proved)
+    if not by_decode:
+        said += peer.say(word)
+    if not proved:
+        assert "16 pages" in error_of(peer.say(whole(8, 0, 1, ticket=1))), "it may still land"
+        said = peer.on(WriteDrained(post.job_id))
+    [drained] = of(said, Drained)
+    assert drained.settle is not proved
     assert kinds(peer.say(whole(8, 0, 16, ticket=2))) == ["PromiseAck"]
 
 

@@ -31,18 +31,11 @@ from prefixkv.transport.nixl import agent as nixl_agent
 from prefixkv.transport.nixl import loop as nixl_loop
 from prefixkv.transport.nixl.loop import NixlTransport
 from prefixkv.transport.nixl.ucx import loaded_libraries
+from tests.support.gates import Gate
 from tests.support.patience import PATIENCE_S, until
 from tests.support.transport_child import BIG, Child, children
 from tests.support.transport_driver import NixlDriver, Node
 from tests.support.transport_pools import make_pool
-
-
-class Begun(threading.Event):
-    """A `ready=` that is ready, and tells when it was asked."""
-
-    def query(self) -> bool:
-        self.set()
-        return True
 
 
 def transport_threads() -> list[str]:
@@ -99,11 +92,7 @@ def test_close_says_so_when_the_agent_cannot_be_destroyed(monkeypatch: pytest.Mo
     driver = NixlDriver()
     writer, target = driver.pair()
 
-    class Never:
-        def query(self) -> bool:
-            return False
-
-    writer.transport.write(writer.job(1, target, [0], [0], ready=Never()))
+    writer.transport.write(writer.job(1, target, [0], [0], ready=Gate()))
     with pytest.raises(InternalError, match="outlived"):
         writer.transport.close()
     (failed,) = writer.ends()
@@ -278,9 +267,9 @@ def test_close_is_a_fence_for_what_a_stopped_peer_has_not_got(nixl_driver: NixlD
         nixl_driver.end(writer, writer.job(1, to, [0], [0]))
         child.stop()
         pages = np.arange(16, dtype=np.int32)
-        begun = Begun()
+        begun = Gate(True)
         writer.transport.write(writer.job(2, to, pages, pages, ready=begun))
-        assert begun.wait(PATIENCE_S)  # the post follows at once
+        until(lambda: begun.queries)  # the post follows at once
         writer.transport.close()
         (end,) = writer.ends(2)
         assert isinstance(end, WriteDone) or (isinstance(end.error, ClosedError) and end.drained)

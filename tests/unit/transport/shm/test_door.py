@@ -107,8 +107,7 @@ WRONG: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    "words",
-    [pytest.param(one, marks=() if "last" in one else pytest.mark.slow) for one in WRONG],
+    "words", [pytest.param(one, marks=() if "last" in one else pytest.mark.slow) for one in WRONG]
 )
 def test_without_the_token_nothing_is_handed_out_and_others_go_on(
     driver: ShmDriver, words: str

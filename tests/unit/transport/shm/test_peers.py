@@ -23,7 +23,6 @@ import pytest
 from prefixkv.config import TransportConfig
 from prefixkv.errors import HandshakeError, PeerLostError, TransferTimeoutError
 from prefixkv.memory.kv_pool import SEALS
-from prefixkv.memory.mesh import Shard
 from prefixkv.protocol.ids import ChunkTag
 from prefixkv.transport.base import (
     Arrived,
@@ -37,7 +36,7 @@ from prefixkv.transport.base import (
 from prefixkv.transport.loop import RECONNECT_S
 from prefixkv.transport.shm import peer as shm_peer
 from prefixkv.transport.shm.copy import CopyPlan
-from prefixkv.transport.shm.loop import ShmLoop, ShmTransport
+from prefixkv.transport.shm.loop import ShmTransport
 from prefixkv.transport.shm.peer import ShmLink
 from prefixkv.transport.shm.wire import listen, pack_offer, tags_of
 from tests.support.patience import until
@@ -74,6 +73,29 @@ def waiting_job(driver: ShmDriver, liar: Liar) -> tuple[Node, Gate, socket.socke
     return writer, gate, link
 
 
+@contextmanager
+def own_link(liar: Liar) -> Iterator[ShmLink]:
+    """A connection to the liar that no transport drives."""
+    with select.epoll() as epoll:
+        link = ShmLink(liar.me, pack_offer(liar.offer), PeerMemory(liar.layout), epoll)
+        yield link
+        link.close()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The events that links were told of."""
+    noted: list[int] = []
+    on_ready = ShmLink.on_ready
+
+    def counted(link: ShmLink, events: int) -> None:
+        noted.append(events)
+        on_ready(link, events)
+
+    monkeypatch.setattr(ShmLink, "on_ready", counted)
+    return noted
+
+
 # --- order ----------------------------------------------------------------------------------------
 
 
@@ -99,6 +121,7 @@ def test_a_part_is_copied_then_told_and_the_job_ends_after_its_last_tag(
 
 
 def test_peers_take_turns_part_by_part(driver: ShmDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many rooms are ready: commands are obeyed between two parts."""
     writer, one = driver.pair(config=SMALL)
     two = driver.node("decode-2")
     writer.add(two)
@@ -112,44 +135,15 @@ def test_peers_take_turns_part_by_part(driver: ShmDriver, monkeypatch: pytest.Mo
         tell(link, tag)
 
     monkeypatch.setattr(ShmLink, "tell", told)
-    for number, target in enumerate((one, two)):
-        pages = list(range(20))
+    pages = list(range(20))
+    for number, target in enumerate((one, two, one, two)):  # two rooms each
         writer.transport.write(writer.job(number, target, pages, pages, ready=gate))
-    driver.until(lambda: gate.queries > 2)
+    driver.until(lambda: gate.queries > 4)
     gate.answer = True
-    driver.until(lambda: len(writer.ends()) == 2)
+    driver.until(lambda: len(writer.ends()) == 4)
     turns = order[1:-1]
     assert len(set(turns)) == 2
     assert all(first != second for first, second in itertools.pairwise(turns))
-
-
-def test_a_turn_copies_one_part_for_a_peer(
-    driver: ShmDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However many rooms are ready: commands are obeyed between two parts."""
-    writer, target = driver.pair(config=SMALL)
-    until(lambda: is_connected(writer, target))
-    copied: list[int] = []
-    turns: list[tuple[int, bool]] = []
-    copy, progress = CopyPlan.copy, ShmLoop._progress
-
-    def counted(plan: CopyPlan, *args: Any) -> None:
-        copied.append(1)
-        copy(plan, *args)
-
-    def turned(loop: ShmLoop) -> bool:
-        before, moved = len(copied), progress(loop)
-        turns.append((len(copied) - before, moved))
-        return moved
-
-    monkeypatch.setattr(CopyPlan, "copy", counted)
-    monkeypatch.setattr(ShmLoop, "_progress", turned)
-    gate = Gate(driver)
-    for number in range(3):
-        writer.transport.write(writer.job(number, target, [0, 1], [0, 1], ready=gate))
-    gate.answer = True
-    driver.until(lambda: len(writer.ends()) == 3)
-    assert {turn for turn in turns if turn[0]} == {(1, True)}
 
 
 def test_all_tags_that_were_sent_are_heard_before_settled(driver: ShmDriver) -> None:
@@ -240,22 +234,6 @@ def test_a_peer_that_is_added_again_as_it_is_keeps_its_connection(driver: ShmDri
     assert link_to(writer, target) is link
 
 
-def test_jobs_for_another_memory_than_the_peer_has_now_fail(driver: ShmDriver) -> None:
-    writer, target = driver.pair()
-    before = target.pool.pages()
-    gate = Gate(driver)
-    writer.transport.write(writer.job(1, target, [0], [0], ready=gate))
-    driver.until(lambda: gate.queries)
-    half = Shard(0, 1, 0, 2)  # of two layers
-    writer.add(target, parts=(half, half))
-    driver.until(lambda: writer.ends(1))
-    gate.answer = True
-    writer.drained(1, error=PeerLostError)
-    driver.end(writer, writer.job(2, target, [1], [1]))
-    assert writer.ends(2) == [WriteDone(2, writer.pool.layout.page_bytes // 2)]
-    assert target.pool.page(0) == before[0]
-
-
 def test_a_removed_peers_memory_is_given_back_with_its_job_waiting(driver: ShmDriver) -> None:
     writer, target = driver.pair()
     until(lambda: is_connected(writer, target))
@@ -321,14 +299,9 @@ def test_a_door_that_is_shut_is_not_tried_at_every_write(
 
 
 def test_writes_to_a_peer_that_does_not_read_its_tags_fail_beyond_a_bound(
-    driver: ShmDriver, liar: Liar, monkeypatch: pytest.MonkeyPatch
+    driver: ShmDriver, liar: Liar, monkeypatch: pytest.MonkeyPatch, calls: list[int]
 ) -> None:
     monkeypatch.setattr(shm_peer, "_MAX_UNSENT_TAGS", 50)
-    calls: list[int] = []
-    on_ready = ShmLink.on_ready
-    monkeypatch.setattr(
-        ShmLink, "on_ready", lambda link, events: (calls.append(events), on_ready(link, events))[1]
-    )
     writer = liar.greeted_by(driver.node("prefill", config=SMALL))
     link = liar.answer_truly()
     pages = list(range(5))
@@ -351,7 +324,8 @@ def test_writes_to_a_peer_that_does_not_read_its_tags_fail_beyond_a_bound(
 
     until(all_read)  # what waited is sent
     heard = len(calls)
-    time.sleep(0.2)
+    for _ in range(20):
+        loop_of(writer)  # a turn of its thread
     assert len(calls) <= heard + 1, "and a socket that takes more keeps no writer awake"
     tags = [ChunkTag.unpack(tag) for packet in read for tag in tags_of(packet)]
     assert len(tags) > 50
@@ -456,20 +430,14 @@ def test_a_kernel_that_is_interrupted_is_asked_again_and_an_old_one_is_not(
 
     monkeypatch.setattr(shm_peer, "_libc", Kernel)
     monkeypatch.setattr(shm_peer, "_POPULATED_BYTES", 4096)
-    with select.epoll() as epoll:
-        memory = PeerMemory(liar.layout, None, None, None)
-        link = ShmLink(liar.me, pack_offer(liar.offer), memory, epoll)
-        blocks = [
-            liar.block[:2],
-            (liar.block.address + liar.block.num_bytes, liar.block.num_bytes),
-        ]
+    with own_link(liar) as link:
+        blocks = [liar.block[:2], (liar.block.address + liar.block.num_bytes, liar.block.num_bytes)]
         with liar.answer(blocks, [], [liar.block.fd] * 2):
             link.on_ready(select.EPOLLIN)
             turns = 0
             while not link.is_whole and turns < 1000:
                 link.populate()
                 turns += 1
-        link.close()
     num_pages = liar.block.num_bytes // 4096  # the second block is not in the Hello
     if number == errno.EINVAL:
         assert turns == 1
@@ -480,9 +448,7 @@ def test_a_kernel_that_is_interrupted_is_asked_again_and_an_old_one_is_not(
 
 
 def test_ranges_are_found_in_the_block_that_each_lies_in(liar: Liar) -> None:
-    with select.epoll() as epoll:
-        memory = PeerMemory(liar.layout, None, None, None)
-        link = ShmLink(liar.me, pack_offer(liar.offer), memory, epoll)
+    with own_link(liar) as link:
         address, num_bytes, fd = liar.block
         blocks = [(address + num_bytes, num_bytes), (address, num_bytes)]
         ranges = [(address + 8, 8), (address + num_bytes + 16, 8)]
@@ -491,7 +457,6 @@ def test_ranges_are_found_in_the_block_that_each_lies_in(liar: Liar) -> None:
         bases = [ctypes.addressof(ctypes.c_char.from_buffer(block)) for block in link._maps]
         assert [one[:2] for one in link.mapped] == ranges
         assert [one.here for one in link.mapped] == [bases[0] + 8, bases[1] + 16]
-        link.close()
 
 
 def test_only_pools_on_the_cpu_are_offered_and_written(driver: ShmDriver) -> None:
@@ -525,22 +490,15 @@ def test_a_peer_of_another_model_is_told_so_also_where_its_door_is_shut(
 
 
 def test_what_a_peer_says_behind_its_answer_keeps_no_writer_awake(
-    driver: ShmDriver, liar: Liar, monkeypatch: pytest.MonkeyPatch
+    driver: ShmDriver, liar: Liar, calls: list[int]
 ) -> None:
-    calls: list[int] = []
-    on_ready = ShmLink.on_ready
-
-    def counted(link: ShmLink, events: int) -> None:
-        calls.append(events)
-        on_ready(link, events)
-
-    monkeypatch.setattr(ShmLink, "on_ready", counted)
     writer = liar.greeted_by(driver.node("prefill"))
     with liar.answer_truly() as link:
         until(lambda: (of_liar := link_to(writer, liar)) is not None and of_liar.answered)
         heard = len(calls)
         link.send(b"more")
-        time.sleep(0.3)
+        for _ in range(20):
+            loop_of(writer)  # a turn of its thread
         assert len(calls) <= heard + 1
 
 
@@ -553,14 +511,11 @@ def test_a_peer_that_is_lost_while_a_job_waits_is_said(driver: ShmDriver, liar: 
 
 
 def test_a_tag_for_a_peer_that_is_gone_says_so(liar: Liar) -> None:
-    with select.epoll() as epoll:
-        memory = PeerMemory(liar.layout, None, None, None)
-        link = ShmLink(liar.me, pack_offer(liar.offer), memory, epoll)
+    with own_link(liar) as link:
         liar.answer_truly().close()
         link.on_ready(select.EPOLLIN)
         with pytest.raises(PeerLostError, match="is gone"):
             link.tell(b"a tag")
-        link.close()
 
 
 def test_a_connection_that_cannot_be_watched_is_closed(liar: Liar) -> None:

@@ -14,10 +14,7 @@ import msgspec
 import pytest
 
 from prefixkv.config import TransportConfig
-from prefixkv.errors import (
-    AbortedError,
-    HandshakeError,
-)
+from prefixkv.errors import AbortedError, HandshakeError
 from prefixkv.memory.kv_pool import SharedBlock
 from prefixkv.protocol.ids import ChunkTag, PeerId
 from prefixkv.transport.base import PeerMemory, PeerUnreachable, RankMemory, WriteDone
@@ -279,11 +276,7 @@ def test_what_the_owner_punches_out_or_cuts_off_ends_no_process(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "field"),
-    [
-        ({"name": "other"}, "shm offer"),
-        ({"incarnation": 8}, "shm offer"),
-        ({"door": "none"}, ""),
-    ],
+    [({"name": "other"}, "shm offer"), ({"incarnation": 8}, "shm offer"), ({"door": "none"}, "")],
     ids=str,
 )
 def test_an_offer_of_another_is_refused(
