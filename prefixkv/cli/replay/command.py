@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -130,6 +130,7 @@ def replay(
             write_json(json_file, [vars(found) for found in checks])
         return
     results: list[ReplayResult] = []
+    rows: list[dict[str, Any]] = []
     for trace in loaded:
         blocks = footprint(trace)
         sizes = given or capacities_for(blocks)
@@ -160,10 +161,11 @@ def replay(
                 f"recommended. {' '.join(reasons)}\n"
             )
         results += mine
+        how = {"warm": warm, "hints_minutes": hints, "block_tokens": trace.block_tokens}
+        rows += [asdict(result) | how for result in mine]
     # Files last: results are on the screen even if writing fails.
     if json_file is not None:
-        how = {} if hints is None else {"hints_minutes": hints}
-        write_json(json_file, [asdict(result) | how for result in results])
+        write_json(json_file, rows)
     if plot is not None:
         draw(results, plot)
 

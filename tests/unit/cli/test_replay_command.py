@@ -232,9 +232,10 @@ def test_the_command_writes_its_results(tmp_path: Path, capsys: Any) -> None:
     assert rows[0].keys() == {
         "trace", "policy", "capacity_blocks", "block_hit_ratio", "token_hit_ratio", "requests",
         "evicted_pages", "us_per_request", "hit_tokens", "prompt_tokens", "running",
-        "running_blocks", "too_long", "host",
+        "running_blocks", "too_long", "host", "warm", "hints_minutes", "block_tokens",
     }  # fmt: skip
-    assert {(row["requests"], row["running"]) for row in rows} == {(30, 1)}
+    assert {(row["requests"], row["running"], row["warm"]) for row in rows} == {(30, 1, 0.5)}
+    assert {(row["hints_minutes"], row["block_tokens"]) for row in rows} == {(None, 512)}
     assert (tmp_path / "r.svg").read_text().rstrip().endswith("</svg>")
     assert OWN in capsys.readouterr().out
 
