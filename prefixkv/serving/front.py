@@ -205,7 +205,9 @@ class Front(Entrance):
         # variables, which the template may write as often as it likes.
         size = len(msgspec.json.encode((messages, variables))) + _MESSAGE * len(messages)
         try:
-            return await _tokens(partial(self.texts.chat, messages, variables), size)
+            return await _tokens(
+                partial(self.texts.chat, messages, variables, self.fleet.context), size
+            )
         except TextError as error:
             raise refused("messages", f"is refused: {error}") from None
 
@@ -213,7 +215,7 @@ class Front(Entrance):
         # Many short texts cost as much as a long one, so their sum counts for each.
         size = sum(len(prompt) for prompt in asked.prompts if isinstance(prompt, str))
         return [
-            await _tokens(partial(self.texts.plain, prompt), size)
+            await _tokens(partial(self.texts.plain, prompt, self.fleet.context), size)
             if isinstance(prompt, str)
             else prompt
             for prompt in asked.prompts
