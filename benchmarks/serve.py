@@ -49,7 +49,7 @@ BOUND: Final = 0.05
 AGENT_TURNS: Final = 6
 ARRIVALS_PER_S: Final = 0.6
 AGENT_MEMORY: Final = (
-    "--decode-pages", "512", "--host-memory", "2x", "--prefill-pages", "256",
+    "--decode-pages", "1536", "--host-memory", "2x", "--prefill-pages", "768",
 )  # fmt: skip
 AGENT_BOUND: Final = 0.8
 """Of the seconds without hints."""
@@ -206,13 +206,13 @@ async def agents(url: str, num_agents: int, hints: bool) -> tuple[list[float], f
             is_user = draw.random() < 0.25
             pause_s = draw.uniform(40, 70) if is_user else draw.uniform(3, 20)
             said = {"returns_after": 120 if is_user else 30} if left else {"ends": True}
-            text = f"turn {left}. " + "Rain. " * (100 if not before else 20)
+            text = f"turn {left}. " + "Rain. " * (300 if not before else 60)
             first_s = await turn(f"agent {number}", text, before, said)
             if left < AGENT_TURNS - 1 and first_s is not None:
                 later.append(first_s)
             for helper in range(draw.choice((0, 1, 2)) if left else 0):
                 name = f"helper {number}.{left}.{helper}"
-                await turn(name, "Rain. " * 120, [], {"ends": True})
+                await turn(name, "Rain. " * 360, [], {"ends": True})
             if left:
                 await asyncio.sleep(pause_s)
 

@@ -26,7 +26,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 PATIENCE_S = 15.0
 PARTS = {
     "kv_events": (
-        ["kv_events/publisher.py", "kv_events/stream.py", "kv_events/dialects.py"],
+        ["kv_events/publisher.py", "kv_events/stream.py"],
         ["tests/unit/kv_events/test_publisher.py", "tests/unit/kv_events/test_stream.py"],
     ),
     "serving": (

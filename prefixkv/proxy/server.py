@@ -257,7 +257,7 @@ class Proxy(Entrance):
             raise ApiError(503, "the proxy is ending", "server_error", "not_ready")
         rid = self._new_rid(line.id[:100])
         line.fields |= {"id": rid, "stream": not asked.is_whole}
-        is_alone, num = given.computes_alone(asked.is_chat), given.n or 1
+        is_alone, num = given.computes_alone(asked.is_chat), max(given.n or 1, 1)
         return await run_until_disconnect(request, self._answer(request, asked, num, is_alone))
 
     async def _answer(self, request: Request, asked: _Asked, num: int, is_alone: bool) -> Response:
@@ -381,7 +381,7 @@ class _ProxiedRequest:
                     raise failed(503, "no decode server is reached", detail, "not_ready")
                 # Without one it is the last attempt: decode computes the prompt.
                 prefill = None
-                if attempts_left:
+                if attempts_left > 0:
                     prefill = stack.enter_context(proxy.sides["prefill"].chosen(self._keys, lost))
                 if self._transfers and prefill is None:
                     proxy.metrics.recomputed.inc()
@@ -391,7 +391,7 @@ class _ProxiedRequest:
                 except LostError as error:
                     proxy.warn(error.server or decode.url, str(error))
                     lost.add(error.server)
-                    if prefill is None:
+                    if prefill is None and error.server:
                         why = "the servers that were asked have failed"
                         raise failed(502, why, str(error), "worker_lost") from None
                     proxy.metrics.retried.inc()

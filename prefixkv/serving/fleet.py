@@ -180,6 +180,8 @@ class Fleet:
         if it cannot work with the others. After `close`: no-op."""
         if self._closed:
             return
+        if FenceRequest(info.name, info.life) in self.fenced:  # the others refuse it
+            raise ConfigError(f"{info.name} life {info.life} was fenced: restart it")
         # Models must agree over the whole fleet; page sizes within a role, since its router keys
         # prompts by pages. Checked before anything changes.
         for other in self.workers:
@@ -249,14 +251,15 @@ class Fleet:
 
     @property
     def lives(self) -> set[FenceRequest]:
-        """Return those that serve."""
-        return {FenceRequest(info.name, info.life) for info in self.workers}
+        """Return those that serve: not those that are silent, whose machines may be lost."""
+        return {FenceRequest(w.name, w.life) for w in self.workers if w.name not in self.silent}
 
     def fence(self, life: FenceRequest) -> None:
         """State that a life of a worker is certainly dead, to every worker, present and future,
         until it confirms. What was held for that life is then reused: were it alive after all, its
         writes would land in pages of other requests."""
         self.fenced.append(life)
+        self.remove(life.name, life.life)
         for member in self.members.values():
             member.fences.put_nowait(life)
 

@@ -166,14 +166,13 @@ class Front(Entrance):
         # 2. It is fenced already: nothing to do.
         # 3. It is unknown: refused, since a mistyped life must not pass for a fenced one.
         # 4. It is lost: believe the operator.
-        name, life = asked.name, asked.life
-        if asked in self.fleet.lives:
-            raise ApiError(409, f"{name} life {life} serves", code="worker_lives")
+        peers = chain.from_iterable((await self.fleet.lost()).values())
+        if asked in self.fleet.lives:  # also one that has come back while the workers were asked
+            raise ApiError(409, f"{asked.name} life {asked.life} serves", code="worker_lives")
         if asked not in self.fleet.fenced:
-            peers = chain.from_iterable((await self.fleet.lost()).values())
             if asked not in {FenceRequest(peer.name, peer.life) for peer in peers}:
-                raise ApiError(404, f"no life {life} of {name} is lost", code="no_such_life")
-            logger.warning("%s life %s is fenced: an operator said so", name, life)
+                raise ApiError(404, f"{asked.name} life {asked.life}: unknown", code="no_such_life")
+            logger.warning("%s life %s is fenced: an operator said so", asked.name, asked.life)
             self.fleet.fence(asked)
         return Response(status_code=202)
 
@@ -206,7 +205,9 @@ class Front(Entrance):
         # variables, which the template may write as often as it likes.
         size = len(msgspec.json.encode((messages, variables))) + _MESSAGE * len(messages)
         try:
-            return await _tokens(partial(self.texts.chat, messages, variables), size)
+            return await _tokens(
+                partial(self.texts.chat, messages, variables, self.fleet.context), size
+            )
         except TextError as error:
             raise refused("messages", f"is refused: {error}") from None
 
@@ -214,7 +215,7 @@ class Front(Entrance):
         # Many short texts cost as much as a long one, so their sum counts for each.
         size = sum(len(prompt) for prompt in asked.prompts if isinstance(prompt, str))
         return [
-            await _tokens(partial(self.texts.plain, prompt), size)
+            await _tokens(partial(self.texts.plain, prompt, self.fleet.context), size)
             if isinstance(prompt, str)
             else prompt
             for prompt in asked.prompts

@@ -60,9 +60,11 @@ _FIELD: Final = re.compile(
     r"Object (?:contains (unknown)|missing required) field `(.*)`", re.DOTALL
 )
 
-# Clients cause these lines: by what is no HTTP, and by leaving a stream.
+# Clients cause these lines: by what is no HTTP, and by leaving a stream or reading no more of it.
+_CAUSED: Final = re.compile(r"socket.send\(\) raised|ASGI callable returned without completing")
 logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-logging.getLogger("asyncio").addFilter(lambda record: "socket.send() raised" not in str(record.msg))
+for _name in ("uvicorn.error", "asyncio"):
+    logging.getLogger(_name).addFilter(lambda record: not _CAUSED.match(str(record.msg)))
 _full_lines = Rate(1.0, 1 / 60)
 
 T = TypeVar("T")
@@ -290,8 +292,11 @@ class Stream(Response):
             async for piece in self._pieces:
                 # Per piece: a client that reads slowly but steadily is served, one that stops is
                 # cut.
-                async with asyncio.timeout(self._limits.write_timeout_s):
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+                try:
+                    async with asyncio.timeout(self._limits.write_timeout_s):
+                        await send({"type": "http.response.body", "body": piece, "more_body": True})
+                except TimeoutError:
+                    return  # uvicorn closes the connection
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -22,6 +22,7 @@ PLAIN_TEMPLATE: Final = (
 """For a model without a template of its own."""
 
 _SHORT: Final = 4096  # characters of a text that is tokenized at once
+_PIECE: Final = 1 << 16  # characters
 _DEFAULT: Final = "default"
 _TOOLS: Final = "tool_use"  # transformers' name of the template for chats with tools
 _NONE: Final[Mapping[str, Any]] = MappingProxyType({})
@@ -51,6 +52,9 @@ class Texts:
         # short text waits for long ones.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self.tokenizer = tokenizer
+        self._longest = max(map(len, tokenizer.get_vocab()), default=1)
+        # So long that what its cuts change is a fourth of its tokens at most.
+        self._piece = max(_PIECE, 4 * self._longest**2)
         self._templates = {_DEFAULT: template} if isinstance(template, str) else dict(template)
         self._tokens, self._render_with = dict(tokens or {}), template_renderer()
         for name, source in self._templates.items():
@@ -61,8 +65,9 @@ class Texts:
                 raise ConfigError(f"the chat template {name!r} is not read: {why}") from None
 
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] = _NONE
-    ) -> list[int]:
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] = _NONE,
+        most: int = 0,
+    ) -> list[int]:  # fmt: skip
         """Return the tokens of a chat up to where the answer begins. Raises TextError.
 
         Args:
@@ -70,21 +75,30 @@ class Texts:
                 missing, except for `content`.
             variables: what a client gives the template: `tools`, `documents`, and others by name;
                 `chat_template` is the name of one of several templates.
+            most: where they are certain to be more (0: no bound), so many of them as say so.
         """
-        return self._encode(self._render(messages, variables), False)
+        return self._encode(self._render(messages, variables), False, most)
 
-    def plain(self, text: str) -> list[int]:
-        """Return the tokens, with the special ones that the model puts before a text."""
-        return self._encode(text, True)
+    def plain(self, text: str, most: int = 0) -> list[int]:
+        """Return the tokens, with the special ones that the model puts before a text; `most` as of
+        a chat."""
+        return self._encode(text, True, most)
 
-    def _encode(self, text: str, special: bool) -> list[int]:
+    def _encode(self, text: str, special: bool, most: int = 0) -> list[int]:
+        if most and len(text) > self._piece:
+            # A cut changes the tokens near it, and their number by `longest` at most.
+            found: list[int] = []
+            for cuts, begin in enumerate(range(0, len(text), self._piece), 1):
+                found += self._encode(text[begin : begin + self._piece], False)
+                if len(found) - cuts * self._longest > most:
+                    return found
         # `encode` keeps Python's lock all the while, and offsets that nothing reads; a short text
         # costs less that way.
         if len(text) > _SHORT:
-            (found,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=special)
+            (encoded,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=special)
         else:
-            found = self.tokenizer.encode(text, add_special_tokens=special)
-        ids: list[int] = found.ids
+            encoded = self.tokenizer.encode(text, add_special_tokens=special)
+        ids: list[int] = encoded.ids
         return ids
 
     def _render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:

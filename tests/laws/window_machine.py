@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import prefixkv.assembly  # noqa: F401 - its parts, also where no conftest is loaded
 from prefixkv.cache.checkpoints import NO_SLOT, Checkpoint, Checkpoints
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.config import PageOptions

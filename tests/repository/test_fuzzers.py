@@ -69,6 +69,12 @@ def test_each_of_the_mutants_can_be_made_and_its_test_is_there() -> None:
         assert (module.ROOT / file).exists()
 
 
+def test_each_file_that_mutants_are_drawn_from_is_there() -> None:
+    for modules, tests in load(FUZZ / "mutants.py").PARTS.values():
+        paths = [*(f"prefixkv/{module}" for module in modules), *tests]
+        assert [path for path in paths if not (FUZZ.parent / path).exists()] == []
+
+
 def test_each_law_has_a_mutant_and_each_mutant_a_law() -> None:
     """docs/reference/laws.md is the table of them."""
     mutants = load(FUZZ / "twenty_mutants.py").MUTANTS

@@ -380,6 +380,16 @@ def test_an_aborted_load_keeps_its_pages_until_the_copy_has_ended() -> None:
     desk.at_rest()
 
 
+def test_a_load_goes_on_for_the_one_that_joined_it() -> None:
+    desk, b, c = two_that_need_it()
+    desk.abort(b)
+    desk.carry_out_aborts()
+    desk.succeed(c.room_key)
+    desk.end_copy()
+    assert desk.transferred() == ["c"]
+    desk.at_rest_after(c)
+
+
 @pytest.mark.parametrize("has_arrived", [False, True])
 def test_a_load_that_fails_leaves_nothing_in_the_tree(has_arrived: bool) -> None:
     desk, b, c = two_that_need_it()

@@ -175,11 +175,15 @@ def places_taken(proxy: Proxy) -> dict[str, float]:
     }
 
 
+@pytest.mark.parametrize("num", [1, -5])
 @played(decode=[never], limits=replace(LIMITS, max_requests_per_client=1))
-async def test_a_client_with_as_many_requests_as_it_may_have_is_refused(stage: Stage) -> None:
-    asking = asyncio.create_task(stage.complete())
+async def test_a_client_with_as_many_requests_as_it_may_have_is_refused(
+    stage: Stage, num: int
+) -> None:
+    asking = asyncio.create_task(stage.complete(n=num))
     await until(lambda: stage.decode[0].under_way)
-    refused = await stage.complete()
+    async with asyncio.timeout(5):
+        refused = await stage.complete()
     assert refused.status_code == 429
     assert "rate_limit" in refused.text
     asking.cancel()
@@ -438,6 +442,9 @@ def test_a_connection_that_breaks_before_an_answer_is_reopened_once() -> None:
         assert (answer.status_code, answer.json()["from"]) == (200, "decode-0")
         rooms = [one["kv_transfer_params"]["room"] for one in decode.asked]
         assert len(set(rooms)) == len(rooms) == 2
+        breaks = 1
+        assert (await stage.complete(use_beam_search=True)).status_code == 200, "without a room too"
+        assert "kv_transfer_params" not in decode.asked[-1]
         breaks = 2
         answer = await stage.complete()
         assert answer.status_code == 503, "the second time it is lost"

@@ -302,8 +302,26 @@ async def test_an_operator_sees_lost_lives_and_says_which_are_dead(stage: Stage)
         assert shown == [{"name": "peer", "life": "1f", "held": {"p0": 3, "d0": 3}}]
         assert await fence("d0", "1") == 409, "it serves"
         assert await fence("peer", "2f") == 404, "no worker holds anything for it"
+        # One that was started by hand stays in the fleet for as long as its machine is away.
+        away = {"name": "peer", "life": "1f", "url": "http://127.0.0.1:9"}
+        lost = msgspec.structs.replace(stage.decode[0].info, **away)
+        stage.fleet.add(lost)
+        assert (await operator.get("/lost")).json() == []
+        assert await fence("peer", "1f") == 409
         assert stage.fleet.fenced == []
+        stage.fleet.members["peer"].silent = True
+        assert (await operator.get("/lost")).json() == shown
+
+        async def comes_back() -> dict[str, list[LostPeer]]:
+            stage.fleet.members["peer"].silent = False
+            return {"p0": LOST}
+
+        with patch.object(stage.fleet, "lost", comes_back):
+            assert await fence("peer", "1f") == 409, "it serves by then"
+        stage.fleet.members["peer"].silent = True
         assert [await fence("peer", "1f") for _ in range(2)] == [202, 202]
+    with pytest.raises(ConfigError, match="peer life 1f was fenced: restart it"):
+        stage.fleet.add(lost)
     peer = FenceRequest("peer", "1f")
     await until(lambda: stage.prefill[0].fenced == stage.decode[0].fenced == [peer])
     await front.server.stop()

@@ -312,6 +312,31 @@ def test_clients_that_leave_their_streams_cost_no_line_of_the_log(
     assert not caplog.records
 
 
+@in_loop
+async def test_a_client_that_reads_no_more_is_cut_without_a_line_of_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    limits = replace(LIMITS, write_timeout_s=0.1)
+
+    async def stream(_: Request) -> Response:
+        async def pieces() -> AsyncGenerator[bytes, None]:
+            while True:
+                yield bytes(1 << 20)
+
+        return Stream(pieces(), limits, "text/plain")
+
+    server = HttpServer(make_app([Route("/", stream)]), "127.0.0.1", 0, limits)
+    await server.start()
+    _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    for is_answered in (True, False):
+        while bool(server._server.server_state.tasks) != is_answered:
+            await asyncio.sleep(0.001)
+    writer.transport.abort()
+    await server.stop()
+    assert not caplog.records
+
+
 @served()
 async def test_work_for_a_client_that_has_left_ends(site: Site, client: httpx.AsyncClient) -> None:
     asking = asyncio.create_task(client.get("/wait"))

@@ -9,6 +9,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from prefixkv.engines.hf.generation import SamplingDefaults
 from prefixkv.engines.hf.small import CHAT_TEMPLATE, small_tokenizer
@@ -16,6 +20,51 @@ from prefixkv.serving.text import Texts
 from tests.support.fronts import fronted
 from tests.support.patience import PATIENCE_S
 from tests.support.scenes import in_loop
+
+
+def blanks() -> Tokenizer:
+    """A tokenizer with tokens of up to 128 blanks."""
+    vocab = {piece: i for i, piece in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    merges = [("Ġ" * 2**i, "Ġ" * 2**i) for i in range(7)]
+    for one, _ in merges:
+        vocab[one * 2] = len(vocab)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+parts = st.lists(
+    st.tuples(st.sampled_from([" ", "a", " kaka", "ü ", "\n", "世"]), st.integers(1, 60_000)),
+    min_size=1, max_size=4,
+)  # fmt: skip
+LONG = {"blanks": Texts(blanks()), "words": Texts(small_tokenizer())}
+
+
+@pytest.mark.parametrize("kind", LONG)
+@given(parts=parts, most=st.sampled_from([100, 5_000, 200_000]))
+def test_a_long_text_has_the_tokens_of_the_whole_or_too_many(
+    kind: str, parts: list[tuple[str, int]], most: int
+) -> None:
+    texts = LONG[kind]
+    text = "".join(part * num for part, num in parts)[:150_000]
+    whole, found = texts.tokenizer.encode(text).ids, texts.plain(text, most)
+    assert found == whole or len(whole) > most < len(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "taken"),
+    [
+        (" " * 4_000_000, 11 << 16),
+        ("word " * 800_000, 1 << 16),
+        # The first pieces have hardly a token, which is no measure of what comes.
+        (" " * 262_144 + "word " * 800_000, 5 << 16),
+    ],
+)
+def test_a_text_is_tokenized_until_too_many_tokens_are_certain(text: str, taken: int) -> None:
+    tokens = LONG["blanks"].plain(text, 4096)
+    assert len(tokens) > 4096
+    assert len(LONG["blanks"].tokenizer.decode(tokens)) <= taken
 
 
 def message(text: str) -> list[dict[str, Any]]:
@@ -32,11 +81,11 @@ class Held(Texts):
         super().__init__(small_tokenizer(), CHAT_TEMPLATE)
         self.begun, self.allowed = threading.Event(), threading.Event()
 
-    def plain(self, text: str) -> list[int]:
+    def plain(self, text: str, most: int = 0) -> list[int]:
         if text.startswith("long"):
             self.begun.set()
             assert self.allowed.wait(PATIENCE_S)
-        return super().plain(text)
+        return super().plain(text, most)
 
 
 @asynccontextmanager

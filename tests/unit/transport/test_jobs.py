@@ -7,7 +7,7 @@ import pytest
 
 from prefixkv.errors import AbortedError
 from prefixkv.protocol.ids import ChunkTag, PeerId
-from prefixkv.transport.base import TransportEvent, WriteDone, WriteFailed, WriteJob
+from prefixkv.transport.base import Stamp, TransportEvent, WriteDone, WriteFailed, WriteJob
 from prefixkv.transport.jobs import ActiveJob, JobTable, Outbox
 from prefixkv.transport.runs import paired_runs, part_indices
 from tests.support.transport_pools import make_pool
@@ -59,6 +59,13 @@ def test_rooms_take_turns_and_the_jobs_of_a_room_go_in_order() -> None:
         job, number = desk.post()
         order.append((job.job.job_id, number))
     assert order == [(1, 0), (3, 0), (4, 0), (1, 1), (3, 1), (2, 0), (2, 1)]
+
+
+def test_a_job_has_as_many_parts_as_its_stamp_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stamp, "least_parts", lambda stamp, job: 3)
+    desk = Desk(max_bytes=4 * PAGE_BYTES)
+    desk.start(write_job(1, 1, num_pages=4))
+    assert len(desk.post()[0].parts) >= 3
 
 
 def test_a_job_is_done_with_its_last_part_in_any_order() -> None:
