@@ -50,7 +50,9 @@ AGENT_TURNS: Final = 6
 ARRIVALS_PER_S: Final = 0.6
 AGENT_MEMORY: Final = (
     "--decode-pages", "1536", "--host-memory", "2x", "--prefill-pages", "768",
+    "--compute-below", "16384",
 )  # fmt: skip
+"""Decode computes what is little: a hit saves prefill no computation where prefill has lost it."""
 AGENT_BOUND: Final = 0.8
 """Of the seconds without hints."""
 REST_S: Final = 4.0
