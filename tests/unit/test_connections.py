@@ -27,6 +27,8 @@ class Bound:
         self.sock = context.socket(kind)
         self.counters: Counter[str] = Counter()
         set_bounds(self.sock, 1024, 16, 1 << 16)
+        # Else libzmq ends some of the silent by itself where this process stands still for 10 s.
+        self.sock.setsockopt(zmq.HANDSHAKE_IVL, 0)
         self.newcomers = Newcomers(self.sock, MOST, self.counters)
         self.sock.bind(address)
         self.endpoint = self.sock.getsockopt_string(zmq.LAST_ENDPOINT)
