@@ -324,12 +324,12 @@ class Usage(msgspec.Struct):
     prompt_tokens: int
     output_tokens: int = 0
     decode_hit_tokens: int = 0
-    shared_tokens: int = 0
-    prefill_hit_tokens: int = 0
     decode_host_tokens: int = 0
+    shared_tokens: int = 0
     decode_computed_tokens: int = 0
-    sent_tokens: int = 0
+    prefill_hit_tokens: int = 0
     computed_tokens: int = 0
+    sent_tokens: int = 0
 
     def add_prompt(self, num_tokens: int, first: AnswerToken) -> None:
         """Count where the KV of a prompt came from, as its first token says."""
