@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Iterable
 from itertools import count
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import msgspec
 import numpy as np
@@ -87,18 +86,17 @@ class PageLooks(Landings):
 
     def __init__(self, *of: Any) -> None:
         super().__init__(*of)
-        self._checked: WeakKeyDictionary[Room, _Checked] = WeakKeyDictionary()
         self._look_ids = count(1)
         self._under_way: dict[int, tuple[Room, list[ChunkTag]]] = {}
 
     def promised(self, room: Room) -> None:
         plans = {rank: link.checks for rank, link in room.links.items() if link.checks is not None}
         if plans:
-            self._checked[room] = _Checked(plans)
+            room.landing = _Checked(plans)
 
     def on_landed(self, room: Room, tag: ChunkTag, now_s: float) -> None:
         """Repeated, or of a room that has ended: no-op."""
-        checked = self._checked.get(room)
+        checked: _Checked | None = room.landing
         if checked is None or tag.rank not in checked.plans:
             super().on_landed(room, tag, now_s)
             return

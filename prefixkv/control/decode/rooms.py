@@ -63,6 +63,7 @@ class Room(ReceiverMachine):
         self.links: dict[int, Link] = {}
         self.peers: dict[int, PeerId] = {}
         self.settling: set[Token] = set()  # what drains ranks of it once the transport has read
+        self.landing: Any = None  # what the `Landings` keep of it
 
     def ranks_of(self, peer: PeerId, address: str | None = None) -> list[int]:
         return [
