@@ -220,15 +220,17 @@ def test_a_bit_that_flips_in_memory_is_found(
     kind: str, wires: FaultyWires, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the write, before the notification is heard."""
-    (prefill, decode), options = PAIRS[kind]
-    with MeshPair(mesh(prefill), mesh(decode), num_pages=256, **options) as pair:
+    (num_writers, decode), options = PAIRS[kind]
+    with MeshPair(mesh(num_writers), mesh(decode), num_pages=256, **options) as pair:
         on_landed = PageLooks.on_landed
 
         def flipped(looks: PageLooks, room: Any, tag: ChunkTag, now_s: float) -> None:
             if room.key.room in wires.rooms - wires.hit:
                 wires.hit.add(room.key.room)
-                page = int(room.promise.page_ids()[tag.first])
-                pair.decode_pools[0].k(1).view(torch.uint8)[page, 3, 1, 7] ^= 1
+                page, keys = int(room.promise.page_ids()[tag.first]), pair.decode_pools[0].k(1)
+                # Of this rank's heads: the write of another rank may still come.
+                head = tag.rank * keys.shape[2] // num_writers
+                keys.view(torch.uint8)[page, 3, head, 7] ^= 1
             on_landed(looks, room, tag, now_s)
 
         monkeypatch.setattr(PageLooks, "on_landed", flipped)
