@@ -146,6 +146,7 @@ class ShmLink:
             # A kernel older than the flag: pages come in as they are touched.
             if number == errno.EINVAL:
                 self._unpopulated.clear()
+                self._close_files()
                 return
             # 3. Interrupted, or no memory at the moment: the same stretch again.
             if number != errno.EINTR and number != errno.EAGAIN:

@@ -438,6 +438,7 @@ def test_a_kernel_that_is_interrupted_is_asked_again_and_an_old_one_is_not(
             while not link.is_whole and turns < 1000:
                 link.populate()
                 turns += 1
+        assert not link._files
     num_pages = liar.block.num_bytes // 4096  # the second block is not in the Hello
     if number == errno.EINVAL:
         assert turns == 1
