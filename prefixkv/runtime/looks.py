@@ -32,10 +32,10 @@ class LookThreads(CopyThreads):
         self._sums = cache(partial(PageSums, memory.layout, memory.state))
 
     def submit(self, look: LookAt) -> None:
-        """Raises ClosedError after `close`, and as `PageSums`."""
-        sums = self._sums(look.plan)
+        """Raises ClosedError after `close`."""
 
         def compare(start: int, stop: int) -> None:
+            sums = self._sums(look.plan)
             for span in look.spans[start:stop]:
                 sums.check(*span, look.what)
 

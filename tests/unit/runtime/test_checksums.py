@@ -14,15 +14,17 @@ import pytest
 import torch
 
 from prefixkv.config import Backend, DecodeConfig, PrefillConfig, TransportConfig
-from prefixkv.control.decode.looks import PageLooks
+from prefixkv.control.decode.looks import LookAt, PageLooks, PagesLookedAt, PageSpan
 from prefixkv.errors import ChecksumError
 from prefixkv.memory import page_sums
-from prefixkv.memory.mesh import Mesh
-from prefixkv.memory.page_sums import ALGORITHMS
+from prefixkv.memory.kv_pool import KVPool
+from prefixkv.memory.mesh import Mesh, Shard
+from prefixkv.memory.page_sums import ALGORITHMS, SumPlan
 from prefixkv.protocol.ids import ChunkTag
 from prefixkv.runtime import staging as staging_copies
 from prefixkv.runtime import transfers
-from prefixkv.transport.base import CHECKS, WriteJob
+from prefixkv.runtime.looks import LookThreads
+from prefixkv.transport.base import CHECKS, RankMemory, WriteJob
 from prefixkv.transport.transports import Transports
 from tests.support.mesh_workers import MeshPair
 from tests.support.node_pair import tokens_of
@@ -258,6 +260,18 @@ def test_so_is_a_scatter_that_goes_wrong(
         assert len(pair.failed) > 0 < num_wrong
         assert all(isinstance(error, ChecksumError) for error in pair.failed.values())
         assert pair.mismatches == 0
+
+
+def test_what_keeps_a_look_from_being_done_is_its_answer() -> None:
+    pool = KVPool.create(num_pages=4, page_size=4, num_layers=1, num_kv_heads=1, head_dim=4)
+    layout = pool.layout
+    answers: list[PagesLookedAt] = []
+    threads = LookThreads(RankMemory(layout), TransportConfig(), "test", answers.append)
+    span = PageSpan(-1, np.arange(1, dtype=np.int32), bytes(4))
+    threads.submit(LookAt(7, SumPlan("md5", Shard.whole(layout), 4), [span], "a chunk"))
+    until(lambda: bool(answers))
+    threads.close()
+    assert [(one.look_id, type(one.error)) for one in answers] == [(7, KeyError)]
 
 
 # --- groups ---------------------------------------------------------------------------------------
