@@ -23,16 +23,16 @@ class SumStamp(Stamp):
         plan = SumPlan(peer.checksum, part, unit_tokens, state)
         self._sums = PageSums(ours.layout, ours.state, plan)
 
-    def _pages(self, job: WriteJob) -> Pages:
-        pages = job.src_pages if job.units is None else job.units
-        return self._sums.checked(job.tag.group, pages)
-
     def least_parts(self, job: WriteJob) -> int:
-        return -(-len(self._pages(job)) // MAX_SUMS)
+        return -(-len(self._sums.checked(job.tag.group, _summed(job))) // MAX_SUMS)
 
     def put(self, job: WriteJob, tag: ChunkTag) -> ChunkTag:
         # Just before the part goes: its pages are in the caches then.
-        pages = self._pages(job)
+        pages = _summed(job)
         start, end = (len(pages) * nth // tag.num_parts for nth in (tag.part, tag.part + 1))
         share = self._sums.of(tag.group, pages[start:end])
         return tag._replace(first=tag.first + start, sums=share.tobytes())
+
+
+def _summed(job: WriteJob) -> Pages:
+    return job.src_pages if job.units is None else job.units
