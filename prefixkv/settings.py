@@ -335,8 +335,8 @@ def _settings(
             yield from _settings(field.table, _table(field, table), its_base, field.but)
         elif field.is_plain:
             key = (*table, field.name)
-            shown = None if default is MISSING else default
-            yield Setting("_".join(key), key, field, shown, base is MISSING and bool(table))
+            default = None if default is MISSING else default
+            yield Setting("_".join(key), key, field, default, base is MISSING and bool(table))
 
 
 def _table(field: Field, table: tuple[str, ...]) -> tuple[str, ...]:

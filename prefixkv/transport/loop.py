@@ -154,8 +154,8 @@ class TransportLoop(ABC, Generic[P]):
             self._connect_again(peer)
 
     def _set_stamp(self, peer: P) -> None:
-        makes = CHECKS[0].stamp if peer.memory.checksum else lambda *_: Stamp()
-        peer.outbox.stamp = makes(self._memory, peer.memory)
+        ours, theirs = self._memory, peer.memory
+        peer.outbox.stamp = CHECKS[0].stamp(ours, theirs) if theirs.checksum else Stamp()
 
     def remove_peer(self, peer_id: PeerId) -> None:
         """Remove a peer: its jobs that are not posted end now."""
