@@ -1,4 +1,4 @@
-"""Where a request goes on behind what is cached of it."""
+"""Where a request goes on behind what is cached of it: a scheduler has one `Resume`. Pure."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from prefixkv.prefill.request import PrefillRequest
 
 
 class Resume:
-    """At the end of what is cached. A part that keeps more of requests than pages overrides this.
+    """A request goes on at the end of what is cached. A part that keeps more of requests than pages
+    overrides this.
 
-    `follows`: whether a request may wait for a prefix that another computes. `is_whole`: whether
-    all that is cached is of use, for routers. It goes on at a multiple of `step_pages`.
+    `follows`: whether a request may wait for a prefix that another request computes. `is_whole`:
+    whether all that is cached is of use, for routers. A request goes on at a multiple of
+    `step_pages`.
     """
 
     follows, is_whole, step_pages = True, True, 1
@@ -30,31 +32,32 @@ class Resume:
         """The request is opened next, to go on from this."""
 
     def opened(self, req: PrefillRequest, dense_pages: int) -> None:
-        """It was opened; `dense_pages` of its path are cached."""
+        """The request was opened; `dense_pages` of its path are cached."""
 
     def add_stop(self, req: PrefillRequest, tokens: int, done: int) -> None:
-        """Another one waits for its first `tokens`, of which it has `done`."""
+        """Another request waits for the first `tokens` of this one, which has `done` of them."""
 
     def passed(self, req: PrefillRequest, end: int) -> None:
-        """Its KV is there up to token `end`."""
+        """KV of the request is there up to token `end`."""
 
     def take(self, req: PrefillRequest, end: int) -> int:
+        """Return a slot for the state behind `end` tokens, -1 if none is free."""
         raise RequestError(f"request {req.rid!r} is {req.state.value}, it saves no state")
 
     def enter(self, req: PrefillRequest) -> int | None:
-        """What it has computed is in the tree. Return where others can go on, in tokens; None: at
-        its end."""
+        """What the request has computed is in the tree. Return where others can go on, in tokens;
+        None: at its end."""
         return None
 
     def dropped(self, req: PrefillRequest) -> None:
-        """Its lock and its pages end next."""
+        """Lock and pages of the request end next."""
 
     def check_invariants(self, requests: Sequence[PrefillRequest]) -> None:
         """Raise InternalError if a law is broken."""
 
 
 class NoPrefix(Resume):
-    """Nowhere: what else a request needs is not kept."""
+    """A request begins anew: what it needs besides pages is not kept."""
 
     follows = is_whole = False
 
@@ -63,7 +66,7 @@ class NoPrefix(Resume):
 
 
 class EnginePrefix(Resume):
-    """Where the engine says (`PrefillConfig.usable_prefix`)."""
+    """A request goes on where the engine says (`PrefillConfig.usable_prefix`)."""
 
     follows = False
 
