@@ -7,13 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prefixkv.cache.eviction.hazards import (
-    BEGINS_S,
-    LENGTHS_S,
-    NUM_BINS,
-    RESOLUTION,
-    UNTAUGHT,
-)
+from prefixkv.cache.eviction.hazards import BEGINS_S, LENGTHS_S, NUM_BINS, RESOLUTION, UNTAUGHT
 from tests.laws.ghost_model import GhostModel
 from tests.laws.radix_model import ModelPage, ModelUse, Place, Prefix, visits
 

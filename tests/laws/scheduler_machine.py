@@ -37,14 +37,7 @@ from tests.laws.auditor import assert_at_rest, audit_decode, audit_prefill
 from tests.support.fabric import Hold
 from tests.support.schedulers import decode_scheduler, host_of, timed_by
 from tests.support.sim import Storm
-from tests.support.sim_engines import (
-    PAGE_SIZE,
-    ROWS,
-    SPOILT,
-    DecodeEngine,
-    FollowedLog,
-    PairSim,
-)
+from tests.support.sim_engines import PAGE_SIZE, ROWS, SPOILT, DecodeEngine, FollowedLog, PairSim
 from tests.support.sim_host import SimHost
 from tests.support.sim_memory import Memory
 from tests.support.sim_rank import TIMING, SimRank

@@ -410,7 +410,8 @@ class ScheduledSends:
 
     def _forget(self, rid: str) -> None:
         self.ledger.holds.release(rid)
-        del self.sends[rid]
+        # An abort that is not ordered yet would end the next send of this room's number.
+        self.ledger.orders.abort_sends.pop(self.sends.pop(rid).key, None)
         self.ledger.counters.add("sends_over")
 
     # --- the whole --------------------------------------------------------------------------------

@@ -20,14 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.ports import free_port
-from benchmarks.vllm_servers import (
-    MODEL,
-    REPOSITORY,
-    TINY,
-    Server,
-    make_model,
-    transfer_config,
-)
+from benchmarks.vllm_servers import MODEL, REPOSITORY, TINY, Server, make_model, transfer_config
 from prefixkv.engines.vllm.stats import GAUGES
 from tests.integration.vllm.test_vllm import BLOCK_BYTES, PYTHON, prompt_of, until
 from tests.support.patience import PATIENCE_S

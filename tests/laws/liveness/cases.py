@@ -8,15 +8,7 @@ from itertools import product
 from typing import Final
 
 import benchmarks.policies.gated  # noqa: F401  makes it known by name
-from tests.laws.liveness.arrivals import (
-    BLOCK,
-    PATTERNS,
-    Ask,
-    arrivals,
-    leaving,
-    orders,
-    prompts,
-)
+from tests.laws.liveness.arrivals import BLOCK, PATTERNS, Ask, arrivals, leaving, orders, prompts
 from tests.laws.liveness.world import GROUPS, Case
 from tests.support.schedulers import AGES_S
 from tests.support.sim_engines import ROWS

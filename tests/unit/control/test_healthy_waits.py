@@ -22,11 +22,7 @@ from prefixkv.protocol.messages import (
     PromiseAck,
     Topology,
 )
-from prefixkv.protocol.receiver_machine import (
-    ChunkLanded,
-    PeerReady,
-    ReceiverMachine,
-)
+from prefixkv.protocol.receiver_machine import ChunkLanded, PeerReady, ReceiverMachine
 from prefixkv.transport.base import Arrived, WriteDrained
 from tests.unit.control.wire import (
     DECODE,

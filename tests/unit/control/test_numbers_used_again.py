@@ -17,14 +17,7 @@ from prefixkv.errors import AbortedError, InternalError, PromptMismatchError, Re
 from prefixkv.protocol.commands import AbortRoom, DeclineRoom, Fence, OfferRoom, OpenRoom
 from prefixkv.protocol.events import Bootstrapped, RoomDrained, RoomEnded
 from prefixkv.protocol.ids import ChunkTag, KVPoll, PeerId, RoomKey
-from prefixkv.protocol.messages import (
-    Abort,
-    Drained,
-    Outcome,
-    OutcomeAck,
-    Promise,
-    PromiseAck,
-)
+from prefixkv.protocol.messages import Abort, Drained, Outcome, OutcomeAck, Promise, PromiseAck
 from prefixkv.transport.base import Arrived, WriteDrained, WriteJob
 from tests.unit.control.wire import (
     ADDRESS,

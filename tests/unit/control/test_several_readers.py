@@ -11,12 +11,7 @@ import pytest
 
 from prefixkv.config import CurveConfig
 from prefixkv.control.effects import AddPeer, Cancel, CopyDone, RemovePeer, Renew
-from prefixkv.errors import (
-    AbortedError,
-    PromptMismatchError,
-    RequestError,
-    TransferError,
-)
+from prefixkv.errors import AbortedError, PromptMismatchError, RequestError, TransferError
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
 from prefixkv.protocol.commands import Fence
 from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree

@@ -28,15 +28,7 @@ from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import Hello, HelloReply, ModelDigest, Promise, Topology
 from prefixkv.transport.base import WriteDone, WriteFailed
 from tests.support.control_effects import effects_of
-from tests.unit.protocol.rooms import (
-    DECODE,
-    PAGE_SIZE,
-    PREFILL,
-    PROMPT,
-    SENT,
-    TIMING,
-    promise,
-)
+from tests.unit.protocol.rooms import DECODE, PAGE_SIZE, PREFILL, PROMPT, SENT, TIMING, promise
 from tests.unit.protocol.rooms import KEY as KEY
 from tests.unit.protocol.rooms import ids as ids
 

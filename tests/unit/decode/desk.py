@@ -14,12 +14,7 @@ from prefixkv.errors import TransferError
 from prefixkv.pages.allocator import PageState
 from prefixkv.pages.groups import GroupSpec
 from prefixkv.pages.manager import PageManager
-from prefixkv.protocol.commands import (
-    AbortRoom,
-    DecodeCommand,
-    OpenRoom,
-    RefuseRoom,
-)
+from prefixkv.protocol.commands import AbortRoom, DecodeCommand, OpenRoom, RefuseRoom
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.request import Request
 from tests.laws.auditor import assert_at_rest

@@ -800,6 +800,7 @@ def test_what_is_kept_is_dropped_when_the_room_fails(
     assert isinstance(laws.machine.error, error)
     assert names(actions[-1:]) == ["SourceFree"], "nothing reads what was handed over"
     assert not of(laws.on(KEPT.promised()), PostWrite | Bootstrapped)
+    assert not laws.machine._early_chunks
 
 
 def test_a_chunk_after_the_last_one_fails_the_room_when_the_promise_comes() -> None:

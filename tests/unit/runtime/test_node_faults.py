@@ -10,13 +10,7 @@ import pytest
 import zmq
 
 from prefixkv import DecodeNode, PrefillNode
-from prefixkv.config import (
-    ControlConfig,
-    CurveConfig,
-    DecodeConfig,
-    PrefillConfig,
-    short_key,
-)
+from prefixkv.config import ControlConfig, CurveConfig, DecodeConfig, PrefillConfig, short_key
 from prefixkv.errors import (
     AbortedError,
     ConfigError,

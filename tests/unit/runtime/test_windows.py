@@ -10,13 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from prefixkv.config import (
-    Backend,
-    DecodeConfig,
-    HostConfig,
-    PrefillConfig,
-    TransportConfig,
-)
+from prefixkv.config import Backend, DecodeConfig, HostConfig, PrefillConfig, TransportConfig
 from prefixkv.decode.host_tier import HostTier
 from prefixkv.digest import prompt_digest
 from prefixkv.errors import PageStateError, RequestError

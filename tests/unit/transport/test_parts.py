@@ -13,13 +13,7 @@ from prefixkv.errors import ConfigError, HandshakeError, PageStateError
 from prefixkv.memory.kv_layout import KVLayout, Slab
 from prefixkv.memory.mesh import Shard
 from prefixkv.paging import checked_pages
-from prefixkv.transport.runs import (
-    cut_parts,
-    flat_indices,
-    next_indices,
-    paired_runs,
-    part_indices,
-)
+from prefixkv.transport.runs import cut_parts, flat_indices, next_indices, paired_runs, part_indices
 from tests.support.transport_pools import Shape, make_pool
 
 NUM_PAGES = 9

@@ -10,15 +10,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from tests.integration.vllm.liveness.case import MAX_LEN_BLOCKS, Case
-from tests.laws.liveness.arrivals import (
-    BLOCK,
-    PATTERNS,
-    Ask,
-    arrivals,
-    leaving,
-    orders,
-    prompts,
-)
+from tests.laws.liveness.arrivals import BLOCK, PATTERNS, Ask, arrivals, leaving, orders, prompts
 
 LENGTHS = 14 * BLOCK, 14 * BLOCK - 2, 10 * BLOCK, 7 * BLOCK + 1
 """Of 24 blocks one, one, two and three prompts take all that can be had."""

@@ -26,12 +26,7 @@ from prefixkv.control.effects import (
 )
 from prefixkv.control.prefill.control import PrefillInput
 from prefixkv.digest import prompt_digest
-from prefixkv.errors import (
-    InternalError,
-    PeerLostError,
-    PromptMismatchError,
-    RequestError,
-)
+from prefixkv.errors import InternalError, PeerLostError, PromptMismatchError, RequestError
 from prefixkv.memory.kv_layout import Slab
 from prefixkv.memory.mesh import Shard
 from prefixkv.protocol import messages

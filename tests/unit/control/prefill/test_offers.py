@@ -14,16 +14,7 @@ from prefixkv.protocol.commands import AbortRoom, OfferRoom
 from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.messages import Abort, Drained, Outcome, OutcomeAck, Promise
-from tests.unit.control.wire import (
-    DECODE,
-    KEY,
-    ROUTE,
-    SENT,
-    TIMING,
-    DecodePeer,
-    kinds,
-    promise,
-)
+from tests.unit.control.wire import DECODE, KEY, ROUTE, SENT, TIMING, DecodePeer, kinds, promise
 from tests.unit.protocol.rooms import PROMPT
 
 OTHER = PeerId("decode-1", 7)

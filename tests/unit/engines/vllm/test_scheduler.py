@@ -228,6 +228,17 @@ def test_a_preempted_send_goes_before_all_others(ends: bool) -> None:
     assert {one.request_id: made.count_loadable(one, 0) for one in others} == goes
 
 
+def test_an_abort_of_a_send_that_is_over_ends_no_other_of_its_room() -> None:
+    made = both_roles()
+    former = promised(made, "former", 1)
+    made.orders(step_of())
+    made.finished(former, [])
+    made.take_reports(WorkerReport(freed=["former"]), ())
+    promised(made, "later", 1)
+    orders = made.orders(step_of())
+    assert ([add.rid for add in orders.adds], orders.abort_sends) == (["later"], {})
+
+
 def test_loads_of_a_server_that_computes_for_others_leave_blocks_to_do_so() -> None:
     """Both servers may hold as many loads as they may, which wait for the other to compute. What is
     little is computed all the same."""

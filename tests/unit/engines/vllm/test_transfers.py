@@ -190,6 +190,11 @@ def test_what_ends_while_prefill_computes_is_computed_by_decode(
     assert load.recomputed
     assert servers.decode.wrong_tokens(load, len(PROMPT)) == 0
     servers.settle()
+    del servers.decode.outputs["1"]
+    again = servers.ask("1", [*range(500, 530)])  # that it has failed is of the former alone
+    servers.until_ended("1")
+    assert not again.recomputed
+    servers.settle()
 
 
 def test_blocks_of_a_failed_load_are_held_until_no_write_can_land(

@@ -9,6 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from prefixkv.engines.vllm.orders import StepOrders
 from tests.unit.engines.vllm.conftest import Servers
 from tests.unit.engines.vllm.standin import Engine
 from tests.unit.engines.vllm.test_transfers import PROMPT, blocks_sent, error_of, offered, opened
@@ -27,6 +28,17 @@ def ask(servers: Servers, rid: str) -> bool:
         assert "weights_version" in error_of(load)
     assert servers.decode.wrong_tokens(load, len(PROMPT)) == 0
     return not load.recomputed
+
+
+def test_what_former_weights_computed_is_handed_over_before_they_move(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would be offered as KV of the new ones."""
+    worker, seen = servers.prefill.worker, Mock()
+    for name in ("_hand_over", "move_weights"):
+        monkeypatch.setattr(worker, name, getattr(seen, name))
+    worker.before_forward(StepOrders(weights_version="v2"))
+    assert [call[0] for call in seen.mock_calls] == ["_hand_over", "move_weights"]
 
 
 @pytest.mark.parametrize("first", ["decode", "prefill"])
