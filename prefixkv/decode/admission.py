@@ -279,8 +279,7 @@ class Admission(Waiting):
 
     def _in_order(self, now_s: float) -> Iterator[Plan]:
         pages, any_taken = self._pages, False
-        self._turns()  # so that all have a place
-        self._note_overdue(now_s)
+        self._note_overdue(now_s)  # also of those that have just come back
         # 1. Requests that nothing may overtake, one after the other. The first that does not fit,
         # and does not step aside, ends the pass: all that comes behind it waits for it.
         while (first := self._first_of_all()) is not None and pages.can_open:

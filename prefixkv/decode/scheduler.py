@@ -715,8 +715,6 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         worker.is_met = False
         for req in self.waiting.at(address):
             self._retry_unanswered(req, error, now_s)
-        # Last, since each request that leaves may be the one that makes the worker idle.
-        self.workers.forget_if_idle(worker)
 
     def take_orders(self) -> list[Any]:
         """Return the copies that sources want to be made, and forget them; `hear` takes the end of

@@ -197,7 +197,6 @@ class Case:
 
     def _list_first(self) -> Waiter | None:
         """As at the beginning of a pass."""
-        self.list._turns()
         self.list._note_overdue(self.now_s)
         return self.list._first_of_all()
 
