@@ -5,7 +5,7 @@ Source: SGLang's `DecodePreallocQueue`, which admits first come, first served.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from typing import Final
 
@@ -41,20 +41,15 @@ class Admission(Waiting):
     Args:
         config: of it what is about admission. A request that has waited `admission_patience_s` is
             overtaken by nothing.
-        stuck_pages: counts pages that broken device events keep; the locks that end with them are
-            collected.
     """
 
-    def __init__(
-        self, ledger: Ledger, config: DecodeConfig, planner: Planner,
-        stuck_pages: Callable[[Releases], int],
-    ) -> None:  # fmt: skip
+    def __init__(self, ledger: Ledger, config: DecodeConfig, planner: Planner) -> None:
         super().__init__(
             ledger.workers, make_admission(config.admission), config.admission_patience_s,
             config.admission_wait_s, ledger.pages.errors,
         )  # fmt: skip
         self._ledger, self._pages = ledger, ledger.pages
-        self._planner, self._stuck_pages = planner, stuck_pages
+        self._planner = planner
         self._unwanted: dict[Waiter, None] = {}  # not entered in the tree yet
         self._num_changes = 0
         self._spent_at = -1  # version at which a pass left nothing to look at
@@ -159,7 +154,7 @@ class Admission(Waiting):
             for flight in self._ledger.flights:
                 if flight.is_open and flight.source.sends and flight.prefill in closed:
                     away += flight.pages.num_own + releases.end(flight.pages.lock)
-        stuck = self._stuck_pages(releases)
+        stuck = self._ledger.deferred_pages(releases, is_broken=True)
         if held := pages.held_pages + pages.quarantined_pages:
             back = [key for source in self._ledger.organs for key in source.held_by]
             held -= sum(pages.held_by(key).size for key in back)
