@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Final
 
-from prefixkv.admission import make_admission
 from prefixkv.cache.results import MatchResult, Releases
 from prefixkv.config import DecodeConfig
 from prefixkv.decode.ledger import Ledger
@@ -44,10 +43,7 @@ class Admission(Waiting):
     """
 
     def __init__(self, ledger: Ledger, config: DecodeConfig, planner: Planner) -> None:
-        super().__init__(
-            ledger.workers, make_admission(config.admission), config.admission_patience_s,
-            config.admission_wait_s, ledger.pages.errors,
-        )  # fmt: skip
+        super().__init__(ledger.workers, config, ledger.pages.errors)
         self._ledger, self._pages = ledger, ledger.pages
         self._planner = planner
         self._unwanted: dict[Waiter, None] = {}  # not entered in the tree yet

@@ -55,7 +55,7 @@ class BatchGrowth:
                         due.append(req)
         except (TypeError, AttributeError):  # what lacks these is no request
             raise _no_requests(reqs) from None
-        running = self._running_of(due)
+        running = self._running_of(due) if due else due
         if not is_known:
             self._batch = list(reqs)  # one of another node was due, and was refused
         if not due:

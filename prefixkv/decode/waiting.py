@@ -32,8 +32,9 @@ from typing import Any, Final
 
 from sortedcontainers import SortedList
 
-from prefixkv.admission import AdmissionPolicy, rank_as_tuple
+from prefixkv.admission import make_admission, rank_as_tuple
 from prefixkv.cache.results import MatchResult
+from prefixkv.config import DecodeConfig
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.errors import RequestError, UserErrors, check_laws
 from prefixkv.protocol.ids import RoomKey
@@ -246,19 +247,15 @@ class Waiting:
     """The list. Owned by the scheduler's thread. To enter or leave costs O(log waiting), a search
     O(workers) besides.
 
-    `patience_s`: a request that has waited this long is overtaken by nothing. `timeout_s`: how long
-    one without a `deadline_s` may wait, and any that came back. What `policy` raises when a request
-    is ranked again is in `errors`.
+    A request that has waited `admission_patience_s` is overtaken by nothing; one without a
+    `deadline_s`, and any that came back, may wait `admission_wait_s`. What the policy raises when a
+    request is ranked again is in `errors`.
     """
 
-    def __init__(
-        self, workers: Workers, policy: AdmissionPolicy, patience_s: float, timeout_s: float,
-        errors: UserErrors,
-    ) -> None:  # fmt: skip
-        self._workers = workers
-        self._policy = policy
-        self._patience_s, self._timeout_s = patience_s, timeout_s
-        self._errors = errors
+    def __init__(self, workers: Workers, config: DecodeConfig, errors: UserErrors) -> None:
+        self._workers, self._errors = workers, errors
+        self._policy = make_admission(config.admission)
+        self._patience_s, self._timeout_s = config.admission_patience_s, config.admission_wait_s
         self._waiters: dict[DecodeRequest, Waiter] = {}
         self._lines: dict[Worker, None] = {}  # workers with requests in line
         # Those aside, by reason: (pages it may need, arrival, waiter).

@@ -47,7 +47,10 @@ class Case:
         self.workers = Workers(self.chance.random() < 0.5, AWAY_S, SHARE)
         self.policy = BySize(self.chance.random() < 0.7)
         self.errors = UserErrors()
-        self.list = Waiting(self.workers, self.policy, PATIENCE_S, TIMEOUT_S, self.errors)
+        config: Any = SimpleNamespace(
+            admission=self.policy, admission_patience_s=PATIENCE_S, admission_wait_s=TIMEOUT_S
+        )
+        self.list = Waiting(self.workers, config, self.errors)
         self.all: list[Waiter] = []
         self.for_pages: set[Waiter] = set()
         self.for_share: set[Waiter] = set()
