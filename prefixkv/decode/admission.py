@@ -56,8 +56,7 @@ class Admission(Waiting):
         Cost: O(log waiting), and a match where the policy lets requests overtake. Raises what the
         policy raises, with nothing changed.
         """
-        worker = self._workers.of(ALONE if req.is_alone else req.prefill)
-        waiter = Waiter(req, self._num_arrivals + 1, worker, first, now_s)
+        waiter = Waiter(req, self._num_arrivals + 1, first, now_s)
         # Ranks are the user's code: they come before the first change. One that comes back has no
         # rank: the order among those is by return, which no policy changes.
         if not first:
@@ -66,6 +65,7 @@ class Admission(Waiting):
             waiter.rank = self._rank(waiter)
         self._num_arrivals += 1
         self._spent_at = -1
+        waiter.worker = self._workers.of(ALONE if req.is_alone else req.prefill)
         # What could be taken now can come back in any case.
         available = self._pages.available_pages
         self._enter(waiter, available if req.max_pages <= available else self.most_pages)

@@ -60,11 +60,12 @@ class BatchGrowth:
             self._batch = list(reqs)  # one of another node was due, and was refused
         if not due:
             return False
+        lengths = []  # the step that gave the token has written the KV of the one before
         for req in running:
-            if len(req.output) >= req.max_new_tokens:
+            if (num_output := len(req.output)) >= req.max_new_tokens:
                 raise RequestError(f"request {req.rid!r} has its {req.max_new_tokens} tokens")
-        # The step that gave the token has written the KV of the one before.
-        self._take([(req, req.prompt_len + len(req.output)) for req in running], 1, now_s)
+            lengths.append((req, req.prompt_len + num_output))
+        self._take(lengths, 1, now_s)
         # Now nothing can fail any more: states and limits change.
         for req in running:
             if req.state is not DecodeState.RUNNING:  # it gets its first token

@@ -212,9 +212,9 @@ class Waiter:
 
     req: DecodeRequest
     arrival: int
-    worker: Worker
     is_returned: bool
     since_s: float
+    worker: Worker = field(init=False)
     blocked_by: str = ""  # a reason of its own, PAGES or SHARE; "": it stands in its worker's line
     match: MatchResult | None = None
     new_pages: int = 0

@@ -69,8 +69,9 @@ class Case:
         address, pages = self.chance.choice(ADDRESSES), self.chance.randint(1, 6)
         waiter = Waiter(
             Req(self.chance.choice([2, 5, 9]), self.now_s),  # type: ignore[arg-type]
-            self.number, self.workers.of(address), self.chance.random() < 0.2, self.now_s,
+            self.number, self.chance.random() < 0.2, self.now_s,
         )  # fmt: skip
+        waiter.worker = self.workers.of(address)
         waiter.new_pages = waiter.needed_pages = waiter.most_pages = pages
         if not waiter.is_returned:
             waiter.rank = self.list._rank(waiter)
