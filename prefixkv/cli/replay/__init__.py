@@ -16,7 +16,7 @@ All but the command works without the extra `cli`; docs/traces.md has an example
 from __future__ import annotations
 
 from prefixkv.cli.replay.check import TraceCheck, check_trace
-from prefixkv.cli.replay.curves import replay_curves
+from prefixkv.cli.replay.curves import check_policy, replay_curves
 from prefixkv.cli.replay.optimum import OPTIMUM, replay_optimum
 from prefixkv.cli.replay.readers import make_trace, read_trace
 from prefixkv.cli.replay.run import ReplayResult, RequestHits, replay_policy
@@ -31,6 +31,7 @@ __all__ = [
     "Trace",
     "TraceCheck",
     "TraceRequest",
+    "check_policy",
     "check_trace",
     "client_hints",
     "make_trace",
