@@ -21,6 +21,7 @@ from prefixkv.errors import (
     ClosedError,
     InternalError,
     PeerLostError,
+    PrefixKVError,
     TransferError,
     TransferTimeoutError,
 )
@@ -256,14 +257,15 @@ class TransportLoop(ABC, Generic[P]):
 
 
 def bare(error: BaseException) -> Exception:
-    """Return an error without tracebacks: their frames would keep NIXL agents and mapped memory. An
-    exception that is no `Exception` (KeyboardInterrupt, say) comes back wrapped."""
+    """Return an error without tracebacks: their frames would keep NIXL agents and mapped memory. A
+    foreign exception (of NIXL, of the system) comes back as the cause of a TransferError, so that a
+    request ends by no other than a PrefixKVError."""
     # Causes and contexts have tracebacks of their own.
     seen: BaseException | None = error
     while seen is not None:
         seen.__traceback__ = None
         seen = seen.__cause__ or seen.__context__
-    if isinstance(error, Exception):
+    if isinstance(error, PrefixKVError):
         return error
     wrapped = TransferError(f"{type(error).__name__}: {error}")
     wrapped.__cause__ = error

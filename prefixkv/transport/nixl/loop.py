@@ -307,7 +307,8 @@ class NixlLoop(TransportLoop[NixlPeer]):
             # Before the job may end: its WriteFailed asks `_tell_if_proven`, which reads this.
             post.agent.unproven.add(post.job.job.job_id)
         self._jobs.part_ended(post.job, post.part, error, may_land)
-        if current and isinstance(error, CONNECTION_BROKEN) and peer.routes is not None:
+        is_usable = current and peer.routes is not None
+        if is_usable and error and isinstance(error.__cause__, CONNECTION_BROKEN):
             self._lose(peer, error)
         self._forget_if_unused(peer)
 

@@ -32,7 +32,7 @@ from prefixkv.transport.base import (
     Sink,
 )
 from prefixkv.transport.jobs import ActiveJob
-from prefixkv.transport.loop import RECONNECT_S, ThreadedTransport, TransportLoop
+from prefixkv.transport.loop import RECONNECT_S, ThreadedTransport, TransportLoop, bare
 from prefixkv.transport.runs import routes_to
 from prefixkv.transport.shm.peer import ShmLink, ShmPeer
 from prefixkv.transport.shm.wire import ShmListener
@@ -207,7 +207,7 @@ class ShmLoop(TransportLoop[ShmPeer]):
         waits, nothing is reported: the next write finds out."""
         connected = peer.routes is not None
         # Its frames may hold the maps of the peer's memory.
-        error = error.with_traceback(None)
+        error = bare(error)
         peer.disconnect()
         waited = bool(peer.outbox)
         self._jobs.drop(peer.outbox, error)
@@ -230,7 +230,7 @@ class ShmLoop(TransportLoop[ShmPeer]):
             assert peer.link is not None
             peer.link.tell(job.part_tag(number).pack())
         except Exception as failure:
-            error = failure.with_traceback(None)
+            error = bare(failure)
         # Whatever went wrong, this thread copies no more of it, so nothing of it lands later.
         self._jobs.part_ended(job, part, error, may_land=False)
         if isinstance(error, PeerLostError):

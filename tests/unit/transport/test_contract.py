@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from prefixkv.config import TransportConfig
-from prefixkv.errors import AbortedError, ClosedError, HandshakeError, PeerLostError
+from prefixkv.errors import (
+    AbortedError,
+    ClosedError,
+    HandshakeError,
+    PeerLostError,
+    TransferError,
+)
 from prefixkv.protocol.ids import PeerId
 from prefixkv.transport.base import (
     PeerMemory,
@@ -139,7 +145,8 @@ def test_an_error_in_ready_fails_its_job_only(driver: Driver) -> None:
     writer.transport.write(writer.job(1, target, [1], [2], ready=gate))
     writer.transport.write(writer.job(2, target, [3], [4]))
     driver.until(lambda: len(writer.ends()) == 2)
-    writer.drained(1, error=ZeroDivisionError)
+    failed = writer.drained(1, error=TransferError)
+    assert isinstance(failed.error.__cause__, ZeroDivisionError)
     assert isinstance(writer.ends(2)[0], WriteDone)
     assert gate.queries == 1
 

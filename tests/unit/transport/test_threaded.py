@@ -9,7 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from prefixkv.errors import CallerError, ConfigError, InternalError, TransferTimeoutError
+from prefixkv.errors import (
+    CallerError,
+    ConfigError,
+    InternalError,
+    TransferError,
+    TransferTimeoutError,
+)
 from prefixkv.memory.staging_area import StagingArea
 from prefixkv.memory.state_layout import StateLayout
 from prefixkv.protocol.ids import PeerId
@@ -137,6 +143,6 @@ def test_a_loop_that_says_a_timeout_has_not_started_too_late(
 
     monkeypatch.setattr(ShmTransport, "loop_type", late)
     memory, before = a_memory(), set(os.listdir("/proc/self/fd"))
-    with pytest.raises(TimeoutError, match="the card"):
+    with pytest.raises(TransferError, match="TimeoutError: the card"):
         ShmTransport(PeerId("d", 1), memory, lambda event: None)
     assert set(os.listdir("/proc/self/fd")) == before

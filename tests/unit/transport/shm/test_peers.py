@@ -21,7 +21,7 @@ import msgspec
 import pytest
 
 from prefixkv.config import TransportConfig
-from prefixkv.errors import HandshakeError, PeerLostError, TransferTimeoutError
+from prefixkv.errors import HandshakeError, PeerLostError, TransferError, TransferTimeoutError
 from prefixkv.memory.kv_pool import SEALS
 from prefixkv.protocol.ids import ChunkTag
 from prefixkv.transport.base import (
@@ -188,7 +188,7 @@ def test_a_copy_that_fails_fails_its_job_drained_and_nothing_else(
     with monkeypatch.context() as patched:
         patched.setattr(CopyPlan, "copy", broken)
         driver.end(writer, writer.job(2, target, [1], [1]))
-    writer.drained(2, error=ZeroDivisionError)
+    writer.drained(2, error=TransferError)
     driver.done(writer, writer.job(3, target, [1], [1]))
     assert link_to(writer, target) is link
     assert not writer.of(PeerUnreachable)
@@ -200,7 +200,7 @@ def test_a_peer_that_was_connected_once_is_said_to_have_been(driver: ShmDriver) 
     until(lambda: is_connected(writer, target))
     target.transport.close()
     driver.end(writer, writer.job(1, target, [1], [1]))
-    writer.drained(1, error=(PeerLostError, OSError))
+    writer.drained(1, error=TransferError)
     driver.until(lambda: writer.of(PeerUnreachable))
     assert all(event.was_reached for event in writer.of(PeerUnreachable))
 
