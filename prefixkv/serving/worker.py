@@ -513,17 +513,13 @@ def make_worker(config: WorkerConfig) -> PrefillWorker | DecodeWorker:
 
 
 def _model(settings: WorkerSettings, node: C) -> tuple[Any, C]:
-    """Load the model, and return it with the node's config. Raises ConfigError; for what the model
-    cannot have, before its weights are read, which may take minutes."""
+    """Load the model, and return it with the node's config. Raises ConfigError."""
     import torch
 
     from prefixkv.engines.hf import load_model
-    from prefixkv.engines.hf.models import ExtraState, check_extra, extra_state_of
     from prefixkv.engines.hf.small import small_model
 
     models, context = settings.models, settings.models.context or None
-    extra = extra_state_of(models.model, context) if models.model else ExtraState.NONE
-    check_extra(extra, node.checkpoints, settings.window_pages)
     if models.threads:
         torch.set_num_threads(models.threads)
     options: dict[str, Any] = {"device": models.device, "context": context}
