@@ -56,7 +56,6 @@ _ATTEMPTS: Final = 3  # with prefill; one more follows without
 _AVOIDED_S: Final = 5.0  # how long an unreachable server gets no requests
 _LINES_PER_S: Final = 0.2  # of the log, about one server: clients ask again at once
 _GRACE_S: Final = 1.0  # for prefill's answer after decode's first piece
-_REFUSALS: Final = (400, 413, 422)  # the client's fault, whichever server is asked
 _OPEN: Final = ("/health", "/ping")  # probes of load balancers carry no key
 _TO_DECODE: Final = ("/v1/models", "/version", "/tokenize", "/detokenize")
 _NOT_FOR_PREFILL: Final = (
@@ -76,7 +75,7 @@ class LostError(Exception):
     """A failed attempt that another attempt may repair, without `server`; "": with the same.
     `is_refused`: prefill does not take the request, so another one need not be asked."""
 
-    def __init__(self, why: str, server: str = "", *, is_refused: bool = False) -> None:
+    def __init__(self, why: str, server: str = "", is_refused: bool = False) -> None:
         super().__init__(why)
         self.server, self.is_refused = server, is_refused
 
@@ -386,7 +385,6 @@ class _ProxiedRequest:
                     prefill = stack.enter_context(proxy.sides["prefill"].chosen(self._keys, lost))
                 if self._transfers and prefill is None:
                     proxy.metrics.recomputed.inc()
-                attempts_left -= 1
                 try:
                     answer = await self._attempt(stack, decode, prefill)
                 except LostError as error:
@@ -396,8 +394,7 @@ class _ProxiedRequest:
                         why = "the servers that were asked have failed"
                         raise failed(502, why, str(error), "worker_lost") from None
                     proxy.metrics.retried.inc()
-                    if error.is_refused:
-                        attempts_left = 0
+                    attempts_left = 0 if error.is_refused else attempts_left - 1
                 else:
                     await held.enter_async_context(stack.pop_all())
                     return answer
@@ -501,8 +498,8 @@ class _ProxiedRequest:
             raise LostError(why, server) from None
         found = ServerAnswer(answer.status, media_type, first, rest, kept)
         if role == "prefill" and found.status >= 400:
-            is_refused = found.status in _REFUSALS
-            raise LostError(found.said(server), server, is_refused=is_refused)
+            # These are the client's fault, whichever server is asked.
+            raise LostError(found.said(server), server, found.status in (400, 413, 422))
         return found
 
 

@@ -48,7 +48,6 @@ from prefixkv.serving.openai import (
     Usage,
     event,
     model,
-    models,
     parse,
     too_long,
     unknown_model,
@@ -191,13 +190,13 @@ class Front(Entrance):
     # --- what is asked ----------------------------------------------------------------------------
 
     async def _models(self, request: Request) -> Response:
-        about = self.name, self._created, self.fleet.context, self._defaults.temperature
+        about = model(self.name, self._created, self.fleet.context, self._defaults.temperature)
         name = request.path_params.get("name")
         if name is None:
-            return json_response(models(*about))
+            return json_response({"object": "list", "data": [about]})
         if name != self.name:
             raise unknown_model(name)
-        return json_response(model(*about))
+        return json_response(about)
 
     async def _show_health(self, _: Request) -> Response:
         """Load balancers carry no key, so the workers are not listed here."""

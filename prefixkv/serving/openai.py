@@ -432,10 +432,6 @@ def event(body: Any) -> bytes:
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
-def models(name: str, created: int, context: int, temperature: float = 1.0) -> dict[str, Any]:
-    return {"object": "list", "data": [model(name, created, context, temperature)]}
-
-
 def model(name: str, created: int, context: int, temperature: float = 1.0) -> dict[str, Any]:
     """`temperature` is that of requests without one."""
     return {

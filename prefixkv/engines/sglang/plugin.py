@@ -180,7 +180,7 @@ def _around_pop(original: Any, queue: Any, *args: Any, **named: Any) -> Any:
     state = _queue_state(queue, cache)
     # With priorities SGLang sorts the queue itself.
     if _admission() == "hit_aware" and not queue.scheduler.enable_priority_scheduling:
-        state.order.order(queue.queue, _request, CLOCK.now_s)
+        state.order.order(queue.queue, CLOCK.now_s)
     popped = original(queue, *args, **named)
     # Admitted requests bring pages for others. A rebootstrap fetches its own output as well.
     if _number("PREFIXKV_JOIN", 1):
@@ -381,10 +381,6 @@ def _enabled_cache(cache: Any) -> Any:
     from prefixkv.engines.sglang.cache import PrefixKVCache
 
     return cache if isinstance(cache, PrefixKVCache) and not cache.disable else None
-
-
-def _request(item: Any) -> Any:
-    return item.req
 
 
 def _admission() -> str:

@@ -35,6 +35,8 @@ class SlotTable:
         """Return a new tensor int64 [len(pages) * page_size] on the device."""
         if not len(pages):
             return self._empty
+        if self._page_size == 1:
+            return self.on_device(pages)
         return self._table.index_select(0, self.on_device(pages)).view(-1)
 
     def slots_of_packed(self, packed: bytes | bytearray) -> torch.Tensor:
@@ -61,5 +63,5 @@ class SlotTable:
     def pages(self, slots: torch.Tensor) -> Pages:
         """Return the page ids of whole pages of slots, int32 on the host. Waits for a GPU."""
         # The first slot of a page names it: slots of a page are consecutive.
-        first = slots[:: self._page_size] // self._page_size
-        return first.cpu().numpy().astype(np.int32, copy=False)
+        first = slots[:: self._page_size].cpu().numpy()
+        return (first // self._page_size).astype(np.int32, copy=False)

@@ -491,10 +491,10 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         self._req: Any = None
         self._has_prompt = False
         self._ticket = 0
-        own, self._refusal = mgr.claim_room(bootstrap_room, self)
+        own, refusal = mgr.claim_room(bootstrap_room, self)
         super().__init__(mgr, bootstrap_addr, own, *more, **named)
-        if self._refusal:
-            self._fail(self._refusal)
+        if refusal:
+            self._fail(refusal)
 
     @property
     def receives(self) -> Receives:

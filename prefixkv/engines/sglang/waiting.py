@@ -8,9 +8,6 @@ from typing import Any
 
 from prefixkv.spi import RadixCache, RadixKey, TreeNode
 
-PATIENCE_S = 5.0
-"""Age in seconds from which no other request overtakes one (as `DecodeConfig.patience_s`)."""
-
 
 class Depths:
     """Cache of how many pages of each waiting prompt are in the tree. A prompt is matched again
@@ -48,12 +45,12 @@ class NewPagesFirst:
     """Fewest pages to send first. Requests that have waited for `patience_s` come before all
     others, in the order of arrival."""
 
-    def __init__(self, depths: Depths, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, depths: Depths, patience_s: float) -> None:
         self._depths = depths
         self._patience_s = patience_s
         self._since: dict[int, float] = {}  # by id(item): time at which it was first seen
 
-    def order(self, queue: list[Any], request_of: Callable[[Any], Any], now_s: float) -> None:
+    def order(self, queue: list[Any], now_s: float) -> None:
         """Sort in place, stably. `now_s` is the ranks' common time, so all sort alike."""
         # Forget items that left first: a new item may get the id of a former one.
         here = {id(item) for item in queue}
@@ -67,7 +64,7 @@ class NewPagesFirst:
             if now_s - since >= self._patience_s:
                 ranks[ident] = (0, since)
                 continue
-            key, depth = self._depths.of(request_of(item))
+            key, depth = self._depths.of(item.req)
             ranks[ident] = (1, len(key) // self._depths.page_size - depth)
         queue.sort(key=lambda item: ranks[id(item)])
 

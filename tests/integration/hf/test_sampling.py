@@ -77,7 +77,8 @@ def test_without_a_seed_it_follows_from_the_request() -> None:
         {"temperature": -0.1}, {"temperature": float("nan")}, {"temperature": float("inf")},
         {"temperature": "1"}, {"top_p": 0}, {"top_p": 1.1}, {"top_k": -1}, {"top_k": 1.5},
         {"min_tokens": -1}, {"min_tokens": 1.5}, {"seed": -1}, {"seed": 2**64},
-        {"stop_tokens": (-1,)},
+        {"stop_tokens": (-1,)}, {"logprobs": -1}, {"logprobs": 21}, {"logprobs": True},
+        {"logprobs": 1.5}, {"logprobs": "1"},
     ],
 )  # fmt: skip
 def test_what_is_out_of_range_is_refused(wrong: dict) -> None:

@@ -5,9 +5,9 @@ which they may arrive. Shared by the models of the library's schedulers (`world.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import permutations
+from itertools import permutations, product
 from typing import Any
 
 BLOCK = 4  # tokens of a page
@@ -59,6 +59,16 @@ def prompts(pattern: str, lengths: tuple[int, ...]) -> list[tuple[tuple[int, int
             cuts = [max(length - i * (BLOCK + 1), 2) for i, length in enumerate(lengths)]
             return [((100, min(cuts[: i + 1])),) for i in range(len(lengths))]
     raise ValueError(pattern)
+
+
+def asked_alike(
+    num: int, patterns: tuple[str, ...], lengths: tuple[int, ...], pools: Iterable[Any],
+    all_kinds: Iterable[tuple[str, ...]],
+) -> Iterator[tuple[Any, tuple[Ask, ...]]]:  # fmt: skip
+    """So many requests for each pattern, size, pool and kinds, with the pool."""
+    for pattern, length, pool, kinds in product(patterns, lengths, pools, all_kinds):
+        words = prompts(pattern, (length,) * num)
+        yield pool, tuple(Ask(kinds[i % len(kinds)], words[i]) for i in range(num))
 
 
 def arrivals(kinds: tuple[str, ...]) -> list[str]:

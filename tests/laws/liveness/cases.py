@@ -8,7 +8,16 @@ from itertools import product
 from typing import Final
 
 import benchmarks.policies.gated  # noqa: F401  makes it known by name
-from tests.laws.liveness.arrivals import BLOCK, PATTERNS, Ask, arrivals, leaving, orders, prompts
+from tests.laws.liveness.arrivals import (
+    BLOCK,
+    PATTERNS,
+    Ask,
+    arrivals,
+    asked_alike,
+    leaving,
+    orders,
+    prompts,
+)
 from tests.laws.liveness.world import GROUPS, Case
 from tests.support.schedulers import AGES_S
 from tests.support.sim_engines import ROWS
@@ -26,9 +35,7 @@ def every_order(
 ) -> Iterator[Case]:
     """Every order of so many requests, for each pattern, size, pool and kind. What goes on between
     two arrivals is one for all of them, or, `mixed`, each by itself."""
-    for pattern, length, pool, kinds in product(patterns, LENGTHS, POOLS, KINDS):
-        words = prompts(pattern, (length,) * num)
-        asks = tuple(Ask(kinds[i % len(kinds)], words[i]) for i in range(num))
+    for pool, asks in asked_alike(num, patterns, LENGTHS, POOLS, KINDS):
         for order in orders(asks):
             paces = product(PACES, repeat=len(order) - 1) if mixed else ((one,) for one in PACES)
             for pace in paces:

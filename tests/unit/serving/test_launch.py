@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -15,7 +17,7 @@ import pytest
 from prefixkv.errors import ConfigError
 from prefixkv.serving import launch
 from prefixkv.serving.fleet import Fleet
-from prefixkv.serving.launch import Child, Followed
+from prefixkv.serving.launch import Child, Followed, _signal
 from prefixkv.serving.wire import WorkerInfo
 from prefixkv.serving.worker import READY
 from tests.support.patience import PATIENCE_S
@@ -170,3 +172,14 @@ async def test_a_front_without_the_workers_model_takes_none(
     assert not hands.fleet.workers
     assert f"its model is {model!r}" in caplog.text
     await hands.end(followed)
+
+
+def test_a_signal_to_a_child_that_has_ended_leaves_its_status_to_who_waits() -> None:
+    """asyncio waits for it in a thread, and logs a child that another call has taken."""
+    with subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"]) as child:
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and is still there
+        _signal(child, signal.SIGKILL)  # type: ignore[arg-type]
+        assert child.returncode is None
+        assert os.waitpid(child.pid, 0) == (child.pid, 7 << 8)
+        _signal(child, signal.SIGKILL)  # type: ignore[arg-type] # nothing has its number any more
+        child.returncode = 7

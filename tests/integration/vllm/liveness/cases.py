@@ -10,7 +10,16 @@ from typing import Any
 from msgspec.structs import replace
 
 from tests.integration.vllm.liveness.case import MAX_LEN_BLOCKS, Case
-from tests.laws.liveness.arrivals import BLOCK, PATTERNS, Ask, arrivals, leaving, orders, prompts
+from tests.laws.liveness.arrivals import (
+    BLOCK,
+    PATTERNS,
+    Ask,
+    arrivals,
+    asked_alike,
+    leaving,
+    orders,
+    prompts,
+)
 
 LENGTHS = 14 * BLOCK, 14 * BLOCK - 2, 10 * BLOCK, 7 * BLOCK + 1
 """Of 24 blocks one, one, two and three prompts take all that can be had."""
@@ -20,9 +29,7 @@ KINDS = ("room",), ("drawn",), ("room", "drawn"), ("drawn", "room"), ("room", "p
 
 def every_order(num: int, patterns: tuple[str, ...], paces: tuple[str, ...]) -> Iterator[Case]:
     """Every order of so many requests, for each pattern, size, pool, kind and pace."""
-    for pattern, length, pool, kinds in product(patterns, LENGTHS, POOLS, KINDS):
-        words = prompts(pattern, (length,) * num)
-        asks = tuple(Ask(kinds[i % len(kinds)], words[i]) for i in range(num))
+    for pool, asks in asked_alike(num, patterns, LENGTHS, POOLS, KINDS):
         for order, pace in product(orders(asks), paces):
             yield Case(asks, order, (pace,), blocks=pool)
 

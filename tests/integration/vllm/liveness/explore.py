@@ -1,18 +1,9 @@
 """Explores orders of arrival at two vLLM servers with small caches, with vLLM's real scheduler
 (`world.py`): every request ends without a timer, and nothing is left behind.
 
-    python -m tests.integration.vllm.liveness.explore                   the short profile
-    python -m tests.integration.vllm.liveness.explore --seconds 3600
-        all orders, then random cases
-    python -m tests.integration.vllm.liveness.explore --seed 7000 --seconds 600
-        random cases only
-    python -m tests.integration.vllm.liveness.explore --with host --seconds 600
-        host memory; or `both` roles, `windows`, `states`
-    python -m tests.integration.vllm.liveness.explore --mutants
-        each has to be found
-    python -m tests.integration.vllm.liveness.explore --case '{...}' -v
-        as a failure printed it
-    python -m tests.integration.vllm.liveness.explore --mutant old_order --case ordered -v
+    python -m tests.integration.vllm.liveness.explore                   the short profile, mutants
+    ... --seconds 3600 [--seed 7000] [--with host]      all orders, random cases; or only these
+    ... --case '{...}' [--mutant old_order]             as a failure printed it, or by its name
 
 Run it from the repository with the interpreter of `python -m benchmarks env vllm`. Each line of
 JSON is a result. All choices follow from the case: the same case is the same run.
@@ -38,14 +29,15 @@ from tests.integration.vllm.liveness.world import run
 from tests.laws.liveness.arrivals import PATTERNS
 
 PACES = "none", "rest", "a", "b"
+MOST_FAILURES = 20
 
 
-def explore(cases: Iterable[Case], until_s: float, most_failures: int) -> dict[str, Any]:
+def explore(cases: Iterable[Case], until_s: float) -> dict[str, Any]:
     """Play cases until there are no more, or time is over."""
     counts: Counter[str] = Counter()
     num_failures = 0
     for case in cases:
-        if time.monotonic() > until_s or num_failures == most_failures:
+        if time.monotonic() > until_s or num_failures == MOST_FAILURES:
             break
         counts["cases"] += 1
         try:
@@ -109,41 +101,28 @@ def main() -> int:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--case", help="as a failure printed it, or a name of `cases.ONCE`")
-    parser.add_argument("-v", action="store_true", help="say each step of the case")
     parser.add_argument("--mutant", default="", choices=["", *ALL], help="with this fault")
-    parser.add_argument("--mutants", action="store_true", help="only these")
     parser.add_argument("--seconds", type=float, default=0.0, help="the long profile")
     parser.add_argument("--with", dest="of", default="", choices=[*WITH], help="only such cases")
     parser.add_argument("--seed", type=int, help="of the first random case, without all orders")
-    parser.add_argument("--most-failures", type=int, default=20)
     options = parser.parse_args()
     if options.case:
         case = ONCE.get(options.case) or Case.of(options.case)
         with mutated(options.mutant):
-            world = run(
-                case,
-                print if options.v else None,
-                promises_first=options.mutant != "old_order",
-            )
-        print(json.dumps({"steps": len(world.steps), **world.counters}))
+            run(case, print, promises_first=options.mutant != "old_order")
         return 0
-    failed = False
-    if not options.mutants:
-        is_long = bool(options.seconds)
-        cases = long_profile(options.seed, options.of) if is_long else short_profile()
-        until_s = time.monotonic() + options.seconds if is_long else float("inf")
-        with mutated(options.mutant):
-            explored = explore(cases, until_s, options.most_failures)
-        explored["repeatable"] = all(
-            is_repeatable(make(seed)) for make in WITH.values() for seed in range(3)
-        )
-        failed = explored["failures"] > 0 or not explored["repeatable"]
-        print(json.dumps(explored))
-    if options.mutants or not options.seconds:
-        for mutant in ALL:
-            found = find(mutant, 400)
-            failed |= not found["found"]
-            print(json.dumps(found), flush=True)
+    is_long = bool(options.seconds)
+    cases = long_profile(options.seed, options.of) if is_long else short_profile()
+    until_s = time.monotonic() + options.seconds if is_long else float("inf")
+    with mutated(options.mutant):
+        explored = explore(cases, until_s)
+    is_same = all(is_repeatable(make(seed)) for make in WITH.values() for seed in range(3))
+    print(json.dumps({**explored, "repeatable": is_same}), flush=True)
+    failed = explored["failures"] > 0 or not is_same
+    for mutant in () if is_long else ALL:
+        found = find(mutant, 400)
+        failed |= not found["found"]
+        print(json.dumps(found), flush=True)
     return int(failed)
 
 

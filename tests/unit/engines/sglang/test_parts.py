@@ -179,24 +179,24 @@ def test_prompts_are_matched_again_only_when_pages_came_or_went() -> None:
         return request.key
 
     order = NewPagesFirst(Depths(tree, key_of), patience_s=5.0)
-    long, short = ask(1, 2, 3, 4), ask(9, 9)
+    long, short = (SimpleNamespace(req=ask(*words)) for words in ((1, 2, 3, 4), (9, 9)))
     queue = [long, short]
     for _ in range(3):
-        order.order(queue, lambda item: item, 0.0)
+        order.order(queue, 0.0)
     assert queue == [short, long]
     assert len(asked) == 2
     tree.insert([1, 2, 3, 4], range(4))
-    order.order(queue, lambda item: item, 4.9)
+    order.order(queue, 4.9)
     assert queue == [long, short]
     assert len(asked) == 4
-    late = ask(7)
+    late = SimpleNamespace(req=ask(7))
     queue.append(late)
-    order.order(queue, lambda item: item, 5.0)
+    order.order(queue, 5.0)
     assert queue == [long, short, late]
     queue.remove(long)
-    order.order(queue, lambda item: item, 5.0)
+    order.order(queue, 5.0)
     queue.append(long)  # as another would that has its place in memory
-    order.order(queue, lambda item: item, 6.0)
+    order.order(queue, 6.0)
     assert queue == [short, long, late]
 
 
