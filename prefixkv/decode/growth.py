@@ -13,6 +13,7 @@ from prefixkv.decode.ending import Ending
 from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.request import CAN_RUN, CUT_SHORT, DecodeRequest, DecodeState
 from prefixkv.errors import OutOfPagesError, RequestError, shown
+from prefixkv.pages.manager import RequestPages
 from prefixkv.pages.requests import check_own
 
 
@@ -113,23 +114,24 @@ class BatchGrowth:
         """Take what each request lacks for the KV of `num_tokens` behind this length. Raises
         OutOfPagesError, with nothing changed."""
         pages, page_size = self._pages, self._pages.page_size
-        missing: dict[DecodeRequest, int] = {}  # pages
+        missing: list[tuple[DecodeRequest, RequestPages, int]] = []  # and pages that it lacks
         for req, kv_len in lengths:
-            assert req.pages_held is not None
+            held = req.pages_held
+            assert held is not None
             # No step writes the KV of the last token, so `max_pages` has no page for it.
             end = min(-(-(kv_len + num_tokens) // page_size), req.max_pages)
-            if end > req.pages_held.num_pages:
-                missing[req] = end - req.pages_held.num_pages
+            if end > held.num_pages:
+                missing.append((req, held, end - held.num_pages))
         # 1. All or none: if one page is missing, none is taken, so that the engine can retract and
         # repeat the call with the same tokens.
-        if missing and sum(missing.values()) > pages.available_pages:
-            raise self._out_of_pages(missing)
+        if missing and sum([num for _, _, num in missing]) > pages.available_pages:
+            raise self._out_of_pages({req: num for req, _, num in missing})
         # 2. A page for each in turn, since a row takes one at a time. The budget follows at once:
         # pages move from what remains to what is private.
         while missing:
-            pages.grow_many([req.pages_held for req in missing if req.pages_held], now_s)
-            self._ledger.budget.grow_many([req.rid for req in missing])
-            missing = {req: left - 1 for req, left in missing.items() if left > 1}
+            pages.grow_many([held for _, held, _ in missing], now_s)
+            self._ledger.budget.grow_many([req.rid for req, _, _ in missing])
+            missing = [(req, held, left - 1) for req, held, left in missing if left > 1]
         # 3. No page more in a window group: what has fallen out of the window is written again.
         for req, kv_len in lengths if pages.windows else ():
             assert req.pages_held is not None

@@ -3,16 +3,11 @@ more are in `test_admission.py`, `test_host_tier.py` and `test_retries.py`."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from prefixkv.admission import AdmissionPolicy
 from prefixkv.config import ComputeConfig
-from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.sources import Sources
-from prefixkv.decode.waiting import Workers
-from tests.unit.decode.desk import Desk, OpenRoom
+from tests.unit.decode.desk import Desk
 from tests.unit.decode.test_host_tier import HostDesk, prompt
 
 
@@ -59,41 +54,6 @@ def test_one_that_names_no_worker_and_lacks_too_much_fails_once_its_pages_are_th
     assert "it names none" in str(req.error)
     assert desk.pop_failed() == [req]
     assert desk.scheduler.pop_local() == [behind]
-
-
-def test_a_policy_that_raises_leaves_no_worker_behind() -> None:
-    class Broken(AdmissionPolicy):
-        def rank(self, req: DecodeRequest, new_pages: int) -> Any:
-            raise ZeroDivisionError
-
-    desk = Desk(workers=Workers(gated=True), admission=Broken())
-    for _ in range(3):
-        with pytest.raises(ZeroDivisionError):
-            desk.add("a", prefill="q")
-    assert desk.scheduler.workers.all() == []
-    assert desk.commands() == []
-
-
-def test_a_blocked_head_costs_no_match_while_nothing_has_changed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Though the tree has changed since its last look: nothing has come back by that."""
-    desk = Desk(8, admission="fifo")
-    running = desk.start("a", 15, 8, outputs=1)
-    head = desk.add("big", 20)
-    assert desk.admit() == []
-    desk.pages.cache.version += 1
-    matches: list[Any] = []
-    match = desk.pages.match
-    monkeypatch.setattr(desk.pages, "match", lambda *args: matches.append(args) or match(*args))
-    for _ in range(3):
-        assert desk.admit() == []
-    assert not matches
-    desk.finish(running)
-    assert desk.admit() == ["big"]
-    assert len(matches) == 1
-    assert sum(isinstance(one, OpenRoom) for one in desk.commands()) == 2
-    assert head.prefix_len == 0
 
 
 def test_one_that_waited_and_is_cached_whole_leaves_its_last_page_to_be_computed() -> None:
