@@ -32,7 +32,7 @@ def test_an_unknown_one_is_one_line_and_status_2(capfd: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        ("burst --json no/x", "there is no such folder"),
+        ("burst --json no/x", "which cannot be written"),
         ("host --rounds 0", "greater than or equal to 1"),
         ("sched --policy perhaps", "perhaps"),
         ("sched --part nonsense", "the parts are life, "),
