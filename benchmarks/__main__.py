@@ -24,7 +24,7 @@ BENCHMARKS = {
     "serve": "prefixkv serve: chats at once, and what waiting costs",
     "vllm": "our connector beside vLLM's own, in real vLLM servers; host memory there",
     "sglang": "the tree under SGLang's scheduler, beside SGLang's own",
-    "gpu": "eight minutes on one GPU: host copies, ways to attend, own compute",
+    "gpu": "host copies on one GPU, and writes behind its stream",
     "chaos": "wrong bytes, hangs and leaks while workers die, stop and are cut off",
     "soak": "memory, descriptors, threads and tables through 100,000 failing rooms",
     "hybrid_models": "folders of tiny models with recurrent layers or windows",

@@ -148,8 +148,8 @@ def test_a_part_on_a_gpu_that_fails_is_told_and_stops_no_other(
         raise ValueError("no such memory")
 
     monkeypatch.setitem(gpu.PARTS, gpu.Part.host, lambda device, quick: iter([fails]))
-    monkeypatch.setitem(gpu.PARTS, gpu.Part.own, lambda device, quick: iter([lambda: {"ms": 1}]))
-    failed, row = rows_of("gpu --device cpu --part host --part own", tmp_path, status=1)
+    monkeypatch.setitem(gpu.PARTS, gpu.Part.stream, lambda device, quick: iter([lambda: {"ms": 1}]))
+    failed, row = rows_of("gpu --device cpu --part host --part stream", tmp_path, status=1)
     assert "no such memory" in failed["failed"]
     assert row["ms"] == 1
 
