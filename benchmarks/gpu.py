@@ -9,21 +9,13 @@
 - `stream`: writes to host memory behind work of the engine's stream. A page is written by a stream
   that is kept busy; the copy is ordered at once with the event behind that work. No old byte may
   reach host memory. It says how long after the event the copy ended.
-- `attend`: a step of decode by the engine's own way to attend, beside one padded batch over the
-  same pages, for batches whose contexts are alike, and for one long among short ones.
-- `own`: the chats of `own_compute`, decode's own compute on and off by today's rule, with a model
-  of the engine of Hugging Face's models on the card. Prefill keeps all in the first case, and a
-  third in the second.
-
 The parts come in this order, so that what is most wanted is there if the time ends: a part is begun
 only if `--minutes` have not passed. What failed is told in the place of its figures.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import statistics
 import time
 import traceback
@@ -36,60 +28,33 @@ from typing import Annotated, Any, Final
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812
 import typer
 
-from benchmarks import own_compute
 from benchmarks.pair import turn_about
 from benchmarks.report import JsonFile, Row, check_json, tell, write
 from prefixkv.config import HostConfig
-from prefixkv.engines.hf.attention import FlatPool, Plan
-from prefixkv.engines.hf.rows import Row as NewTokens
 from prefixkv.errors import ConfigError
 from prefixkv.memory.host_pool import HostPool
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.protocol.events import HostCopy, HostCopyDone
 from prefixkv.runtime.host_copies import HostCopies
 
-PAGE_SIZE, LAYERS, HEADS, HEAD_DIM, QUERY_HEADS = 16, 32, 8, 128, 32
+PAGE_SIZE, LAYERS, HEADS, HEAD_DIM = 16, 32, 8, 128
 POOL_MIB, ROUND_MIB, ROUNDS, WAIT_S = 1024, 64, 11, 60.0
 PIECES_MIB: Final = (4, 16)
 THREADS: Final = (1, 2)
 ORDERS: Final = ("layer_major", "page_major")
-CONTEXTS: Final = {
-    "8 of 2,048": (2048,) * 8, "64 of 1,024": (1024,) * 64,
-    "31 of 256, one of 8,192": (8192,) + (256,) * 31,
-}  # fmt: skip
-MODEL: Final = {
-    "hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 16,
-    "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128, "dtype": "bfloat16",
-}  # fmt: skip
-CORES: Final = 4  # of prefill, and of decode, where there are so many
 _cuda: Any = torch.cuda
 
 
 class Part(StrEnum):
     host = "host"
     stream = "stream"
-    attend = "attend"
-    own = "own"
 
 
 def settle(device: str) -> None:
     if device != "cpu":
         _cuda.synchronize(torch.device(device))
-
-
-def timed_s(act: Callable[[], object], device: str, rounds: int) -> float:
-    """The median of some rounds, to the end of the device's work; two more come before."""
-    took = []
-    for _ in range(rounds + 2):
-        settle(device)
-        begin_s = time.perf_counter()
-        act()
-        settle(device)
-        took.append(time.perf_counter() - begin_s)
-    return statistics.median(took[2:])
 
 
 class Tier:
@@ -244,87 +209,7 @@ def _stream(device: str, order: str, quick: bool) -> Row:
             "ms_from_event_to_end": round(statistics.median(waits_ms), 3)}  # fmt: skip
 
 
-def attend(device: str, quick: bool) -> Iterator[Callable[[], Row]]:
-    for name in CONTEXTS:
-        yield partial(_attend, device, name, quick)
-
-
-@torch.inference_mode()
-def _attend(device: str, name: str, quick: bool) -> Row:
-    """Attention of all layers for one new token a sequence, planning included."""
-    layers, share = (2, 64) if quick else (LAYERS, 1)
-    dtype = "bfloat16" if device != "cpu" else "float32"
-    ends = [context // share for context in CONTEXTS[name]]
-    each = [-(-end // PAGE_SIZE) for end in ends]
-    ids = np.random.default_rng(1).permutation(sum(each)).astype(np.int32)
-    rows = np.split(ids, np.cumsum(each)[:-1])
-    new = [NewTokens([0], end - 1, pages) for end, pages in zip(ends, rows, strict=True)]
-    pool = KVPool.create(sum(each), PAGE_SIZE, layers, HEADS, HEAD_DIM, dtype=dtype, device=device)
-    for layer in range(layers):
-        pool.k(layer).normal_()
-        pool.v(layer).normal_()
-    flat, batch = FlatPool(pool), len(ends)
-    kind = getattr(torch, dtype)
-    # As transformers hands them on: [1, heads, tokens, dim].
-    query = torch.randn(1, QUERY_HEADS, batch, HEAD_DIM, device=device, dtype=kind)
-    key, value = (
-        torch.randn(1, HEADS, batch, HEAD_DIM, device=device, dtype=kind) for _ in range(2)
-    )
-
-    def engine() -> list[torch.Tensor]:
-        groups = Plan(flat, new, None, device).groups
-        return [groups[layer].attend(layer, query, key, value, None) for layer in range(layers)]
-
-    def padded() -> list[torch.Tensor]:
-        table = np.zeros((batch, max(each)), np.int64)
-        for row, pages in zip(table, rows, strict=True):
-            row[: len(pages)] = pages
-        at = torch.from_numpy(table).to(device)
-        lens = torch.tensor(ends, device=device)[:, None]
-        mask = (torch.arange(max(each) * PAGE_SIZE, device=device) < lens)[:, None, None]
-        queries = query[0].transpose(0, 1)[:, :, None]
-        found = []
-        for layer in range(layers):
-            k, v = (
-                part[at].reshape(batch, -1, HEADS, HEAD_DIM).transpose(1, 2)
-                for part in (pool.k(layer), pool.v(layer))
-            )
-            found.append(
-                F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, enable_gqa=True)
-            )
-        return found
-
-    ours, theirs = engine()[0], padded()[0]  # the new tokens' KV is written by the first
-    apart = float((ours.reshape(batch, -1) - theirs.reshape(batch, -1)).abs().max())
-    if apart > 0.05:
-        raise AssertionError(f"{name}: the two ways differ by {apart:.3f}")
-    rounds = 3 if quick else 31
-    took = {"engine": [], "padded": []}  # type: dict[str, list[float]]
-    for _ in range(3):
-        for way, act in (("engine", engine), ("padded", padded)):
-            took[way].append(timed_s(act, device, rounds // 3))
-    ms = {way: round(1e3 * statistics.median(times), 3) for way, times in took.items()}
-    return {"contexts": name, "layers": layers, "ms": ms, "differ_by": round(apart, 5),
-            "engine_by_padded": round(ms["engine"] / ms["padded"], 3)}  # fmt: skip
-
-
-def own(device: str, quick: bool) -> Iterator[Callable[[], Row]]:
-    for case in ["keeps all"] if quick else ["keeps all", "as pool"]:
-        yield partial(_own, device, case, quick)
-
-
-def _own(device: str, case: str, quick: bool) -> Row:
-    cores, within = sorted(os.sched_getaffinity(0)), [(), ()]  # type: list[int], list[tuple[str, ...]]
-    if len(cores) >= 2 * CORES:
-        parts = cores[:CORES], cores[CORES : 2 * CORES]
-        within = [("taskset", "-c", ",".join(map(str, part))) for part in parts]
-    sizes = {} if quick else MODEL
-    with own_compute.served(within, {"device": device}, **sizes) as model:
-        found = asyncio.run(own_compute.measured(model, case, 1 if quick else 2, 2048))
-    return {"prefill": case, "model": sizes, **found}
-
-
-PARTS: Final = {Part.host: host, Part.stream: stream, Part.attend: attend, Part.own: own}
+PARTS: Final = {Part.host: host, Part.stream: stream}
 
 
 def gpu(
@@ -336,7 +221,7 @@ def gpu(
         bool, typer.Option(help="Tiny sizes: whether it works, not how fast it is.")
     ] = False,
 ) -> int:
-    """Host copies, writes behind a stream, ways to attend and own compute, on one GPU."""
+    """Host copies, and writes behind a stream, on one GPU."""
     check_json(json_file)
     name, end_s, rows = device_name(device), time.monotonic() + 60 * minutes, []
     for one in part or Part:

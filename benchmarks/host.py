@@ -25,7 +25,7 @@ import numpy as np
 import typer
 
 from benchmarks import host_copies
-from benchmarks.own_compute import Served, agents, one_core_each, ratios, served
+from benchmarks.own_compute import Served, agents, ratios, served
 from benchmarks.report import JsonFile, Row, check_json, tell, write
 from benchmarks.turns.workload import longest_request
 from prefixkv.cli.demo.workers import PREFILL, ChatAnswer, ModelWorkers
@@ -94,11 +94,10 @@ async def measured(model: Served, case: str, pairs: int, below: int) -> dict[str
     working_set = SESSIONS * -(-most // PAGE_SIZE)
     pool = int(POOL * working_set)
     prefill = {
-        **model.settings,
         "num_pages": int(CASES[case] * working_set),
         "transport_max_bytes_per_s": LINK_BYTES_PER_S,
     }
-    today = {**model.settings, "num_pages": pool}
+    today = {"num_pages": pool}
     both = {**today, "compute_below": below, "host_memory_num_pages": int(HOST * pool)}
     settings: dict[str, dict[str, Any]] = {ON: both, OFF: today}
     passes: dict[str, list[dict[str, float]]] = {ON: [], OFF: [], AGAIN: []}
@@ -155,7 +154,7 @@ def host(
     check_json(json_file)
     rows: list[Row] = []
     if Part.turns in (part or Part):
-        with served(one_core_each()) as model:
+        with served() as model:
             for case in [*CASES][: 1 if quick else None]:
                 row = asyncio.run(measured(model, case, 1 if quick else pairs, below))
                 rows.append({"part": "turns", "prefill": case, **row})

@@ -41,7 +41,6 @@ RESULTS = Path(__file__).parent / "results"
 CAPACITIES = (1000, 3000, 6000, 10_000, 20_000, 50_000)
 HINTS_MINUTES = 10.0
 HINTS_WRONG = (0.0, 0.2)
-QUEUES = (8, 128)
 WARM = 0.5
 """The share of the requests that come first and are not counted."""
 TIMED = 3000
@@ -57,7 +56,6 @@ class Run(NamedTuple):
     trace: str
     policy: str
     capacity: int
-    queue: int = 0
     hints_minutes: float | None = None
     hints_wrong: float = 0.0
     running: int = 0
@@ -72,7 +70,7 @@ class Run(NamedTuple):
             replay_optimum(trace, self.capacity, WARM, running=self.running)
             if self.policy == OPTIMUM
             else replay_policy(
-                trace, self.policy, self.capacity, WARM, self.queue, hints, None, self.running,
+                trace, self.policy, self.capacity, WARM, hints, None, self.running,
                 hosts,
             )
         )  # fmt: skip
@@ -115,7 +113,7 @@ def replay(
     names = [trace.name for trace in recorded]
     with multiprocessing.get_context("fork").Pool(jobs) as pool:
         for name in _TRACES:
-            runs = _tiers(name) if tiers else _runs(name, name == names[0], name in names)
+            runs = _tiers(name) if tiers else _runs(name, name in names)
             mine = pool.map(Run.row, [*runs])
             print(table(_TRACES[name], mine))
             rows += mine
@@ -151,17 +149,14 @@ def _tiers(trace: str) -> Iterator[Run]:
         yield Run(trace, policy, capacity, running=running, tiers=running <= 1)
 
 
-def _runs(trace: str, first: bool, is_recorded: bool) -> Iterator[Run]:
-    """All policies at all capacities; recorded traces with hints too, the first one with queues."""
+def _runs(trace: str, is_recorded: bool) -> Iterator[Run]:
+    """All policies at all capacities; recorded traces with hints too."""
     for capacity, policy in product(CAPACITIES, (*policy_names(), OPTIMUM)):
         yield Run(trace, policy, capacity)
     for capacity, policy in product(CAPACITIES, ("lru", DEFAULT_POLICY)):
         if is_recorded:
             for wrong in HINTS_WRONG:
-                yield Run(trace, policy, capacity, 0, HINTS_MINUTES, wrong)
-        if first:
-            for queue in QUEUES:
-                yield Run(trace, policy, capacity, queue)
+                yield Run(trace, policy, capacity, HINTS_MINUTES, wrong)
 
 
 def table(trace: Trace, rows: list[Row]) -> str:
@@ -173,8 +168,6 @@ def table(trace: Trace, rows: list[Row]) -> str:
         name = row["policy"] + (" (default)" if row["policy"] == DEFAULT_POLICY else "")
         if row["running"]:
             name += f", {row['running']} running"
-        if row["queue"]:
-            name += f", {row['queue']} waiting"
         if row["hints_minutes"] is not None:
             name += f", hints, {row['hints_wrong']:.0%} wrong"
         by_line.setdefault(name, {})[row["capacity_blocks"]] = row["block_hit_ratio"]

@@ -3,7 +3,6 @@ figures."""
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from prefixkv.cli.demo.report import machine
-from prefixkv.errors import ConfigError
+from prefixkv.cli.outputs import check_json as check_json
+from prefixkv.cli.outputs import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -27,22 +27,13 @@ def tell(row: Mapping[str, Any]) -> None:
     print("  ".join(f"{name}={value}" for name, value in row.items()), flush=True)
 
 
-def check_json(json_file: Path | None) -> None:
-    """Raises ConfigError where the file could not be written, before minutes have gone into it."""
-    if json_file is not None and not json_file.parent.is_dir():
-        raise ConfigError(f"--json is {json_file}, there is no such folder")
-
-
 def write(
     json_file: Path | None, command: str, rows: Sequence[Mapping[str, Any]], **recipe: Any
 ) -> None:
     """Write the rows with their recipe, where a file is named. `command` is what follows
     `python -m benchmarks`."""
-    if json_file is None:
-        return
     told = {
         "command": f"python -m benchmarks {command}", **recipe, **machine(),
         "load_average_after": list(os.getloadavg()), "date": time.strftime("%Y-%m-%d"),
     }  # fmt: skip
-    text = json.dumps({"recipe": told, "rows": rows}, indent=1)
-    json_file.write_text(text + "\n", encoding="utf-8")
+    write_json(json_file, {"recipe": told, "rows": rows})

@@ -5,8 +5,8 @@
     python -m benchmarks vllm --python .venv-vllm/bin/python --part host --json \\
         benchmarks/results/vllm_host.json
 
-Systems: `pull` (NixlConnector), `push` (NixlPushConnector), `ours`, `governed` (ours, with a policy
-that names decode's victims), `computes` (ours, decode may compute a few tokens itself). A run
+Systems: `pull` (NixlConnector), `push` (NixlPushConnector), `ours`,
+`computes` (ours, decode may compute a few tokens itself). A run
 starts a prefill and a decode server of one system, which is not counted, and puts one part through
 them; the systems take turns, `--repeat` times. What is in the file already is not run again, so it
 can be cut off and gone on with.
@@ -15,7 +15,6 @@ Parts:
 
 - `turns`: conversations whose prompts grow, one request at a time; then a burst: requests with one
   new prompt and a few tokens of their own, all at once.
-- `long`: one prompt of 8,192 tokens at a time.
 - `host`: conversations that come back, with host memory and own compute (`vllm_host.py`). Only if
   it is named.
 
@@ -36,7 +35,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -45,7 +44,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from benchmarks.report import JsonFile, check_json, write
-from benchmarks.vllm_pair import LARGE, POLICY, SYSTEMS, Pair, Shape
+from benchmarks.vllm_pair import LARGE, SYSTEMS, Pair, Shape
 from benchmarks.vllm_servers import TINY, NotStartedError, Sizes, make_model
 from prefixkv.errors import ConfigError
 
@@ -67,12 +66,9 @@ class Load:
     chunk: int = 256
     burst: int = 16  # requests
     head: int = 1024
-    long: int = 8192
-    long_chunk: int = 512
-    long_prompts: int = 3
 
 
-QUICK: Final = Load(TINY, 2, 2, 200, 64, 4, 64, 4, 128, 600, 128, 1)
+QUICK: Final = Load(TINY, 2, 2, 200, 64, 4, 64, 4, 128)
 
 
 def drawn(seed: int, number: int) -> list[int]:
@@ -124,16 +120,6 @@ def burst(pair: Pair, load: Load) -> dict[str, Any]:
     }
 
 
-def long(pair: Pair, load: Load) -> dict[str, Any]:
-    done = [pair.ask(drawn(80_000 + i, load.long), 4).result() for i in range(load.long_prompts)]
-    return {
-        "ttft_s": statistics.median(one.ttft_s for one in done),
-        "prefill_s": statistics.median(one.prefill_s for one in done),
-        "after_prefill_s": statistics.median(one.after_prefill_s for one in done),
-        "answers": [one.tokens for one in done],
-    }
-
-
 # --- runs -----------------------------------------------------------------------------------------
 
 
@@ -156,18 +142,8 @@ class Bench:
             pair.ask(drawn(70_000, 64), 2).result()  # the servers have met
             return {"turns": turns(pair, load), "burst": burst(pair, load)}
 
-    def long(self, system: str) -> dict[str, Any]:
-        load = self.load
-        shape = Shape(load.sizes, load.long_chunk, max_len=load.long + 512)
-        with self.pair(system, shape) as pair:
-            pair.ask(drawn(70_000, 64), 2).result()
-            return {"long": long(pair, load)}
 
-
-PARTS: Final[dict[str, Callable[[Bench, str], dict[str, Any]]]] = {
-    "turns": Bench.turns,
-    "long": Bench.long,
-}
+PARTS: Final = {"turns": Bench.turns}
 
 
 def missing(
@@ -244,7 +220,7 @@ def vllm(
             rows = summary(runs)
             print(name, i, *(row for row in rows if row["system"] == system), flush=True)
             write(
-                json_file, f"vllm --repeat {repeat}", rows, load=asdict(load), policy=POLICY,
+                json_file, f"vllm --repeat {repeat}", rows, load=asdict(load),
                 threads="one to compute with in each server; every core allowed", runs=runs,
             )  # fmt: skip
     return 0

@@ -25,9 +25,7 @@ from typing import Any, Final
 from benchmarks.ports import free_port
 from benchmarks.vllm_servers import MODEL, Server, Sizes, transfer_config
 
-SYSTEMS: Final = ("pull", "push", "ours", "governed", "computes")
-POLICY: Final = "adaptive"
-"""What `governed` lets name decode's victims."""
+SYSTEMS: Final = ("pull", "push", "ours", "computes")
 BLOCK: Final = 32
 COMPUTE_BELOW: Final = 2 * BLOCK
 """Tokens up to which decode of `computes` may compute what it lacks itself."""
@@ -120,11 +118,8 @@ class Pair:
                 "kv_connector": kind, "kv_role": "kv_both", "kv_buffer_device": "cpu",
                 "kv_load_failure_policy": "recompute",
             }  # fmt: skip
-        governed = (self.system, role) == ("governed", "kv_consumer")
-        return transfer_config(
-            role, name, port, policy=POLICY if governed else "",
-            compute_below=COMPUTE_BELOW if self.system == "computes" else 0,
-        )  # fmt: skip
+        below = COMPUTE_BELOW if self.system == "computes" else 0
+        return transfer_config(role, name, port, compute_below=below)
 
     def __enter__(self) -> Pair:
         try:

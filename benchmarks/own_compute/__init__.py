@@ -25,9 +25,8 @@ import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import typer
@@ -50,36 +49,25 @@ PAGE_SIZE = 16
 CASES = {"as pool": 1 / 3, "keeps all": 3.0}
 
 
-@dataclass(frozen=True)
-class Served:
-    """A model in a folder, and how its workers run: the commands that the prefill worker and the
-    decode workers run within, and settings of all of them."""
+class Served(NamedTuple):
+    """A model in a folder, and the commands that its prefill and decode workers run within."""
 
     folder: Path
-    within: Sequence[Sequence[str]] = ((), ())
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    within: Sequence[Sequence[str]]
 
 
 @contextmanager
-def served(
-    within: Sequence[Sequence[str]], settings: Mapping[str, Any] | None = None, **options: Any
-) -> Iterator[Served]:
-    """Save the small model, made with these options, and its tokenizer for as long as it is
-    served."""
-    with tempfile.TemporaryDirectory(prefix="prefixkv-served-") as name:
-        folder = Path(name)
-        Reference(small_model(1, **{**SIZES, "trial": False, **options})).save(folder)
-        small_tokenizer().save(str(folder / "tokenizer.json"))
-        yield Served(folder, within, settings or {})
-
-
-def one_core_each() -> list[tuple[str, ...]]:
-    """Return commands that keep prefill on one core and decode on another. Raises ConfigError where
-    there is one alone."""
+def served() -> Iterator[Served]:
+    """Save the small model and its tokenizer, for prefill on one core and decode on another. Raises
+    ConfigError where there is one alone."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise ConfigError("two cores are needed")
-    return [("taskset", "-c", str(core)) for core in cores[:2]]
+    with tempfile.TemporaryDirectory(prefix="prefixkv-served-") as name:
+        folder = Path(name)
+        Reference(small_model(1, **SIZES, trial=False)).save(folder)
+        small_tokenizer().save(str(folder / "tokenizer.json"))
+        yield Served(folder, [("taskset", "-c", str(core)) for core in cores[:2]])
 
 
 def agents(seed: int, num_chats: int = CHATS["conversations"]) -> Workload:
@@ -116,7 +104,7 @@ def own_compute(
         play_traces(traces, json_file)
         return
     rows = []
-    with served(one_core_each()) as model:
+    with served() as model:
         for case in CASES:
             row = asyncio.run(measured(model, case, pairs, below))
             rows.append({"prefill": case, "pairs": pairs, **row})
@@ -129,8 +117,8 @@ async def measured(model: Served, case: str, pairs: int, below: int) -> dict[str
     most = longest_request(agents(1)) + 64
     working_set = CHATS["conversations"] * -(-most // PAGE_SIZE)
     prefill_pages = max(int(CASES[case] * working_set), -(-most // PAGE_SIZE) + 8)
-    prefill = {**model.settings, "num_pages": prefill_pages}
-    decode: dict[str, Any] = {**model.settings, "num_pages": 3 * working_set}
+    prefill = {"num_pages": prefill_pages}
+    decode: dict[str, Any] = {"num_pages": 3 * working_set}
     settings = {ON: {**decode, "compute_below": below}, OFF: decode}
     passes: dict[str, list[dict[str, float]]] = {ON: [], OFF: [], AGAIN: []}
     computed = {ON: 0, OFF: 0}  # requests that decode has computed

@@ -6,8 +6,7 @@ from itertools import accumulate
 from typing import Any, Final
 
 from prefixkv.cli.replay.report import amount
-from prefixkv.cli.replay.trace import MOONCAKE, RECORD, TOKENS, Trace, TraceRequest
-from prefixkv.spi import TOKEN_BYTES
+from prefixkv.cli.replay.trace import MOONCAKE, RECORD, TOKENS, Trace, chained, whole_blocks
 
 _FAST_S: Final = 0.005
 _SLOW_S: Final = 24 * 3600.0
@@ -37,9 +36,8 @@ class TraceCheck:
         self.namespaces = len({request.key.namespace for request in requests})
         self.block_tokens = trace.block_tokens
         self.bytes_per_token = trace.bytes_per_token  # of KV; 0: the trace does not say
-        self.asked_blocks = sum(
-            request.blocks for request in requests
-        )  # a prompt's partial last block included
+        # A prompt's partial last block included.
+        self.asked_blocks = sum(request.blocks for request in requests)
         self.whole_blocks = sum(map(len, paths))
         self.different_blocks = len(seen)  # whole ones; a cache of this many never evicts
         self.largest_blocks = max(map(len, paths), default=0)  # whole blocks of one prompt
@@ -135,17 +133,10 @@ def _doubts(trace: Trace, seconds: float) -> list[str]:
 
 def _nothing_repeats(trace: Trace, namespaces: int) -> str:
     """Say what could repeat if the file were another."""
-    above: set[int] = set()  # blocks with all before them, as if there were one namespace
-    pages: set[bytes] = set()  # blocks by themselves
-    shared = again = 0
-    for request in trace.requests:
-        own, path = _pages(trace, request), 0
-        for page in own:
-            path = hash((path, page))
-            shared += path in above
-            above.add(path)
-        again += len(pages & {*own})
-        pages.update(own)
+    blocks = [whole_blocks(request.key, trace.page_size) for request in trace.requests]
+    paths = [*map(chained, blocks)]  # as if there were one namespace
+    shared = sum(map(len, paths)) - len(set[int]().union(*paths))
+    again = sum(len({*own}) for own in blocks) - len(set[bytes]().union(*blocks))
     if shared:
         return (
             f"Equal blocks ({shared:,}) stand in different namespaces, {namespaces:,} for "
@@ -181,9 +172,3 @@ def _lru_blocks(paths: list[list[Any]], begin: int) -> int:
     # the capacity is refused.
     _, first, end = nearest
     return max(len({name for path in paths[first:end] for name in path}), len(paths[end]))
-
-
-def _pages(trace: Trace, request: TraceRequest) -> list[bytes]:
-    """Return the whole blocks, without what stands before them."""
-    size, data = TOKEN_BYTES * trace.page_size, request.key.data
-    return [bytes(data[at : at + size]) for at in range(0, len(data) - size + 1, size)]

@@ -43,7 +43,6 @@ def replay_curves(
     capacities: Iterable[int] | None = None,
     *,
     warm: float = 0.0,
-    queue: int = 0,
     hints: Sequence[float | None] | None = None,
     each: Callable[[RequestHits], object] | None = None,
     running: int = 1,
@@ -60,7 +59,6 @@ def replay_curves(
             and the optimum.
         capacities: in blocks, at least 1. None: from 1/64 of the trace's different blocks to all.
         warm: share of the requests that only warm the cache, in [0, 0.99].
-        queue: how many following requests count as waiting.
         hints: per request, what its client says at its end (`finish(continues=)`).
         each: called with what each request of each replay finds.
         running: requests that run at a time: their blocks count against the capacity, and are not
@@ -75,7 +73,6 @@ def replay_curves(
     range.
     """
     check_range("warm", warm, 0, 0.99)
-    check_range("queue", queue, 0, 1_000_000)
     check_range("running", running, 0, 1_000_000)
     check_range("bytes_per_token", bytes_per_token, 0, 2**32)
     if bytes_per_token:
@@ -90,12 +87,12 @@ def replay_curves(
     tiers = [sorted({host_blocks(one, size, block_bytes) for one in hosts}) for size in sizes]
     results = []
     for (size, behind), (name, make) in product(zip(sizes, tiers, strict=True), makers.items()):
-        # The optimum knows the future, so neither a queue nor hints could add to it. It is that of
+        # The optimum knows the future, so hints could not add to it. It is that of
         # the device alone.
         results.append(
             replay_optimum(trace, size, warm, each, running, name)
             if make is None
-            else replay_policy(trace, make(), size, warm, queue, hints, each, running, behind, name)
+            else replay_policy(trace, make(), size, warm, hints, each, running, behind, name)
         )
         on_result(results[-1])
     return results

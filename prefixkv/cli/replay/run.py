@@ -133,7 +133,7 @@ class _Running(NamedTuple):
 
 
 def replay_policy(
-    trace: Trace, policy: str | Policy, capacity: int, warm: float = 0.0, queue: int = 0,
+    trace: Trace, policy: str | Policy, capacity: int, warm: float = 0.0,
     hints: Sequence[float | None] | None = None,
     each: Callable[[RequestHits], object] | None = None, running: int = 1,
     hosts: Sequence[int] = (), name: str = "",
@@ -153,7 +153,6 @@ def replay_policy(
     device = Tier(trace, chosen, capacity, makes_room=counted)
     hits = Hits(trace, name or chosen.name, capacity, warm, running, each, tiers)
     cache, requests, page_size = device.cache, trace.requests, trace.page_size
-    wants = deque(cache.want(cache.match_prefix(one.key)) for one in requests[:queue])
     runs: deque[_Running] = deque()
 
     def end(now_s: float) -> None:
@@ -169,11 +168,6 @@ def replay_policy(
             tier.end(requests[one.at].key, known, now_s, hits.counts(one.at))
 
     for at, request in enumerate(requests):
-        if queue:
-            # This request no longer waits, and the one `queue` places behind it begins to.
-            cache.unwant(wants.popleft())
-            if at + queue < len(requests):
-                wants.append(cache.want(cache.match_prefix(requests[at + queue].key)))
         key, now_s = request.key, request.time_s
         total = len(key) // page_size
         if counted and total > capacity:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import inf
 from random import Random
 from typing import Any, Final
@@ -60,22 +60,27 @@ class Trace:
         return replace(self, requests=ordered, out_of_order=back)
 
 
+def whole_blocks(key: RadixKey, page_size: int) -> list[bytes]:
+    """Return the whole blocks, without what stands before them."""
+    size, data = TOKEN_BYTES * page_size, key.data
+    return [data[at : at + size] for at in range(0, len(data) - size + 1, size)]
+
+
 def block_names(key: RadixKey, page_size: int) -> list[Any]:
     """Return a name for each whole block together with all blocks before it."""
-    names = []
-    above = hash(key.namespace)
-    size = TOKEN_BYTES * page_size
-    for at in range(len(key) // page_size):
-        # Chained, so that equal blocks behind different prefixes have different names.
-        above = hash((above, key.data[at * size : (at + 1) * size]))
-        names.append(above)
-    return names
+    return chained(whole_blocks(key, page_size), key.namespace)
+
+
+def chained(blocks: list[bytes], namespace: Any = None) -> list[int]:
+    """Return names of blocks, such that equal blocks behind different ones have different names."""
+    start = hash(namespace)
+    return [*accumulate(blocks, lambda above, block: hash((above, block)), initial=start)][1:]
 
 
 def footprint(trace: Trace) -> int:
     """A cache of this many blocks never evicts."""
     # By name, not by id: a block counts once per prefix that it follows.
-    return len({name for path in trace.paths() for name in path})
+    return len(set[Any]().union(*trace.paths()))
 
 
 PAUSES_S: Final = (30.0, 120.0, 600.0)

@@ -32,7 +32,7 @@ def test_an_unknown_one_is_one_line_and_status_2(capfd: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        ("burst --json no/x", "there is no such folder"),
+        ("burst --json no/x", "which cannot be written"),
         ("host --rounds 0", "greater than or equal to 1"),
         ("sched --policy perhaps", "perhaps"),
         ("sched --part nonsense", "the parts are life, "),
@@ -148,8 +148,8 @@ def test_a_part_on_a_gpu_that_fails_is_told_and_stops_no_other(
         raise ValueError("no such memory")
 
     monkeypatch.setitem(gpu.PARTS, gpu.Part.host, lambda device, quick: iter([fails]))
-    monkeypatch.setitem(gpu.PARTS, gpu.Part.own, lambda device, quick: iter([lambda: {"ms": 1}]))
-    failed, row = rows_of("gpu --device cpu --part host --part own", tmp_path, status=1)
+    monkeypatch.setitem(gpu.PARTS, gpu.Part.stream, lambda device, quick: iter([lambda: {"ms": 1}]))
+    failed, row = rows_of("gpu --device cpu --part host --part stream", tmp_path, status=1)
     assert "no such memory" in failed["failed"]
     assert row["ms"] == 1
 

@@ -109,12 +109,6 @@ def test_no_policy_passes_the_optimum_and_all_agree_when_everything_fits() -> No
         assert result.token_hit_ratio == best_of_all.token_hit_ratio
 
 
-def test_knowing_the_queue_helps() -> None:
-    trace = partial_blocks(0, 400)
-    blind = replay_policy(trace, "lru", 60).block_hit_ratio
-    assert replay_policy(trace, "lru", 60, queue=40).block_hit_ratio > 1.1 * blind
-
-
 def test_no_partial_block_is_found_by_any() -> None:
     """The same prompt twice: its partial block has the same id, and is found by none."""
     trace = make_trace("t", [entry([1, 2], 600)] * 2)
@@ -250,7 +244,7 @@ def test_a_host_tier_changes_nothing_on_the_device_and_one_of_no_pages_nothing_a
 
     trace = trace_of(*sessions(5, 150))
     hints = [at % 3 == 0 or None for at in range(150)]
-    options: dict[str, Any] = {"running": running, "queue": 4, "hints": hints, "warm": 0.2}
+    options: dict[str, Any] = {"running": running, "hints": hints, "warm": 0.2}
     (without,) = replay_curves(trace, [policy], [40], **options)
     (found,) = replay_curves(trace, [policy], [40], hosts=[0, "3x", 90], **options)
     assert bare(found) == bare(without)
@@ -333,7 +327,6 @@ def test_policies_and_capacities_may_be_none_one_or_have_names_of_ones_own() -> 
         ({"policies": [type("Nameless", (Gated,), {"name": ""})]}, "with a name"),
         ({"capacities": [0]}, "capacity"),
         ({"warm": 1.0}, "warm"),
-        ({"queue": -1}, "queue"),
         ({"hints": [True]}, "1 hints for 12 requests"),
     ],
 )
