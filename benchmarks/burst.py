@@ -25,7 +25,7 @@ import numpy.typing as npt
 import typer
 
 from benchmarks.pair import Watch, run_pair
-from benchmarks.report import JsonFile, check_json, tell, write
+from benchmarks.report import JsonFile, check_outputs, tell, write
 from prefixkv import DecodeNode, PrefillNode
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.conformance.hashing import PrefixHasher
@@ -234,7 +234,7 @@ def burst(
     quick: Annotated[bool, typer.Option(help="Only the small burst.")] = False,
 ) -> int:
     """What a burst of requests with one new system prompt computes and sends."""
-    check_json(json_file)
+    check_outputs(json_file)
     rows = []
     for sizes in (SMALL,) if quick else (LARGE, SMALL):
         for follow_s, ends in ((1.0, ENDS), (0.0, ENDS[:1])):

@@ -32,7 +32,7 @@ from benchmarks.chaos_clients import Clients, Conversation, Ledger, Sizes, syste
 from benchmarks.chaos_cluster import Cluster, Worker
 from benchmarks.chaos_proxy import Proxy
 from benchmarks.chaos_worker import Spec
-from benchmarks.report import JsonFile, Row, check_json, write
+from benchmarks.report import JsonFile, Row, check_outputs, write
 from benchmarks.transfer import Way
 from prefixkv.config import Backend, ControlConfig, DecodeConfig, PrefillConfig, TransportConfig
 
@@ -415,7 +415,7 @@ def chaos(
     json_file: JsonFile = None,
 ) -> int:
     """Whether any request reads a wrong byte, hangs or leaks while workers die and are cut off."""
-    check_json(json_file)
+    check_outputs(json_file)
     rows = []
     for number in range(seed, seed + seeds):
         way = SHM if transport is Way.shm else "tcp" if number % 2 else "default"

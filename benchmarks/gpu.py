@@ -31,7 +31,7 @@ import torch
 import typer
 
 from benchmarks.pair import turn_about
-from benchmarks.report import JsonFile, Row, check_json, tell, write
+from benchmarks.report import JsonFile, Row, check_outputs, tell, write
 from prefixkv.config import HostConfig
 from prefixkv.errors import ConfigError
 from prefixkv.memory.host_pool import HostPool
@@ -222,7 +222,7 @@ def gpu(
     ] = False,
 ) -> int:
     """Host copies, and writes behind a stream, on one GPU."""
-    check_json(json_file)
+    check_outputs(json_file)
     name, end_s, rows = device_name(device), time.monotonic() + 60 * minutes, []
     for one in part or Part:
         for call in PARTS[one](device, quick):

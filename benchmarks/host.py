@@ -26,7 +26,7 @@ import typer
 
 from benchmarks import host_copies
 from benchmarks.own_compute import Served, agents, ratios, served
-from benchmarks.report import JsonFile, Row, check_json, tell, write
+from benchmarks.report import JsonFile, Row, check_outputs, tell, write
 from benchmarks.turns.workload import longest_request
 from prefixkv.cli.demo.workers import PREFILL, ChatAnswer, ModelWorkers
 from prefixkv.cli.demo.workload import Workload, small_vocabulary
@@ -151,7 +151,7 @@ def host(
     json_file: JsonFile = None,
 ) -> None:
     """First tokens and bytes sent of agents that come back, with host memory, and its copies."""
-    check_json(json_file)
+    check_outputs(json_file)
     rows: list[Row] = []
     if Part.turns in (part or Part):
         with served() as model:

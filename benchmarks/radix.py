@@ -23,7 +23,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from benchmarks.report import JsonFile, Row, check_json, tell, write
+from benchmarks.report import JsonFile, Row, check_outputs, tell, write
 from benchmarks.samples import no_collector
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.errors import ConfigError
@@ -266,7 +266,7 @@ def radix(
 ) -> None:
     """What the radix cache costs: time an operation, memory a leaf, beside SGLang's tree if it is
     there."""
-    check_json(json_file)
+    check_outputs(json_file)
     if (peer is None) != (peer_stubs is None):
         raise ConfigError("--peer and --peer-stubs go together")
     other = Peer(peer, peer_stubs) if peer is not None and peer_stubs is not None else None

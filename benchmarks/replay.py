@@ -22,7 +22,7 @@ import typer
 
 import benchmarks.policies.gated
 import benchmarks.policies.gittins  # noqa: F401
-from benchmarks.report import JsonFile, Row, check_json, write
+from benchmarks.report import JsonFile, Row, check_outputs, write
 from benchmarks.workloads import SEED, WORKLOADS, generate
 from benchmarks.workloads import mix as mix_traces
 from prefixkv.cli.replay import (
@@ -100,7 +100,7 @@ def replay(
     """How often each eviction policy hits: all policies, at six capacities, on each trace."""
     if json_file is None and requests is None and mix and with_generated and not tiers:
         json_file = RESULTS / "replay.json"
-    check_json(json_file)
+    check_outputs(json_file)
     recorded = [read_trace(path, limit=requests) for path in paths]
     traces = [*recorded, mix_traces(recorded)] if mix else recorded
     if with_generated:

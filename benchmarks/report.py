@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from prefixkv.cli.demo.report import machine
-from prefixkv.cli.outputs import check_json as check_json
+from prefixkv.cli.outputs import check_outputs as check_outputs
 from prefixkv.cli.outputs import write_json
 
 ROOT = Path(__file__).resolve().parents[1]

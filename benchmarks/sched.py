@@ -31,7 +31,7 @@ import prefixkv.assembly  # noqa: F401 - what a scheduler gets host memory from
 from benchmarks.pair import turn_about
 from benchmarks.radix import bushy
 from benchmarks.replay import generated
-from benchmarks.report import JsonFile, check_json, tell, write
+from benchmarks.report import JsonFile, check_outputs, tell, write
 from benchmarks.samples import COLD_BYTES, Samples, no_collector
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.cli.replay import replay_policy
@@ -591,7 +591,7 @@ def sched(
     ] = False,
 ) -> None:
     """What decode's scheduler costs the engine's thread: admission, commit, growth, end, abort."""
-    check_json(json_file)
+    check_outputs(json_file)
     if against is not None:
         from benchmarks.against import Plan, against_command, parts_of
 

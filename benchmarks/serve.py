@@ -7,6 +7,11 @@ small model that has answered one chat. There are two in a row: the second meets
 left behind, such as idle connections. Sides run turn about, each with a server of its own: this
 tree, this tree once more, and with `--against` another commit's between them.
 
+`agents`: seconds to the first token of later turns. Each agent pauses between its turns, for a tool
+or a user, and has helpers of one turn. Side "hints" says in each request whether and when its
+session goes on; "none" says nothing, nor does "again". Decode has host memory, and pool and host
+memory together hold less than all agents have.
+
 `idle`: the processor time of the front and its two workers while nothing is asked, user and system,
 of all their threads.
 """
@@ -16,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import resource
 import statistics
 import subprocess
@@ -23,22 +29,32 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated, Final
+from random import Random
+from typing import Annotated, Any, Final
 from urllib.parse import urlsplit
 
 import typer
 
 from benchmarks.pair import turn_about
-from benchmarks.report import ROOT, JsonFile, Row, check_json, tell, write
+from benchmarks.report import ROOT, JsonFile, Row, check_outputs, tell, write
 
 BURSTS: Final = ("first", "second")
 PATIENCE_S: Final = 300.0  # of one burst
 _FILES: Final = 20_000
 BOUND: Final = 0.05
 """Of a core, a process that waits."""
+AGENT_TURNS: Final = 6
+ARRIVALS_PER_S: Final = 0.6
+AGENT_MEMORY: Final = (
+    "--decode-pages", "1536", "--host-memory", "2x", "--prefill-pages", "768",
+    "--compute-below", "16384",
+)  # fmt: skip
+"""Decode computes what is little: a hit saves prefill no computation where prefill has lost it."""
+AGENT_BOUND: Final = 0.8
+"""Of the seconds without hints."""
 REST_S: Final = 4.0
 """From the server's start until it is measured."""
 
@@ -70,11 +86,16 @@ def serving(tree: Path, *more: str) -> Iterator[tuple[subprocess.Popen[str], str
                 process.kill()
 
 
-async def chat(at: tuple[str, int], words: str, num_tokens: int) -> float | None:
-    """Have one turn of a chat; return the seconds to its first token, or None if it failed."""
+async def chat(
+    at: tuple[str, int], words: str, num_tokens: int, before: Sequence[Any] = (),
+    hits: list[float] | None = None, **more: Any,
+) -> float | None:  # fmt: skip
+    """Have one turn of a chat; return the seconds to its first token, or None if it failed. Adds
+    to `hits` the share of the prompt that was on decode, host memory included."""
     asked = {
-        "model": "small", "messages": [{"role": "user", "content": words}], "stream": True,
-        "max_tokens": num_tokens, "ignore_eos": True,
+        "model": "small", "messages": [*before, {"role": "user", "content": words}],
+        "stream": True, "stream_options": {"include_usage": True}, "max_tokens": num_tokens,
+        "ignore_eos": True, **more,
     }  # fmt: skip
     body = json.dumps(asked).encode()
     begin_s, first_s, got = time.monotonic(), None, b""
@@ -93,7 +114,15 @@ async def chat(at: tuple[str, int], words: str, num_tokens: int) -> float | None
         return None
     finally:
         writer.close()
-    return first_s if b"data: [DONE]" in got else None
+    if b"data: [DONE]" not in got:
+        return None
+    if hits is not None:
+        on_decode, prompt = (
+            int(found[1]) if (found := re.search(rb'"%s":\s*(\d+)' % name, got)) else 0
+            for name in (b"decode_hit_tokens", b"prompt_tokens")
+        )
+        hits.append(on_decode / prompt)
+    return first_s
 
 
 async def bursts(url: str, num_chats: int, num_tokens: int) -> dict[str, list[float]]:
@@ -155,6 +184,64 @@ def _median(found: Iterable[float]) -> float | None:
     return round(statistics.median(known), 4) if known else None
 
 
+# --- agents that come back ------------------------------------------------------------------------
+
+
+async def agents(url: str, num_agents: int, hints: bool) -> tuple[list[float], float]:
+    """Play agents with their helpers; return the seconds to the first token of later turns, and the
+    mean share of their prompts that was on decode."""
+    at, later, hits = _place(url), list[float](), list[float]()
+    await chat(at, "Rain.", 2)
+
+    async def turn(name: str, text: str, before: list[Any], said: dict[str, Any]) -> float | None:
+        more = {"session_id": name, "kv_hints": said} if hints else {}
+        shares = hits if before else None
+        found = await chat(at, f"{name}: {text}", 8, before, shares, **more)
+        before += [{"role": "user", "content": f"{name}: {text}"},
+                   {"role": "assistant", "content": "Yes."}]  # fmt: skip
+        return found
+
+    async def agent(number: int) -> None:
+        draw, before = Random(number), list[Any]()
+        await asyncio.sleep(draw.uniform(0, num_agents / ARRIVALS_PER_S))
+        for left in reversed(range(AGENT_TURNS)):
+            is_user = draw.random() < 0.25
+            pause_s = draw.uniform(40, 70) if is_user else draw.uniform(3, 20)
+            said = {"returns_after": 120 if is_user else 30} if left else {"ends": True}
+            text = f"turn {left}. " + "Rain. " * (300 if not before else 60)
+            first_s = await turn(f"agent {number}", text, before, said)
+            if left < AGENT_TURNS - 1 and first_s is not None:
+                later.append(first_s)
+            for helper in range(draw.choice((0, 1, 2)) if left else 0):
+                name = f"helper {number}.{left}.{helper}"
+                await turn(name, "Rain. " * 360, [], {"ends": True})
+            if left:
+                await asyncio.sleep(pause_s)
+
+    await asyncio.gather(*map(agent, range(num_agents)))
+    return later, statistics.mean(hits)
+
+
+def agents_row(num_agents: int, rounds: int) -> Row:
+    found: dict[str, list[float]] = {"hints": [], "none": [], "again": []}
+    hits: dict[str, list[float]] = {side: [] for side in found}
+    for number in range(rounds):
+        for side in turn_about([*found], number):
+            with serving(ROOT, *AGENT_MEMORY) as (_, url, _status):
+                waits, share = asyncio.run(agents(url, num_agents, side == "hints"))
+            found[side].append(round(statistics.median(waits), 4))
+            hits[side].append(round(share, 4))
+    by_none = {
+        side: _median(a / b for a, b in zip(found[side], found["none"], strict=True))
+        for side in ("hints", "again")
+    }
+    return {
+        "part": "agents", "agents": num_agents, "later_ttft_p50_s": found, "later_hits": hits,
+        "by_none": by_none,
+        "bound": AGENT_BOUND, "met": (by_none["hints"] or 0.0) <= AGENT_BOUND,
+    }  # fmt: skip
+
+
 # --- what waiting costs ---------------------------------------------------------------------------
 
 
@@ -206,12 +293,16 @@ def serve(
     chats: Annotated[str, typer.Option(help="Chats of each burst; none: no bursts.")] = "1,50,200",
     tokens: Annotated[int, typer.Option(help="Of each answer.")] = 8,
     rounds: Annotated[int, typer.Option(min=1, help="Servers of each side.")] = 3,
+    num_agents: Annotated[
+        int, typer.Option("--agents", help="Agents that come back; 0: none.")
+    ] = 48,
     seconds: Annotated[
         float, typer.Option(help="Of each measurement of what waiting costs; 0: none.")
     ] = 10.0,
 ) -> int:
-    """Chats that begin all at once, and the processor time of servers that only wait."""
-    check_json(json_file)
+    """Chats that begin all at once, agents that come back, and the processor time of servers that
+    only wait."""
+    check_outputs(json_file)
     if against is not None:
         from benchmarks.against import commit_of
 
@@ -221,6 +312,8 @@ def serve(
     if chats:
         numbers = [int(one) for one in chats.split(",")]
         parts.append(lambda: chats_at_once(against, numbers, tokens, rounds))
+    if num_agents:
+        parts.append(lambda: [agents_row(num_agents, rounds)])
     if seconds:
         parts.append(lambda: idle_rows(seconds))
     for part in parts:

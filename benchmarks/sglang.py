@@ -24,7 +24,7 @@ import numpy as np
 import typer
 
 from benchmarks.pair import turn_about
-from benchmarks.report import JsonFile, Row, check_json, tell, write
+from benchmarks.report import JsonFile, Row, check_outputs, tell, write
 from benchmarks.samples import no_collector
 from prefixkv.errors import ConfigError
 
@@ -169,7 +169,7 @@ def sglang(
     json_file: JsonFile = None,
 ) -> None:
     """What SGLang's scheduler pays for prefixkv's tree, beside its own; or servers with each."""
-    check_json(json_file)
+    check_outputs(json_file)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the servers are ended
     if serve is not None:
         from benchmarks import sglang_serve

@@ -28,7 +28,7 @@ import numpy as np
 import psutil
 import typer
 
-from benchmarks.report import JsonFile, check_json, write
+from benchmarks.report import JsonFile, check_outputs, write
 from benchmarks.soak_engine import Engine, Second, instances, lengths_below
 
 MOST_BYTES_A_ROOM = 20.0  # 2 MB in 100,000 rooms
@@ -180,7 +180,7 @@ def soak(
     json_file: JsonFile = None,
 ) -> int:
     """Whether memory, descriptors, threads and tables stay flat through many failing rooms."""
-    check_json(json_file)
+    check_outputs(json_file)
     run = Soak(rooms, every, restart_every, seed)
     run.run()
     found = verdict(run.samples)

@@ -35,7 +35,7 @@ import typer
 
 from benchmarks import full_hit
 from benchmarks.pair import Stuck, Watch, load_of, paired_ratio, run_pair, spread, turn_about
-from benchmarks.report import JsonFile, Row, check_json, tell, write
+from benchmarks.report import JsonFile, Row, check_outputs, tell, write
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.config import Backend, DecodeConfig, PrefillConfig, TransportConfig
 from prefixkv.errors import InternalError, OutOfPagesError
@@ -374,7 +374,7 @@ def transfer(
 ) -> None:
     """How fast KV goes from node to node, beside raw NIXL. UCX_TLS=tcp in the environment measures
     TCP."""
-    check_json(json_file)
+    check_outputs(json_file)
     parts: dict[Part, Callable[[], Iterator[Row]]] = {
         Part.goodput: lambda: measure(quick, backend.value),
         Part.full_hit: lambda: iter(

@@ -43,7 +43,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from benchmarks.report import JsonFile, check_json, write
+from benchmarks.report import JsonFile, check_outputs, write
 from benchmarks.vllm_pair import LARGE, SYSTEMS, Pair, Shape
 from benchmarks.vllm_servers import TINY, NotStartedError, Sizes, make_model
 from prefixkv.errors import ConfigError
@@ -196,7 +196,7 @@ def vllm(
             raise ConfigError(f"--{option} has {', '.join(unknown)}; known: {', '.join(known)}")
     if "host" in part and part != "host":
         raise ConfigError(f"--part is {part}, host goes alone")
-    check_json(json_file)
+    check_outputs(json_file)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the servers are ended
     python = str(Path(python).absolute())
     if part == "host":

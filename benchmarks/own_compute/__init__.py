@@ -31,7 +31,7 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import typer
 
-from benchmarks.report import JsonFile, Row, check_json, write
+from benchmarks.report import JsonFile, Row, check_outputs, write
 from benchmarks.turns.workload import longest_request
 from prefixkv.cli.demo.command import SIZES
 from prefixkv.cli.demo.workers import ModelWorkers
@@ -97,7 +97,7 @@ def own_compute(
     json_file: JsonFile = None,
 ) -> None:
     """First tokens of agents' later turns, and gaps between tokens, own compute on and off."""
-    check_json(json_file)
+    check_outputs(json_file)
     if traces:
         from benchmarks.own_compute.rule import play_traces
 

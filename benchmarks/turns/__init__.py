@@ -23,7 +23,7 @@ from typing import Annotated, Any, Final, TypeVar
 import typer
 
 from benchmarks.pair import WorkerError, run_pair
-from benchmarks.report import JsonFile, Row, check_json, tell, write
+from benchmarks.report import JsonFile, Row, check_outputs, tell, write
 from benchmarks.turns.options import LOAD_FRACTION, PassPlan, StandInOptions
 from benchmarks.turns.report import Measured
 from benchmarks.turns.workers import SWITCH_INTERVAL_S, RunPass, decode_side, prefill_side
@@ -132,7 +132,7 @@ def turns(
     ] = False,
 ) -> int:
     """Hit rate by turn, bytes and first tokens of conversations, every byte verified."""
-    check_json(json_file)
+    check_outputs(json_file)
     rows: list[Row] = []
     if unequal_ranks:
         for case, options in unequal(quick):

@@ -18,7 +18,7 @@ class OutputError(PrefixKVError):
     """A file could not be written, for instance since the disk is full."""
 
 
-def check_outputs(json_file: Path | None, plot: Path | None) -> None:
+def check_outputs(json_file: Path | None, plot: Path | None = None) -> None:
     """Check, without a change, that a command can write its files. Raises ConfigError if it cannot,
     OutputError for a device that accepts nothing."""
     for flag, path in (("--json", json_file), ("--plot", plot)):
@@ -45,9 +45,11 @@ def writing(flag: str, path: Path) -> Iterator[None]:
         raise OutputError(f"{flag} is {path}: {error.strerror or error}") from error
 
 
-def write_json(path: Path, value: Any) -> None:
-    with writing("--json", path):
-        path.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+def write_json(path: Path | None, value: Any) -> None:
+    """Write the value where a file is named."""
+    if path is not None:
+        with writing("--json", path):
+            path.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 @contextmanager

@@ -46,6 +46,7 @@ from prefixkv.transport.base import (
     WriteJob,
 )
 from prefixkv.transport.jobs import ActiveJob, JobTable, Outbox
+from prefixkv.transport.loop import bare
 from prefixkv.transport.runs import Part, Routes, RunTable, part_indices, routes_to
 
 Kind = Literal["event", "connect", "post", "land", "complete", "fail", "notify", "renew"]
@@ -503,7 +504,7 @@ class FakeTransport:
             # Not raised here: listing choices must not change anything. The step that picks it
             # stops the job.
             except Exception as failure:
-                error = failure
+                error = bare(failure)
             tag = job.part_tag(job.next_part)
             action = Action("post", self.me, peer.peer, job.job.job_id, tag)
             yield action, partial(self._post, peer, job, error)

@@ -66,8 +66,7 @@ def run(seed: int, links: Sequence[LinkRate], json_file: Path | None, plot: Path
     report = run_chats(seed, links, console)
     for lines in (picture(report.by_turn()), table(report.rows())):
         console.print("\n" + "\n".join(lines))
-    if json_file is not None:
-        write_json(json_file, report.as_json())
+    write_json(json_file, report.as_json())
     if plot is not None:
         draw(report.by_turn(), plot)
     for complaint in report.complaints():

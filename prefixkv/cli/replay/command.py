@@ -126,8 +126,7 @@ def replay(
     if check:
         checks = [check_trace(trace, warm) for trace in loaded]
         console.print("\n".join(map(str, checks)))
-        if json_file is not None:
-            write_json(json_file, [vars(found) for found in checks])
+        write_json(json_file, [vars(found) for found in checks])
         return
     results: list[ReplayResult] = []
     rows: list[dict[str, Any]] = []
@@ -164,8 +163,7 @@ def replay(
         how = {"warm": warm, "hints_minutes": hints, "block_tokens": trace.block_tokens}
         rows += [asdict(result) | how for result in mine]
     # Files last: results are on the screen even if writing fails.
-    if json_file is not None:
-        write_json(json_file, rows)
+    write_json(json_file, rows)
     if plot is not None:
         draw(results, plot)
 
