@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
@@ -83,15 +83,6 @@ class Hold:
     def release(self) -> None:
         if self in self._holds:
             self._holds.remove(self)
-
-
-class Fault(NamedTuple):
-    """A fault by chance has no condition."""
-
-    error: Exception
-    at: Literal["post", "check"]
-    lands: bool
-    matches: Predicate | None = None
 
 
 Guard = Callable[[PeerId, RoomKey, Pages], None]
@@ -167,7 +158,6 @@ class FakeFabric:
         self._writes: list[_Write] = []
         self._notifications: list[tuple[PeerId, PeerId, ChunkTag]] = []  # writer, target, tag
         self._holds: list[Hold] = []
-        self._faults: list[Fault] = []
         self._posted = 0
 
     # --- what a test does -------------------------------------------------------------------------
@@ -208,13 +198,6 @@ class FakeFabric:
         hold = Hold(matches, self._holds)
         self._holds.append(hold)
         return hold
-
-    def fail(
-        self, matches: Predicate, error: Exception, at: Literal["post", "check"] = "check"
-    ) -> None:
-        """Fail the next post that matches (an `Action` of kind "post"): refuse it, or fail its
-        check. The bytes of a part that fails at its check may still land."""
-        self._faults.append(Fault(error, at, True, matches))
 
     def lose(self, peer: PeerId) -> None:
         """Writes in flight to a peer fail, and may land; new posts are refused."""
@@ -351,32 +334,20 @@ class FakeFabric:
         """Returns the error if the part is refused."""
         part = job.parts[number]
         tag = job.part_tag(number)
-        action = Action("post", writer.me, peer.peer, job.job.job_id, tag)
         if not self.is_reachable(peer.peer):
             return _disconnect_error(peer.peer)
-        fault = self._fault_for(action)
-        if fault is not None and fault.at == "post":
-            return fault.error
+        if self.random.random() < self.fail_at_post:
+            return TransferError("refused by chance")
+        fails = self.random.random() < self.fail_at_check
+        lands = fails and self.random.random() < self.lands_late
         write = _Write(self._posted, writer, peer, job, part, tag, _blocks(job, part))
         self._posted += 1
         # RDMA gives no order within a write, so blocks land in a random one.
         self.random.shuffle(write.blocks)
-        if fault is not None:
-            write.pending_error, write.lands_after_error = fault.error, fault.lands
+        if fails:
+            write.pending_error = TransferError("failed by chance")
+            write.lands_after_error = lands
         self._writes.append(write)
-        return None
-
-    def _fault_for(self, action: Action) -> Fault | None:
-        """Return a fault that a test asked for, which is used up, or one by chance."""
-        for fault in self._faults:
-            if fault.matches is not None and fault.matches(action):
-                self._faults.remove(fault)
-                return fault
-        if self.random.random() < self.fail_at_post:
-            return Fault(TransferError("refused by chance"), "post", lands=False)
-        if self.random.random() < self.fail_at_check:
-            lands = self.random.random() < self.lands_late
-            return Fault(TransferError("failed by chance"), "check", lands)
         return None
 
     def end_former(self, transport: FakeTransport) -> None:

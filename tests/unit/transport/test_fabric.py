@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from prefixkv.config import TransportConfig
-from prefixkv.errors import InternalError
+from prefixkv.errors import InternalError, TransferError
 from prefixkv.memory.staging_area import BLOCK_BYTES
 from prefixkv.protocol.ids import PeerId
 from prefixkv.transport.base import Arrived, RankMemory, WriteDone, WriteFailed
@@ -62,16 +62,15 @@ def test_a_seed_is_a_run() -> None:
 
 
 def test_a_failed_write_may_still_land_with_the_bytes_of_that_moment() -> None:
-    fabric = FakeFabric(1)
+    fabric = FakeFabric(1, fail_at_check=1.0, lands_late=1.0)
     writer, target = make_pair(fabric)
-    fabric.fail(lambda a: a.job_id == 1, OSError("late"), at="check")
     hold = fabric.hold(lambda a: a.kind == "land")
     writer.transport.write(writer.job(1, target, [3], [4]))
     fabric.run()
     (end,) = writer.ends()
     assert isinstance(end, WriteFailed)
     assert not end.drained
-    assert isinstance(end.error, OSError)
+    assert isinstance(end.error, TransferError)
     writer.pool.fill(77)
     assert target.pool.page(4) != writer.pool.page(3)
     hold.release()

@@ -149,7 +149,9 @@ def test_more_blocks_than_an_index_reaches_are_refused() -> None:
         slabs=(Slab(base, stride, 0, 0), Slab(base + (stride << 30), stride, 0, 0)),
         regions=((base, stride << 30), (base + (stride << 30), stride << 30)),
     )  # fmt: skip
-    paired_runs(big, big)
+    runs = paired_runs(big, big)
+    with pytest.raises(ConfigError, match="int32"):
+        runs.joined(runs)
     more = msgspec.structs.replace(
         big, num_layers=3, slabs=(*big.slabs, Slab(base + (stride << 31), stride, 0, 0)),
         regions=(*big.regions, (base + (stride << 31), stride << 30)),
