@@ -196,7 +196,9 @@ class DecodeWorld:
             hello = msgspec.structs.replace(hello, checksums=("crc32",))
         self.peer = PrefillPeer(timing, hello)
         checksum = "crc32" if self.sums else ""
-        self.peer.reply = msgspec.structs.replace(self.peer.reply, staged=staged, checksum=checksum)
+        self.peer.reply = msgspec.structs.replace(
+            self.peer.reply, relayed=staged, checksum=checksum
+        )
         self.looks: dict[int, tuple[RoomKey, int]] = {}  # by room and its use, not ended
         self.control = self.peer.control
         self.me = PREFILL
@@ -222,7 +224,7 @@ class DecodeWorld:
             "reply": reply,
             "reply of another mesh": replace(reply, topology=Topology(8)),
             "reply that refuses": replace(reply, refused="no"),
-            "reply that does not stage": replace(reply, staged=False),
+            "reply that does not stage": replace(reply, relayed=False),
         }
         return named[body] if isinstance(body, str) else body
 

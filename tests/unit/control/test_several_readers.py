@@ -12,7 +12,7 @@ import pytest
 from prefixkv.config import CurveConfig
 from prefixkv.control.effects import AddPeer, Cancel, CopyDone, RemovePeer, Renew
 from prefixkv.errors import AbortedError, PromptMismatchError, RequestError, TransferError
-from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
+from prefixkv.memory.staging_area import BLOCK_BYTES, RelayArea
 from prefixkv.protocol.commands import Fence
 from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
 from prefixkv.protocol.ids import ChunkTag, KVPoll, PeerId, RoomKey
@@ -292,19 +292,19 @@ def test_what_was_under_way_to_the_process_before_is_waited_for() -> None:
 
 LEASE = 4 * BLOCK_BYTES  # one unit page of our part of the model, and as large as a slot
 BAD_AREAS = {
-    "no memory": (StagingArea(0, 2 * LEASE, LEASE), "is no memory"),
-    "negative": (StagingArea(-BLOCK_BYTES, 2 * LEASE, LEASE), "is no memory"),
-    "beyond all memory": (StagingArea(2**63 - 1, 2 * LEASE, LEASE), "is no memory"),
-    "no bytes": (StagingArea(BLOCK_BYTES, 0, 0), "num_bytes is 0"),
-    "an area of no whole blocks": (StagingArea(BLOCK_BYTES, 2 * LEASE + 1, LEASE), "num_bytes"),
-    "leases of no whole blocks": (StagingArea(BLOCK_BYTES, 2 * LEASE, LEASE + 1), "lease_bytes"),
-    "a lease larger than the area": (StagingArea(BLOCK_BYTES, LEASE, 2 * LEASE), "the area has"),
+    "no memory": (RelayArea(0, 2 * LEASE, LEASE), "is no memory"),
+    "negative": (RelayArea(-BLOCK_BYTES, 2 * LEASE, LEASE), "is no memory"),
+    "beyond all memory": (RelayArea(2**63 - 1, 2 * LEASE, LEASE), "is no memory"),
+    "no bytes": (RelayArea(BLOCK_BYTES, 0, 0), "num_bytes is 0"),
+    "an area of no whole blocks": (RelayArea(BLOCK_BYTES, 2 * LEASE + 1, LEASE), "num_bytes"),
+    "leases of no whole blocks": (RelayArea(BLOCK_BYTES, 2 * LEASE, LEASE + 1), "lease_bytes"),
+    "a lease larger than the area": (RelayArea(BLOCK_BYTES, LEASE, 2 * LEASE), "the area has"),
     "a unit that does not fit a lease": (
-        StagingArea(BLOCK_BYTES, 2 * LEASE, BLOCK_BYTES),
+        RelayArea(BLOCK_BYTES, 2 * LEASE, BLOCK_BYTES),
         "cannot take one unit page",
     ),
     "a lease that does not fit a slot": (
-        StagingArea(BLOCK_BYTES, 2**40, 2**40),
+        RelayArea(BLOCK_BYTES, 2**40, 2**40),
         "cannot take our section",
     ),
 }
@@ -312,14 +312,14 @@ BAD_AREAS = {
 
 @pytest.mark.parametrize(("area", "text"), BAD_AREAS.values(), ids=BAD_AREAS)
 def test_a_staging_area_that_cannot_be_is_refused_with_the_reason(
-    area: StagingArea, text: str
+    area: RelayArea, text: str
 ) -> None:
     peer = Readers(page_size=16, staging=SLOTS)
     why = refused(peer.say(A, hello(2, 0, A, page_size=16, staging=area)))
     assert "staging" in why
     assert text in why
     assert peer.control.counters["handshakes_refused"] == 1
-    fitting = StagingArea(BLOCK_BYTES, 2 * LEASE, LEASE)
+    fitting = RelayArea(BLOCK_BYTES, 2 * LEASE, LEASE)
     assert not refused(peer.say(A, hello(2, 0, A, page_size=16, staging=fitting)))
 
 
@@ -331,8 +331,8 @@ def test_a_staging_area_that_cannot_be_is_refused_with_the_reason(
 def test_slices_are_staged_where_both_can(tp: int, slots: Any, area: Any, staged: bool) -> None:
     said = Readers(tp=tp, staging=slots).say(A, hello(2, 0, A, staging=area))
     (added,) = of(said, AddPeer)
-    assert (added.relayed, bodies(said, HelloReply)[0][1].staged) == (staged, staged)
-    assert added.memory.staging == (area if staged else None)
+    assert (added.relayed, bodies(said, HelloReply)[0][1].relayed) == (staged, staged)
+    assert added.memory.relay == (area if staged else None)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from prefixkv.errors import CallerError, ConfigError, InternalError, TransferTimeoutError
-from prefixkv.memory.staging_area import StagingArea
+from prefixkv.memory.staging_area import RelayArea
 from prefixkv.memory.state_layout import StateLayout
 from prefixkv.protocol.ids import PeerId
 from prefixkv.transport import loop as transport_loop
@@ -80,7 +80,7 @@ def test_memory_that_breaks_its_laws_is_refused(kind: Kind, what: str) -> None:
     good = a_memory()
     wrong: dict[str, Any] = {
         "layout": msgspec.structs.replace(good.layout, num_pages=5),
-        "staging": StagingArea(4096, 4096, 4097),
+        "staging": RelayArea(4096, 4096, 4097),
         "state": StateLayout(0, (), ()),
     }
     before = set(os.listdir("/proc/self/fd"))

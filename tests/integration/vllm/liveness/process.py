@@ -240,7 +240,7 @@ class Copies:
 
 def put_in_place() -> None:
     """From now on transfer sides and connectors are made of these parts, in this process."""
-    transfers.Transfers.prover = _Prover  # type: ignore[assignment]
+    transfers.Transfers.proofs = _Prover  # type: ignore[assignment]
     vars(transfers).update(check_interface=lambda *_: None)
     MAKERS["nixl"] = lambda *what: Thread.world.transport(*what)
     vars(decode_transfers).update(ControlThread=Thread, DealerChannel=_dealer)
