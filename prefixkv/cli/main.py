@@ -14,7 +14,7 @@ import typer
 from prefixkv import PrefixKVError, __version__
 from prefixkv.cli.demo import LINKS, link_of
 from prefixkv.cli.keys import keys
-from prefixkv.cli.outputs import check_outputs
+from prefixkv.cli.outputs import check_json
 from prefixkv.cli.replay.command import replay
 from prefixkv.cli.serve import add_commands, check_packages
 from prefixkv.errors import CallerError, CapacityError, check_range
@@ -70,10 +70,6 @@ def demo(
     json: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write all figures to FILE.")
     ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Draw hit and sent tokens by turn; needs matplotlib."),
-    ] = None,
 ) -> int:
     """Chat with a small model over two processes and NIXL, decode's prefix cache on and off.
 
@@ -81,13 +77,13 @@ def demo(
     are shown as they come. A link is modelled by limiting prefill's transport to its rate.
     """
     check_range("--seed", seed, 0, 2**63 - 1)
-    check_outputs(json, plot)
+    check_json(json)
     rates = link or LINKS
     links = [] if "none" in rates else [link_of(rate) for rate in rates]
     check_packages()
     from prefixkv.cli.demo.command import run
 
-    return run(seed, links, json, plot)
+    return run(seed, links, json)
 
 
 add_commands(app)

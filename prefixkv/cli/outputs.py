@@ -18,22 +18,24 @@ class OutputError(PrefixKVError):
     """A file could not be written, for instance since the disk is full."""
 
 
-def check_outputs(json_file: Path | None, plot: Path | None) -> None:
-    """Check, without a change, that a command can write its files. Raises ConfigError if it cannot,
+def check_json(path: Path | None) -> None:
+    """Check, without a change, that `--json` can be written. Raises ConfigError if it cannot,
     OutputError for a device that accepts nothing."""
-    for flag, path in (("--json", json_file), ("--plot", plot)):
-        if path is None:
-            continue
-        there = path if path.exists() else path.absolute().parent
-        if path.is_dir() or not os.access(there, os.W_OK):
-            raise ConfigError(f"{flag} is {path}, which cannot be written")
-        if path.is_char_device():
-            with writing(flag, path), path.open("ab", buffering=0) as device:
-                device.write(b"")
-    if plot is not None:
-        known = _pyplot().FigureCanvasBase.get_supported_filetypes()
-        if plot.suffix and plot.suffix[1:].lower() not in known:
-            raise ConfigError(f"--plot is {plot}, which is none of {', '.join(sorted(known))}")
+    if path is None:
+        return
+    there = path if path.exists() else path.absolute().parent
+    if path.is_dir() or not os.access(there, os.W_OK):
+        raise ConfigError(f"--json is {path}, which cannot be written")
+    if path.is_char_device():
+        with writing("--json", path), path.open("ab", buffering=0) as device:
+            device.write(b"")
+
+
+def write_json(path: Path | None, value: Any) -> None:
+    """Write the value where a file is named."""
+    if path is not None:
+        with writing("--json", path):
+            path.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 @contextmanager
@@ -43,35 +45,6 @@ def writing(flag: str, path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OutputError(f"{flag} is {path}: {error.strerror or error}") from error
-
-
-def write_json(path: Path, value: Any) -> None:
-    with writing("--json", path):
-        path.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def drawing(path: Path, **grid: Any) -> Iterator[Any]:
-    """Yield the panels of a figure, and write it. Raises ConfigError without matplotlib."""
-    plt = _pyplot()
-    figure, panels = plt.subplots(**grid)
-    yield panels
-    figure.tight_layout()
-    with writing("--plot", path):
-        figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install 'prefixkv[plot]'") from error
-    # A backend without a display; it must be chosen before pyplot is imported.
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
 
 
 def aligned(rows: Sequence[Sequence[str]], aligns: str) -> list[str]:

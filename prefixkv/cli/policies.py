@@ -9,6 +9,7 @@ from importlib import import_module
 from inspect import isabstract, signature
 from itertools import combinations
 from math import isclose
+from random import Random
 from typing import Any
 
 from prefixkv.errors import ConfigError
@@ -57,37 +58,40 @@ def policy_of(text: str) -> Policy:
         raise ConfigError(f"policy {text!r}: {name} cannot be made: {_said(error)}") from None
     if not isinstance(getattr(policy, "name", None), str) or not policy.name:
         raise ConfigError(f"policy {text!r}: {name} has no name")
-    if is_own and (broken := _broken_law(kind(**settings))):
+    if is_own and (broken := broken_law(kind(**settings))):
         raise ConfigError(f"policy {text!r}: {name} {broken}")
     return policy
 
 
-def _broken_law(policy: Policy) -> str:
-    """Return the law that a new policy breaks in a sample of four uses, "" if none. What a method
-    raises is left to the replay, which shows where."""
+def broken_law(policy: Policy) -> str:
+    """Return the law that a new policy breaks in a sample of uses, "" if none. What a method raises
+    is left to the replay, which shows where."""
     with suppress(Exception):
         policy.serve(1, 64)
-        # Alike but for the tick and the time: only the ticks tell these leaves apart.
-        marks = []
-        for tick in range(1, 5):
-            use = Use(tick=tick, now_s=float(tick), num_pages=4, priority=0, tree_pages=16)
+        # The first four are alike but for tick and time: only the ticks tell these leaves apart.
+        marks, draw = [], Random(1)
+        for tick in range(1, 17):
+            pages, priority = (4, 0) if tick < 5 else (draw.randint(1, 12), draw.randint(0, 2))
+            use = Use(tick, float(tick), pages, priority=priority, tree_pages=16)
             marks.append(policy.insertion_marks(use)[-1][1])  # that of the leaf's last page
         ranks = [policy.rank(mark) for mark in marks]
         # A queue of the policy's own need not go by rank.
         by_rank = type(policy).make_queue is Policy.make_queue
-        if by_rank and any(a == b for a, b in combinations(ranks, 2)):
-            return f"gives two leaves the same rank, {ranks[0]!r:.60}: no two may be equal"
-        one, two, three, last = marks
-        left = policy.fold(policy.fold(one, two), three)
-        right = policy.fold(one, policy.fold(two, three))
-        if not _alike(left, right):
-            return (
-                f"has a fold that is not associative: of three marks it makes {left!r:.60} or "
-                f"{right!r:.60}"
-            )
-        for mark, tick in ((one, 1), (last, 4), (policy.fold(last, two), 4), (left, 3)):
-            if (told := policy.last_tick(mark)) != tick:
-                return f"has a last_tick that says {told!r:.60} of a history whose last is {tick}"
+        if by_rank and (same := [a for a, b in combinations(ranks, 2) if a == b]):
+            return f"gives two leaves the same rank, {same[0]!r:.60}: no two may be equal"
+        for number in range(64):
+            at = [0, 1, 2] if number == 0 else draw.sample(range(16), 3)
+            one, two, three = (marks[index] for index in at)
+            left = policy.fold(policy.fold(one, two), three)
+            right = policy.fold(one, policy.fold(two, three))
+            if not _alike(left, right):
+                return (
+                    f"has a fold that is not associative: of three marks it makes {left!r:.60} or "
+                    f"{right!r:.60}"
+                )
+            for mark, tick in ((one, at[0] + 1), (left, max(at) + 1)):
+                if (told := policy.last_tick(mark)) != tick:
+                    return f"has a last_tick of {told!r:.60} for a history whose last is {tick}"
     return ""
 
 

@@ -49,7 +49,7 @@ _WORKER: Final = (
 
 def _worker(loaded: Any) -> int:
     # Imported after the settings are checked: it loads the worker's modules.
-    from prefixkv.serving.process import run_worker
+    from prefixkv.serving.worker import run_worker
 
     return run_worker(loaded)
 

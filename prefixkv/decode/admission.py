@@ -5,11 +5,10 @@ Source: SGLang's `DecodePreallocQueue`, which admits first come, first served.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from typing import Final
 
-from prefixkv.admission import make_admission
 from prefixkv.cache.results import MatchResult, Releases
 from prefixkv.config import DecodeConfig
 from prefixkv.decode.ledger import Ledger
@@ -41,20 +40,12 @@ class Admission(Waiting):
     Args:
         config: of it what is about admission. A request that has waited `admission_patience_s` is
             overtaken by nothing.
-        stuck_pages: counts pages that broken device events keep; the locks that end with them are
-            collected.
     """
 
-    def __init__(
-        self, ledger: Ledger, config: DecodeConfig, planner: Planner,
-        stuck_pages: Callable[[Releases], int],
-    ) -> None:  # fmt: skip
-        super().__init__(
-            ledger.workers, make_admission(config.admission), config.admission_patience_s,
-            config.admission_wait_s, ledger.pages.errors,
-        )  # fmt: skip
+    def __init__(self, ledger: Ledger, config: DecodeConfig, planner: Planner) -> None:
+        super().__init__(ledger.workers, config, ledger.pages.errors)
         self._ledger, self._pages = ledger, ledger.pages
-        self._planner, self._stuck_pages = planner, stuck_pages
+        self._planner = planner
         self._unwanted: dict[Waiter, None] = {}  # not entered in the tree yet
         self._num_changes = 0
         self._spent_at = -1  # version at which a pass left nothing to look at
@@ -65,8 +56,7 @@ class Admission(Waiting):
         Cost: O(log waiting), and a match where the policy lets requests overtake. Raises what the
         policy raises, with nothing changed.
         """
-        worker = self._workers.of(ALONE if req.is_alone else req.prefill)
-        waiter = Waiter(req, self._num_arrivals + 1, worker, first, now_s)
+        waiter = Waiter(req, self._num_arrivals + 1, first, now_s)
         # Ranks are the user's code: they come before the first change. One that comes back has no
         # rank: the order among those is by return, which no policy changes.
         if not first:
@@ -75,6 +65,7 @@ class Admission(Waiting):
             waiter.rank = self._rank(waiter)
         self._num_arrivals += 1
         self._spent_at = -1
+        waiter.worker = self._workers.of(ALONE if req.is_alone else req.prefill)
         # What could be taken now can come back in any case.
         available = self._pages.available_pages
         self._enter(waiter, available if req.max_pages <= available else self.most_pages)
@@ -159,7 +150,7 @@ class Admission(Waiting):
             for flight in self._ledger.flights:
                 if flight.is_open and flight.source.sends and flight.prefill in closed:
                     away += flight.pages.num_own + releases.end(flight.pages.lock)
-        stuck = self._stuck_pages(releases)
+        stuck = self._ledger.deferred_pages(releases, is_broken=True)
         if held := pages.held_pages + pages.quarantined_pages:
             back = [key for source in self._ledger.organs for key in source.held_by]
             held -= sum(pages.held_by(key).size for key in back)
@@ -279,8 +270,7 @@ class Admission(Waiting):
 
     def _in_order(self, now_s: float) -> Iterator[Plan]:
         pages, any_taken = self._pages, False
-        self._turns()  # so that all have a place
-        self._note_overdue(now_s)
+        self._note_overdue(now_s)  # also of those that have just come back
         # 1. Requests that nothing may overtake, one after the other. The first that does not fit,
         # and does not step aside, ends the pass: all that comes behind it waits for it.
         while (first := self._first_of_all()) is not None and pages.can_open:

@@ -21,10 +21,11 @@ from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.scheduler import DecodeParts
 from prefixkv.decode.sources import MeasuringSource, Sources
-from prefixkv.errors import ConfigError, RequestError, check_laws, shown
-from prefixkv.pages.requests import AllOf, BrokenEvent, still_pending
-from prefixkv.paging import Pages, pages_for
-from prefixkv.request import DeviceEvent
+from prefixkv.errors import CallerError, ConfigError, RequestError, check_laws, shown
+from prefixkv.pages.requests import AllOf, BrokenEvent, not_done, still_pending
+from prefixkv.paging import pages_for
+from prefixkv.request import DeviceEvent, check_event
+from prefixkv.settings import whole_count
 
 
 class ComputeSource(MeasuringSource):
@@ -157,15 +158,16 @@ class ComputeSource(MeasuringSource):
 
     def computed(
         self, req: DecodeRequest, end: int, aux: bytes, after: DeviceEvent | None, now_s: float
-    ) -> Pages | None:
-        """Note that a prompt has KV up to token `end`; at its `fill_len` it is whole. Return the
-        pages that the device may write until `after`, which it has taken.
-
-        Raises RequestError, with nothing changed.
-        """
-        done = self._done.get(req)
-        if done is None:
-            return super().computed(req, end, aux, after, now_s)
+    ) -> None:
+        end = whole_count("end", end)
+        if not isinstance(aux, bytes) or (aux and end != req.fill_len):
+            raise CallerError(f"aux is {shown(aux)} at {shown(end)} of {req.fill_len} tokens")
+        check_event("after", after)
+        after = not_done(after)  # may raise: before anything changes
+        if req.state.ended:
+            return
+        if (done := self._done.get(req)) is None:
+            raise self._not_mine(req)
         self._check_chunk(req, done, end)
         if end < req.fill_len:
             self._done[req] = end
@@ -173,7 +175,6 @@ class ComputeSource(MeasuringSource):
             del self._done[req]
         if end > done:
             self._measure(req, end - done, now_s)
-        written = None
         if after is not None:
             size = self._ledger.page_size
             written = req.pages[done // size : pages_for(end, size)].copy()
@@ -189,7 +190,9 @@ class ComputeSource(MeasuringSource):
             if flight.rest is None:  # else most of it was sent
                 self._ledger.journal.counters["computed_requests"] += 1
                 self._ledger.journal.arrived(req, "compute", now_s)
-        return written
+        if after is not None:
+            for source in self._ledger.organs:
+                source.written(written, after)
 
     def _check_chunk(self, req: DecodeRequest, done: int, end: int) -> None:
         if end - done > self._step_tokens:

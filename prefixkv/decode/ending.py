@@ -55,8 +55,7 @@ class Ending:
     def __init__(self, ledger: Ledger, ask_again: Callable[[DecodeRequest], None]) -> None:
         self._ledger, self._pages = ledger, ledger.pages
         self._ask_again = ask_again
-        # Requests that have ended, or were retracted, and hold pages.
-        self.deferred: dict[DecodeRequest, tuple[DeviceEvent, End]] = {}
+        self.deferred = ledger.deferred
         # By session: tokens that other sessions begin with, as it has said.
         self._shared: dict[tuple[Hashable, str], int] = {}
 
@@ -135,17 +134,7 @@ class Ending:
         """Count the pages that come back by themselves. `releases` collects the locks that end with
         them."""
         coming = sum(source.coming_pages(releases) for source in self._ledger.organs)
-        return coming + self.num_pages(releases)
-
-    def num_pages(self, releases: Releases, is_broken: bool = False) -> int:
-        """Count the pages that come back with a device event; or those that a broken one keeps,
-        since nothing proves that they do."""
-        held = [
-            end.req.pages_held
-            for event, end in self.deferred.values()
-            if isinstance(event, BrokenEvent) is is_broken
-        ]
-        return sum(pages.num_own + releases.end(pages.lock) for pages in held if pages is not None)
+        return coming + self._ledger.deferred_pages(releases)
 
     def release_after(self, after: DeviceEvent | None, end: End, now_s: float) -> None:
         """Defer the release of an ended request until `after` is done; None: release it at once.

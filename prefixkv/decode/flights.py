@@ -210,12 +210,15 @@ class Source:
 
     def computed(
         self, req: DecodeRequest, end: int, aux: bytes, after: DeviceEvent | None, now_s: float
-    ) -> Pages | None:
-        """Return the pages that the device may write until `after`, if it has taken that."""
-        raise RequestError(f"request {req.rid!r} is not computed here")
+    ) -> None:
+        if not req.state.ended:
+            raise self._not_mine(req)
+
+    def _not_mine(self, req: DecodeRequest) -> RequestError:
+        return RequestError(f"request {req.rid!r} is not computed here")
 
     def save_state(self, req: DecodeRequest, end: int) -> int:
-        raise RequestError(f"request {req.rid!r} is not computed here, it saves no state")
+        raise self._not_mine(req)
 
     def save_states(self, reqs: Iterable[DecodeRequest]) -> Sequence[tuple[int, int]]:
         return ()

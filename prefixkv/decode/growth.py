@@ -14,7 +14,6 @@ from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.request import CAN_RUN, CUT_SHORT, DecodeRequest, DecodeState
 from prefixkv.errors import OutOfPagesError, RequestError, shown
 from prefixkv.pages.requests import check_own
-from prefixkv.paging import pages_for
 
 
 class BatchGrowth:
@@ -56,16 +55,17 @@ class BatchGrowth:
                         due.append(req)
         except (TypeError, AttributeError):  # what lacks these is no request
             raise _no_requests(reqs) from None
-        running = self._running_of(due)
+        running = self._running_of(due) if due else due
         if not is_known:
             self._batch = list(reqs)  # one of another node was due, and was refused
         if not due:
             return False
+        lengths = []  # the step that gave the token has written the KV of the one before
         for req in running:
-            if len(req.output) >= req.max_new_tokens:
+            if (num_output := len(req.output)) >= req.max_new_tokens:
                 raise RequestError(f"request {req.rid!r} has its {req.max_new_tokens} tokens")
-        # The step that gave the token has written the KV of the one before.
-        self._take([(req, req.prompt_len + len(req.output)) for req in running], 1, now_s)
+            lengths.append((req, req.prompt_len + num_output))
+        self._take(lengths, 1, now_s)
         # Now nothing can fail any more: states and limits change.
         for req in running:
             if req.state is not DecodeState.RUNNING:  # it gets its first token
@@ -97,26 +97,29 @@ class BatchGrowth:
     def _running_of(self, reqs: Sequence[DecodeRequest]) -> list[DecodeRequest]:
         """Leave out what was cut short: the engine may have sampled before it could hear of that.
         Raises RequestError for another that does not run."""
+        running, mine = [], self._pages
         for req in reqs:
-            check_own(req, DecodeRequest, self._pages)
-            if req.state not in CAN_RUN and req.state not in CUT_SHORT:
+            if type(req) is not DecodeRequest or req.page_manager is not mine:
+                check_own(req, DecodeRequest, mine)
+            if req.state in CAN_RUN:
+                running.append(req)
+            elif req.state not in CUT_SHORT:
                 raise RequestError(f"request {req.rid!r} is {req.state.value}, it does not run")
-        return [req for req in reqs if req.state in CAN_RUN]
+        return running
 
     def _take(
         self, lengths: Sequence[tuple[DecodeRequest, int]], num_tokens: int, now_s: float
     ) -> None:
         """Take what each request lacks for the KV of `num_tokens` behind this length. Raises
         OutOfPagesError, with nothing changed."""
-        pages = self._pages
+        pages, page_size = self._pages, self._pages.page_size
         missing: dict[DecodeRequest, int] = {}  # pages
         for req, kv_len in lengths:
             assert req.pages_held is not None
-            # No step writes the KV of the last token, and the budget counts no page for it.
-            reach = min(kv_len + num_tokens, req.most_kv_len)
-            needed = pages_for(reach, pages.page_size) - req.pages_held.num_pages
-            if needed > 0:
-                missing[req] = needed
+            # No step writes the KV of the last token, so `max_pages` has no page for it.
+            end = min(-(-(kv_len + num_tokens) // page_size), req.max_pages)
+            if end > req.pages_held.num_pages:
+                missing[req] = end - req.pages_held.num_pages
         # 1. All or none: if one page is missing, none is taken, so that the engine can retract and
         # repeat the call with the same tokens.
         if missing and sum(missing.values()) > pages.available_pages:

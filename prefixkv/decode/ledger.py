@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from typing import Any
 
+from prefixkv.cache.results import Releases
 from prefixkv.config import DecodeConfig
 from prefixkv.decode.flights import Flight, Flights, Source
 from prefixkv.decode.request import DecodeJournal, DecodeRequest
@@ -13,7 +15,9 @@ from prefixkv.decode.rooms import Rooms
 from prefixkv.decode.waiting import Workers
 from prefixkv.errors import check_laws
 from prefixkv.pages.manager import PageManager
+from prefixkv.pages.requests import BrokenEvent
 from prefixkv.paging import pages_for
+from prefixkv.request import DeviceEvent
 
 
 class PreallocBudget:
@@ -131,6 +135,8 @@ class Ledger:
         self.weights_version = config.model.weights_version
         self.budget = PreallocBudget(pages_for(config.reserve_tokens, pages.page_size))
         self.flights = Flights(pages.page_size)
+        # Requests that have ended, or were retracted, and hold pages until an event; see `Ending`.
+        self.deferred: dict[DecodeRequest, tuple[DeviceEvent, Any]] = {}
         # True where a request has more than pages of the tree: it is sent with each prompt.
         self.has_more = bool(pages.groups)
 
@@ -143,6 +149,16 @@ class Ledger:
         """Return the most pages that an admission may need now, and may ever need."""
         available = self.pages.available_pages
         return available - self.budget.kept_back, available + self.budget.private_pages
+
+    def deferred_pages(self, releases: Releases, is_broken: bool = False) -> int:
+        """Count the pages that come back with a device event; or those that a broken one keeps,
+        since nothing proves that they do. `releases` collects the locks that end with them."""
+        held = [
+            req.pages_held
+            for req, (event, _) in self.deferred.items()
+            if isinstance(event, BrokenEvent) is is_broken
+        ]
+        return sum(pages.num_own + releases.end(pages.lock) for pages in held if pages is not None)
 
     def count(
         self, req: DecodeRequest, shared_pages: int, unprotected: int

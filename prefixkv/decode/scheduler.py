@@ -43,7 +43,6 @@ from prefixkv.decode.waiting import ALONE, Workers
 from prefixkv.errors import (
     AbortedError,
     AdmissionTimeoutError,
-    CallerError,
     ConfigError,
     InternalError,
     PeerLostError,
@@ -141,10 +140,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._planner = Planner(self.ledger, self.prefill)
         self._ending = Ending(self.ledger, self._ask_again)
         self._growth = BatchGrowth(self.ledger, self._ending)
-        self.waiting = Admission(
-            self.ledger, config, self._planner,
-            lambda releases: self._ending.num_pages(releases, is_broken=True),
-        )  # fmt: skip
+        self.waiting = Admission(self.ledger, config, self._planner)
         self._max_retries, self._retarget = config.num_retries, config.retarget
         self._admitted: list[DecodeRequest] = []  # to be returned by `pop_preallocated`
 
@@ -291,17 +287,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         an early `aux`.
         """
         now_s = self._pump()
-        end = whole_count("end", end)
         self.check_own(req)
-        if not isinstance(aux, bytes) or (aux and end != req.fill_len):
-            raise CallerError(f"aux is {shown(aux)} at {shown(end)} of {req.fill_len} tokens")
-        check_event("after", after)
-        after = not_done(after)  # may raise: before anything changes
-        if not req.state.ended:
-            written = self._own.computed(req, end, aux, after, now_s)
-            if written is not None and after is not None:
-                for source in self._organs:
-                    source.written(written, after)
+        self._own.computed(req, end, aux, after, now_s)
         self._tell()
 
     def save_state(self, req: DecodeRequest, end: int) -> int:
@@ -620,7 +607,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def idle(self) -> bool:
         """True if nothing is left: no request, nothing to pop, no undrained room. O(1)."""
         left = self.requests or self._failed or self.prefill.asks or len(self.rooms)
-        if left or self._ending.deferred or len(self.flights):
+        if left or self.ledger.deferred or len(self.flights):
             return False
         return all(source.is_idle for source in self._organs)
 
@@ -715,8 +702,6 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         worker.is_met = False
         for req in self.waiting.at(address):
             self._retry_unanswered(req, error, now_s)
-        # Last, since each request that leaves may be the one that makes the worker idle.
-        self.workers.forget_if_idle(worker)
 
     def take_orders(self) -> list[Any]:
         """Return the copies that sources want to be made, and forget them; `hear` takes the end of
@@ -745,7 +730,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     @property
     def num_deferred(self) -> int:
         """Number of ended requests with pages that the device may still touch."""
-        return len(self._ending.deferred)
+        return len(self.ledger.deferred)
 
     def holders(self) -> list[tuple[str, RequestPages]]:
         """Return what holds pages, by name: requests, and flights. Any thread may call it."""
@@ -760,7 +745,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.rooms.check_invariants()
         requests, flights = self.requests.values(), self.flights
         # A request that was retracted, and waits for the device, is in both.
-        live = list(dict.fromkeys([*requests, *self._ending.deferred]))
+        live = list(dict.fromkeys([*requests, *self.ledger.deferred]))
         locks: set[PrefixLock] = set()
         held_by: set[RoomKey] = set()
         for source in (*self._organs, self.prefill):
@@ -787,7 +772,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             "what waits for the device has ended, or was retracted, and holds its pages": all(
                 req.pages_held is not None
                 and (req.state.ended or req.state is DecodeState.RETRACTED)
-                for req in self._ending.deferred
+                for req in self.ledger.deferred
             ),
             "active counts the admitted requests": self.budget.active
             == sum(req.state in ACTIVE for req in requests),
@@ -798,7 +783,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
                 req.pages_held.num_pages * size
                 >= min(req.prompt_len + len(req.output), req.most_kv_len)
                 for req in requests
-                if req.state in CAN_RUN and req.pages_held and req not in self._ending.deferred
+                if req.state in CAN_RUN and req.pages_held and req not in self.ledger.deferred
             ),
             "a request with a limit above 0 runs, and has the pages for that much output": all(
                 req.state is DecodeState.RUNNING and req.output_limit <= req.most_output
@@ -970,7 +955,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
                 self._refuse_waiting(req, error)
         self._leave(req, now_s)
         # One that was retracted, and waits for the device, is released by that entry.
-        if req.pages_held is not None and req not in self._ending.deferred:
+        if req.pages_held is not None and req not in self.ledger.deferred:
             self._ending.release_after(after, End(req), now_s)
 
     def _too_late(self, req: DecodeRequest, now_s: float) -> None:

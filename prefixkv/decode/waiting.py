@@ -32,8 +32,9 @@ from typing import Any, Final
 
 from sortedcontainers import SortedList
 
-from prefixkv.admission import AdmissionPolicy, rank_as_tuple
+from prefixkv.admission import make_admission, rank_as_tuple
 from prefixkv.cache.results import MatchResult
+from prefixkv.config import DecodeConfig
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.errors import RequestError, UserErrors, check_laws
 from prefixkv.protocol.ids import RoomKey
@@ -72,12 +73,15 @@ class Worker:
     # Pages in its power.
     num_pages: int = 0
     was_refused: bool = False  # since pages of its last came back
-    # Its line: all, and of these the ones without a place in the order yet.
+    # Its line, and the places in it.
     has_share: bool = False  # as this pass has found: none in its line has a turn
     num_waiters: int = 0  # with those that are aside
     line: OrderedDict[Any, None] = field(default_factory=OrderedDict)  # by the age of the last look
-    new: dict[Any, None] = field(default_factory=dict)
-    order: Any = field(default_factory=SortedList)  # places
+    order: Any = field(default_factory=SortedList)
+
+    @property
+    def is_needed(self) -> bool:
+        return bool(self.num_waiters or self.is_met or self.num_pages)
 
 
 class Workers:
@@ -107,19 +111,14 @@ class Workers:
         return self._workers.get(address)
 
     def of(self, address: str) -> Worker:
-        """Return the worker at an address. One that is new is not kept before a request waits for
-        it (`keep`)."""
-        return self._workers.get(address) or Worker(address, not self.gated or address == ALONE)
-
-    def keep(self, worker: Worker) -> None:
-        self._workers[worker.address] = worker
-
-    def forget_if_idle(self, worker: Worker) -> None:
-        """Forget a worker of which nothing is known, where there are many: a few are kept for the
-        next request."""
-        is_needed = worker.num_waiters or worker.is_met or worker.num_pages
-        if len(self._workers) > _MOST_IDLE and not is_needed:
-            self._workers.pop(worker.address, None)
+        """Return the worker at an address. For a new one those are forgotten of which nothing is
+        known, where there are many."""
+        if (worker := self._workers.get(address)) is None:
+            if len(self._workers) >= _MOST_IDLE:
+                self._workers = {one.address: one for one in self.all() if one.is_needed}
+            worker = Worker(address, not self.gated or address == ALONE)
+            self._workers[address] = worker
+        return worker
 
     def all(self) -> list[Worker]:
         """Return all workers. Any thread may call it."""
@@ -173,7 +172,6 @@ class Workers:
 
     def promise(self, key: RoomKey, worker: Worker, num_pages: int) -> None:
         if num_pages:
-            self.keep(worker)  # its line may have forgotten it, with its last request
             self._shares[key] = worker, num_pages
             worker.num_pages += num_pages
 
@@ -185,7 +183,6 @@ class Workers:
             worker.num_pages -= num_pages
             self.version += worker.was_refused
             worker.was_refused = False
-            self.forget_if_idle(worker)
 
     def check_invariants(self, rooms: Set[RoomKey]) -> None:
         """Check the shares against `rooms`, those that are open or undrained: no other may have
@@ -215,9 +212,9 @@ class Waiter:
 
     req: DecodeRequest
     arrival: int
-    worker: Worker
     is_returned: bool
     since_s: float
+    worker: Worker = field(init=False)
     blocked_by: str = ""  # a reason of its own, PAGES or SHARE; "": it stands in its worker's line
     match: MatchResult | None = None
     new_pages: int = 0
@@ -250,19 +247,15 @@ class Waiting:
     """The list. Owned by the scheduler's thread. To enter or leave costs O(log waiting), a search
     O(workers) besides.
 
-    `patience_s`: a request that has waited this long is overtaken by nothing. `timeout_s`: how long
-    one without a `deadline_s` may wait, and any that came back. What `policy` raises when a request
-    is ranked again is in `errors`.
+    A request that has waited `admission_patience_s` is overtaken by nothing; one without a
+    `deadline_s`, and any that came back, may wait `admission_wait_s`. What the policy raises when a
+    request is ranked again is in `errors`.
     """
 
-    def __init__(
-        self, workers: Workers, policy: AdmissionPolicy, patience_s: float, timeout_s: float,
-        errors: UserErrors,
-    ) -> None:  # fmt: skip
-        self._workers = workers
-        self._policy = policy
-        self._patience_s, self._timeout_s = patience_s, timeout_s
-        self._errors = errors
+    def __init__(self, workers: Workers, config: DecodeConfig, errors: UserErrors) -> None:
+        self._workers, self._errors = workers, errors
+        self._policy = make_admission(config.admission)
+        self._patience_s, self._timeout_s = config.admission_patience_s, config.admission_wait_s
         self._waiters: dict[DecodeRequest, Waiter] = {}
         self._lines: dict[Worker, None] = {}  # workers with requests in line
         # Those aside, by reason: (pages it may need, arrival, waiter).
@@ -297,7 +290,6 @@ class Waiting:
     def _enter(self, waiter: Waiter, most_pages: int) -> None:
         """Let a request wait: in line, or aside if it may need more than `most_pages`."""
         worker = waiter.worker
-        self._workers.keep(worker)
         self._waiters[waiter.req] = waiter
         worker.num_waiters += 1
         if waiter.req.max_pages > most_pages:
@@ -315,24 +307,22 @@ class Waiting:
         else:
             self._leave_line(waiter)
         waiter.blocked_by = ""
-        self._workers.forget_if_idle(worker)
 
     def _stand(self, waiter: Waiter) -> None:
         worker = waiter.worker
         waiter.blocked_by = ""
-        worker.line[waiter] = worker.new[waiter] = None
-        self._lines[worker] = None
+        worker.line[waiter] = self._lines[worker] = None
+        worker.order.add(waiter.place)
+        if not (waiter.is_returned or waiter.is_overdue):
+            self._overdue.wake(waiter, waiter.req.arrived_s + self._patience_s)
         self._time_answer(waiter)
 
     def _leave_line(self, waiter: Waiter) -> None:
         worker = waiter.worker
         del worker.line[waiter]
         self._unanswered.forget(waiter)
-        if waiter in worker.new:
-            del worker.new[waiter]
-        else:
-            self._overdue.forget(waiter)
-            worker.order.remove(waiter.place)
+        self._overdue.forget(waiter)
+        worker.order.remove(waiter.place)
         if not worker.line:
             del self._lines[worker]
             worker.has_share = False
@@ -368,17 +358,7 @@ class Waiting:
 
     def _turns(self) -> list[Worker]:
         """Return the workers whose lines have a turn, in order."""
-        turns = [one for one in self._lines if one.is_open and not one.has_share]
-        for worker in turns:
-            if worker.new:
-                worker.order.update([one.place for one in worker.new])
-                if self._patience_s < math.inf:
-                    for waiter in worker.new:
-                        if not (waiter.is_returned or waiter.is_overdue):
-                            due_s = waiter.req.arrived_s + self._patience_s
-                            self._overdue.wake(waiter, due_s)
-                worker.new.clear()
-        return turns
+        return [one for one in self._lines if one.is_open and not one.has_share]
 
     def _note_overdue(self, now_s: float) -> None:
         """Let those whose patience is over go before all that did not come back."""
@@ -408,22 +388,19 @@ class Waiting:
     def _renew(self, waiter: Waiter) -> bool:
         """Rank a waiter in line, that did not come back, by its new estimate. Return True if its
         place is behind the old one. Where the policy raises it keeps its rank."""
-        worker, before, is_new = waiter.worker, waiter.rank, waiter in waiter.worker.new
+        worker, before = waiter.worker, waiter.rank
         # Before the policy is called: one that raises each time would else stay the oldest, and get
         # all looks.
-        if not is_new:
-            worker.line.move_to_end(waiter)
+        worker.line.move_to_end(waiter)
         try:
             rank = self._rank(waiter)
         except Exception as error:
             self._errors.caught(error)
             return False
         if rank != before:
-            if not is_new:
-                worker.order.remove(waiter.place)
+            worker.order.remove(waiter.place)
             waiter.rank = rank
-            if not is_new:
-                worker.order.add(waiter.place)
+            worker.order.add(waiter.place)
         return before < rank
 
     # --- aside ------------------------------------------------------------------------------------
@@ -526,8 +503,8 @@ class Waiting:
                 list(worker.order) == sorted(waiter.place for waiter in ordered[worker])
                 for worker in workers
             ),
-            "each in a line has its place there, or is new": all(
-                ordered[worker] ^ {*worker.new} == {*worker.line} for worker in workers
+            "each in a line has its place there": all(
+                ordered[worker] == {*worker.line} for worker in workers
             ),
             "a worker counts its waiters": all(
                 worker.num_waiters == sum(waiter.worker is worker for waiter in waiters)

@@ -10,7 +10,7 @@ from prometheus_client import Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from prefixkv.serving.failures import ApiError
-from prefixkv.serving.record import RequestRecord
+from prefixkv.serving.log import RequestRecord
 
 
 class ProxyMetrics:

@@ -39,11 +39,10 @@ from prefixkv.proxy.config import ProxyConfig, ServerAt
 from prefixkv.proxy.metrics import ProxyMetrics
 from prefixkv.serving import interrupts
 from prefixkv.serving.client import make_client, pieces_of
-from prefixkv.serving.failures import ApiError, Rate, failed, refused
-from prefixkv.serving.http import Stream, count_samples, read_body, run_until_disconnect
-from prefixkv.serving.record import HEADER, RequestRecord, current_record
+from prefixkv.serving.failures import ApiError, failed, refused
+from prefixkv.serving.http import Entrance, Stream, count_samples, read_body, run_until_disconnect
+from prefixkv.serving.log import HEADER, Rate, RequestRecord, current_record
 from prefixkv.serving.router import BoundedAffinityRouter
-from prefixkv.serving.status import Entrance
 from prefixkv.serving.tracing import current
 from prefixkv.spi import TOKEN_BYTES, page_keys
 
@@ -57,6 +56,7 @@ _ATTEMPTS: Final = 3  # with prefill; one more follows without
 _AVOIDED_S: Final = 5.0  # how long an unreachable server gets no requests
 _LINES_PER_S: Final = 0.2  # of the log, about one server: clients ask again at once
 _GRACE_S: Final = 1.0  # for prefill's answer after decode's first piece
+_REFUSALS: Final = (400, 413, 422)  # the client's fault, whichever server is asked
 _OPEN: Final = ("/health", "/ping")  # probes of load balancers carry no key
 _TO_DECODE: Final = ("/v1/models", "/version", "/tokenize", "/detokenize")
 _NOT_FOR_PREFILL: Final = (
@@ -73,11 +73,12 @@ transfer parameters of its own."""
 
 
 class LostError(Exception):
-    """A failed attempt that another attempt may repair, without `server`; "": with the same."""
+    """A failed attempt that another attempt may repair, without `server`; "": with the same.
+    `is_refused`: prefill does not take the request, so another one need not be asked."""
 
-    def __init__(self, why: str, server: str = "") -> None:
+    def __init__(self, why: str, server: str = "", *, is_refused: bool = False) -> None:
         super().__init__(why)
-        self.server = server
+        self.server, self.is_refused = server, is_refused
 
 
 class _Asked(NamedTuple):
@@ -395,6 +396,8 @@ class _ProxiedRequest:
                         why = "the servers that were asked have failed"
                         raise failed(502, why, str(error), "worker_lost") from None
                     proxy.metrics.retried.inc()
+                    if error.is_refused:
+                        attempts_left = 0
                 else:
                     await held.enter_async_context(stack.pop_all())
                     return answer
@@ -407,7 +410,7 @@ class _ProxiedRequest:
         asked, line = self._asked, self._asked.line
         load, send = dict(asked.body), asked.one_token()
         line.mark("asked")
-        line.add(attempts=1)
+        line.fields["attempts"] = line.fields.get("attempts", 0) + 1
         line.fields |= {"decode": decode.url, "prefill": prefill.url if prefill else None}
         # One for each attempt: engines name requests by it, and none takes one twice.
         rid = f"{line.fields['id']}#{line.fields['attempts']}"
@@ -498,7 +501,8 @@ class _ProxiedRequest:
             raise LostError(why, server) from None
         found = ServerAnswer(answer.status, media_type, first, rest, kept)
         if role == "prefill" and found.status >= 400:
-            raise LostError(found.said(server), server)
+            is_refused = found.status in _REFUSALS
+            raise LostError(found.said(server), server, is_refused=is_refused)
         return found
 
 

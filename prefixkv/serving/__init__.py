@@ -2,13 +2,13 @@
 run. The extra `serve`.
 
 - `config`: settings of a worker and a front; `roles`: those of the workers of `serve`.
-- `http`: bounds, time-outs, a key, errors; `openai`: OpenAI's interface as plain values.
+- `http`: ports, bounds, time-outs, a key, errors; `openai`: OpenAI's interface as plain values.
 - `wire`: what a front, a decode worker and a prefill worker say to each other.
 - `worker`: one process with one node; `fleet`: the workers as a front sees them; `front`: the
   OpenAI interface over a fleet; `launch`: all of it.
-- `record`: what is known of a request; of it `log` makes lines and refusals by reason, `tracing`
-  spans (the extra `otel`).
-- `actors`, `cluster`: the workers as actors of a Ray cluster (the extra `ray`).
+- `log`: what is known of a request, and its lines and refusals by reason; `tracing`: its spans
+  (the extra `otel`).
+- `cluster`: the workers as actors of a Ray cluster (the extra `ray`).
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ request's id, under which the log has the rest.
 from __future__ import annotations
 
 import logging
-import math
 import re
 import time
 from http import HTTPStatus
@@ -17,7 +16,7 @@ import msgspec
 from starlette.responses import Response
 
 from prefixkv import NotFiniteError
-from prefixkv.serving.record import current_record
+from prefixkv.serving.log import Rate, current_record
 
 logger = logging.getLogger("prefixkv.http")
 
@@ -32,10 +31,7 @@ _INNER: Final = re.compile(
 
 
 class ApiError(Exception):
-    """An error as the answer to a request, in OpenAI's form: `kind` is OpenAI's `type`. `retry_s`
-    is when a client may ask again after a 429 or 503."""
-
-    retry_s = 1.0
+    """An error as the answer to a request, in OpenAI's form: `kind` is OpenAI's `type`."""
 
     def __init__(
         self, status: int, message: str, kind: str = "invalid_request_error",
@@ -59,7 +55,7 @@ class ApiError(Exception):
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
         if self.status in (429, 503):
-            headers["retry-after"] = str(max(1, math.ceil(self.retry_s)))
+            headers["retry-after"] = "1"
         if self.status in (408, 413):  # the rest of the body is not read
             headers["connection"] = "close"
         body = msgspec.json.encode(self.body())
@@ -74,23 +70,6 @@ class ApiError(Exception):
 def refused(name: str, why: str) -> ApiError:
     """Make the error for a parameter that is not taken."""
     return ApiError(400, f"{name} {why}", code="invalid_value", param=name)
-
-
-class Rate:
-    """A limit on log lines: a burst of `most`, then `per_s`."""
-
-    def __init__(self, most: float, per_s: float) -> None:
-        self._most, self._per_s = most, per_s
-        self._left, self._when_s = most, 0.0
-
-    def take(self, now_s: float) -> bool:
-        # A token bucket: it fills with time up to `_most`, and each line takes one.
-        more = (now_s - self._when_s) * self._per_s
-        self._left, self._when_s = min(self._most, self._left + more), now_s
-        if self._left < 1:
-            return False
-        self._left -= 1
-        return True
 
 
 _lines = Rate(_LINES, _LINES_PER_S)

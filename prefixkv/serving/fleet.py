@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import io
 import logging
-import math
 import time
 from collections.abc import (
     AsyncGenerator,
@@ -33,6 +32,7 @@ from prefixkv.errors import ConfigError, HandshakeError, ProtocolError
 from prefixkv.serving.client import make_client, pieces_of
 from prefixkv.serving.failures import ApiError, answer_ended, failed, is_inner, is_not_finite
 from prefixkv.serving.feed import batches_of
+from prefixkv.serving.log import current_record
 from prefixkv.serving.router import BoundedAffinityRouter, Route
 from prefixkv.serving.streams import wait_set
 from prefixkv.serving.tracing import current
@@ -53,7 +53,6 @@ logger = logging.getLogger("prefixkv.fleet")
 
 _ATTEMPTS: Final = 3  # at a request without any output yet
 _AGAIN_S: Final = 1.0  # pause before another try to reach a worker
-_FIRST_START_S: Final = 15.0  # expected, where none was measured
 _TICK_S: Final = 0.5
 _QUIET_TICKS: Final = 10  # until a worker counts as silent: it has missed two signs of life
 _GIVEN_UP_TICKS: Final = round(SILENCE_S / _TICK_S)  # until no request waits for it any more
@@ -70,38 +69,13 @@ class WorkerLostError(Exception):
 
 
 class Start:
-    """When a worker is expected to serve: as long after its start has begun as it took the last
-    time. `role` is "" where it is not known yet. Seconds of time.monotonic()."""
+    """Whether a worker is being started. `gone_s`: since when it does not serve, by
+    time.monotonic(); None while it does, or where nothing starts it any more. `role` is "" where it
+    is not known yet."""
 
     def __init__(self, role: str) -> None:
         self.role = role
-        self._took_s = _FIRST_START_S
-        self._begun_s = time.monotonic()
-        # Since when it does not serve; None while it does, or where it is not started any more.
-        self._gone_s: float | None = self._begun_s
-
-    def begin(self, in_s: float = 0.0) -> None:
-        """The worker is started `in_s` seconds from now."""
-        self._begun_s = time.monotonic() + in_s
-        self._gone_s = time.monotonic() if self._gone_s is None else self._gone_s
-
-    def served(self) -> None:
-        self._took_s, self._gone_s = time.monotonic() - self._begun_s, None
-
-    def give_up(self) -> None:
-        self._gone_s = None
-
-    @property
-    def is_under_way(self) -> bool:
-        return self._gone_s is not None
-
-    @property
-    def left_s(self) -> float:
-        return max(0.0, self._begun_s + self._took_s - time.monotonic())
-
-    def is_late(self, timeout_s: float) -> bool:
-        """True if the worker has not served for `timeout_s`."""
-        return self._gone_s is not None and time.monotonic() - self._gone_s > timeout_s
+        self.gone_s: float | None = time.monotonic()
 
 
 class _Member:
@@ -307,31 +281,23 @@ class Fleet:
         """Wait for workers that are being started. Raises ApiError 503 if a role has none, and none
         is being started, or that is late."""
         while missing := self._missing(self._usable):
-            starts = [self._start_of(role) for role in missing]
-            if any(start is None or start.is_late(self._start_timeout_s) for start in starts):
+            if not all(map(self._is_starting, missing)):
                 raise self._not_ready(missing)
             await wait_set(self._joined, _TICK_S)
 
-    def _start_of(self, role: str) -> Start | None:
-        """Return the start of the first worker of a role that will serve."""
-        starts = (one for one in self.starts if one.role in (role, "") and one.is_under_way)
-        # One that is not late goes before one that is.
-        by_time = lambda one: (one.is_late(self._start_timeout_s), one.left_s)  # noqa: E731
-        return min(starts, key=by_time, default=None)
+    def _is_starting(self, role: str) -> bool:
+        """True if a worker of a role is started, and not late."""
+        since_s = time.monotonic() - self._start_timeout_s
+        return any(
+            one.role in (role, "") and one.gone_s is not None and one.gone_s >= since_s
+            for one in self.starts
+        )
 
     def _not_ready(self, roles: Sequence[str]) -> ApiError:
         said = [f"no {' and no '.join(roles)} worker is ready"]
         said += [f"{info.name} is silent" for info in self.workers if info.role in roles]
-        waits_s = []
-        for role in roles:
-            if (start := self._start_of(role)) is not None:
-                waits_s.append(start.left_s)
-                is_late = start.is_late(self._start_timeout_s)
-                when = "and late" if is_late else f"(about {math.ceil(start.left_s)} s)"
-                said.append(f"a {role} worker is starting {when}")
-        error = ApiError(503, ", ".join(said), "server_error", "not_ready")
-        error.retry_s = max(waits_s, default=1.0)
-        return error
+        said += [f"a {role} worker is starting" for role in roles if self._is_starting(role)]
+        return ApiError(503, ", ".join(said), "server_error", "not_ready")
 
     def _missing(self, found: Callable[[str], list[_Member]]) -> list[str]:
         roles = [role for role in self.routers if not found(role)]
@@ -364,19 +330,17 @@ class Fleet:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    async def generate(
-        self, ask: Ask, on_attempt: Callable[..., object] = lambda decode, prefill="": None
-    ) -> AsyncGenerator[TokenEvent, None]:
+    async def generate(self, ask: Ask) -> AsyncGenerator[TokenEvent, None]:
         """Yield the outputs of a request to the ends of all its samples. Chooses `prefill` and
         `prefill_url` of the `Ask`. Closing the generator aborts the request.
 
-        An attempt that fails before its first output is repeated on other workers. `on_attempt`
-        gets the names of each attempt's decode worker, and of its prefill worker if it has one.
+        An attempt that fails before its first output is repeated on other workers. The line of the
+        request log names those of the last one.
 
         Raises: ApiError 400 if a worker refuses the request; 500 if what was computed first is not
         finite; 503 if none accepts it or its worker is lost.
         """
-        lost: set[str] = set()
+        lost, line = set[str](), current_record()
         for attempt in range(_ATTEMPTS):
             try:
                 async with asyncio.timeout(ask.deadline_s):
@@ -398,7 +362,11 @@ class Fleet:
                 sent = replace(sent, prefill=prefill.endpoint, prefill_url=prefill.url)
             begun = False
             try:
-                on_attempt(*(route.worker for _, route in chosen))
+                line.mark("asked")
+                line.fields |= {
+                    "decode": decode.name, "prefill": prefills[0].name if prefills else "",
+                    "attempts": line.fields.get("attempts", 0) + 1,
+                }  # fmt: skip
                 facts["prefixkv.attempt"] = attempt
                 with current().part("generate", facts, is_call=True) as step:
                     tokens = self._stream(decode, sent, step.headers)

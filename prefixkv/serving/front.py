@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -20,7 +21,7 @@ import msgspec
 from prometheus_client import Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from prefixkv import PrefixKVError
@@ -31,13 +32,14 @@ from prefixkv.serving.fleet import Fleet
 from prefixkv.serving.hints import AnnouncedTurn
 from prefixkv.serving.http import (
     ApiError,
+    Entrance,
     Stream,
     count_samples,
-    decode_body,
     json_response,
     read_body,
     run_until_disconnect,
 )
+from prefixkv.serving.log import current_record
 from prefixkv.serving.logprobs import AnswerLogprobs, TokenTexts
 from prefixkv.serving.openai import (
     Answers,
@@ -51,9 +53,6 @@ from prefixkv.serving.openai import (
     too_long,
     unknown_model,
 )
-from prefixkv.serving.page import PAGE_PATHS, page_routes
-from prefixkv.serving.record import current_record
-from prefixkv.serving.status import Entrance
 from prefixkv.serving.streams import numbered
 from prefixkv.serving.text import TextError, Texts
 from prefixkv.serving.tracing import current
@@ -69,6 +68,19 @@ from prefixkv.spi import MAX_SESSION_CHARS
 
 logger = logging.getLogger("prefixkv.front")
 
+PAGE: Final = {"/": "chat.html", "/chat.js": "chat.js", "/chat.css": "chat.css"}
+"""The chat page: paths and files. They hold nothing secret, so they need no key."""
+
+# They restrict the page: only what the server sends runs, and asks that server alone.
+_PAGE_HEADERS: Final = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'"
+    ),
+    "cache-control": "no-cache",
+    "x-content-type-options": "nosniff",
+}
 _SHORT: Final = 4096  # characters of a text that is tokenized in the event loop
 _MESSAGE: Final = 64  # template time of one message, in characters of tokenizer time
 
@@ -102,14 +114,14 @@ class Front(Entrance):
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/v1/models/{name:path}", self._models, methods=["GET"]),
             Route("/health", self._show_health, methods=["GET"]),
-            *page_routes(),
+            *(Route(path, show_page, methods=["GET"]) for path in PAGE),
         ]
         status_routes = [
             Route("/sd", self._discover),
             Route("/lost", self._list_lost),
             Route("/fence", self._fence, methods=["POST"]),
         ]
-        self._bind(routes, (*PAGE_PATHS, "/health"), self.metrics.collectors, status_routes)
+        self._bind(routes, (*PAGE, "/health"), self.metrics.collectors, status_routes)
 
     def health(self) -> tuple[bool, dict[str, Any]]:
         ok = self.fleet.ready and not self.draining
@@ -161,7 +173,7 @@ class Front(Entrance):
         )
 
     async def _fence(self, request: Request) -> Response:
-        asked = decode_body(await read_body(request, self._limits), FenceRequest)
+        asked = await self._read(request, FenceRequest)
         # 1. It serves at this moment: fencing it would let others reuse pages that it writes.
         # 2. It is fenced already: nothing to do.
         # 3. It is unknown: refused, since a mistyped life must not pass for a fenced one.
@@ -223,7 +235,7 @@ class Front(Entrance):
 
     async def _announce(self, request: Request) -> Response:
         """Have what host memory has of a session loaded before its next turn comes."""
-        said = decode_body(await read_body(request, self._limits) or b"{}", AnnouncedTurn)
+        said = await self._read(request, AnnouncedTurn, b"{}")
         name = request.path_params["name"]
         if not 0 < len(name) <= MAX_SESSION_CHARS:
             raise refused("session", f"has to have 1 to {MAX_SESSION_CHARS} characters")
@@ -300,13 +312,7 @@ class _FrontRequest:
         self._limits, self._metrics = front._limits, front.metrics
         self._line, self._asks, self._usage, self._answers = current_record(), asks, usage, answers
         self._begun_s = time.monotonic()
-        streams = [front.fleet.generate(ask, self._note_attempt) for ask in asks]
-        self._outputs = self._measured(numbered(streams))
-
-    def _note_attempt(self, decode: str, prefill: str = "") -> None:
-        self._line.mark("asked")
-        self._line.fields |= {"decode": decode, "prefill": prefill}
-        self._line.add(attempts=1)
+        self._outputs = self._measured(numbered([*map(front.fleet.generate, asks)]))
 
     async def whole(self) -> Response:
         async with contextlib.aclosing(self._outputs):
@@ -383,6 +389,11 @@ class _FrontRequest:
             metrics.count(usage)
             self._line.fields |= {"outcome": outcome, **msgspec.structs.asdict(usage)}
             trace.describe_answer(usage.body(), finishes, ttft_s)
+
+
+async def show_page(request: Request) -> Response:
+    file = Path(__file__).with_name(PAGE[request.url.path])
+    return FileResponse(file, headers=_PAGE_HEADERS)
 
 
 async def _tokens(encode: Callable[[], list[int]], size: int) -> list[int]:

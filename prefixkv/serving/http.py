@@ -1,4 +1,5 @@
-"""Common ground of the HTTP servers: bounds on bodies and times, and errors in OpenAI's form.
+"""The HTTP servers of a process: bounds on connections, bodies and times, records of requests, and
+errors in OpenAI's form.
 
 A handler takes a Starlette `Request` and returns a `Response`. `read_body` reads what was sent,
 `Stream` sends an answer piece by piece, `run_until_disconnect` computes an answer in one body; the
@@ -13,40 +14,34 @@ import hmac
 import logging
 import re
 import resource
+import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import (
-    AsyncGenerator,
-    Awaitable,
-    Callable,
-    Collection,
-    Coroutine,
-    Iterator,
-    Sequence,
-)
-from http import HTTPStatus
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Sequence
+from email.utils import formatdate
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import h11
 import msgspec
-import uvicorn
-from starlette.applications import Starlette
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute
+from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
 
 from prefixkv.errors import ConfigError
-from prefixkv.serving.config import Limits
+from prefixkv.serving.config import Limits, ListenSettings
 from prefixkv.serving.failures import ApiError as ApiError
-from prefixkv.serving.failures import Rate
-from prefixkv.serving.log import Outcomes
-from prefixkv.serving.record import HEADER, begin_record, current_record
-from prefixkv.serving.tracing import current
+from prefixkv.serving.log import HEADER, Outcomes, Rate, RequestFile, begin_record, current_record
+from prefixkv.serving.tracing import current, make_tracing
 from prefixkv.settings import is_loopback_host
 
 logger = logging.getLogger("prefixkv.http")
@@ -54,6 +49,7 @@ logger = logging.getLogger("prefixkv.http")
 _HEAD_BYTES: Final = 64 << 10
 _OPEN_FILES: Final = 65_536
 _FULL_PAUSE_S: Final = 0.1  # before another look whether there are fewer connections
+_END_PAUSE_S: Final = 0.01  # before another look whether all answers have ended
 _TAKE: Final = "prefixkv.take"
 _HOST: Final = re.compile(r"(\[[^\]]*\]|[^:\[\]]*)(?::\d*)?")
 _FIELD: Final = re.compile(
@@ -70,42 +66,16 @@ _full_lines = Rate(1.0, 1 / 60)
 T = TypeVar("T")
 
 
-# --- errors ---------------------------------------------------------------------------------------
+# --- applications ---------------------------------------------------------------------------------
 
 
 def json_response(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
-async def _on_api_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return error.response()
-
-
-async def _on_http_error(request: Request, error: Exception) -> Response:
-    """Answer an HTTP error of Starlette's routing in OpenAI's form, with its headers."""
-    assert isinstance(error, HTTPException)
-    why = f"{request.method} {request.url.path}: {error.detail}"
-    response = ApiError(error.status_code, why).response()
-    response.headers.update(error.headers or {})
-    return response
-
-
-async def _on_failure(_: Request, error: Exception) -> Response:
-    """The log has the exception, the client gets no detail."""
-    logger.error("request %s failed", current_record().id, exc_info=error)
-    status = HTTPStatus.INTERNAL_SERVER_ERROR
-    return ApiError(status, "the server failed; its log says why", "server_error").response()
-
-
-# --- applications ---------------------------------------------------------------------------------
-
-
-def make_app(
-    routes: Sequence[BaseRoute], api_key: str = "", open_paths: Collection[str] = (),
-    max_requests_per_client: int = 0, outcomes: Outcomes | None = None,
-) -> ASGIApp:  # fmt: skip
-    """Add a key, bounds, records, and errors in OpenAI's form.
+class App:
+    """Routes with a key, a bound on what one client asks at once, records of requests, and errors
+    in OpenAI's form.
 
     Args:
         api_key: what `Authorization: Bearer ...` must carry. "": no key; then only programs of this
@@ -114,51 +84,14 @@ def make_app(
         max_requests_per_client: as in `Limits`.
         outcomes: gets the record of each request.
     """
-    app = Starlette(
-        routes=routes,
-        exception_handlers={
-            ApiError: _on_api_error, HTTPException: _on_http_error, Exception: _on_failure,
-        },
-    )  # fmt: skip
-    app.router.redirect_slashes = False
-
-    def check(scope: Scope) -> None:
-        if not api_key:
-            _check_loopback(Headers(scope=scope))
-        elif scope["path"] not in open_paths:
-            _check_key(Headers(scope=scope), api_key)
-
-    return _Recorded(app, check, max_requests_per_client, outcomes)
-
-
-def _check_key(headers: Headers, api_key: str) -> None:
-    given = headers.get("authorization", "").encode()
-    # Takes the same time wherever the two differ, so a key cannot be guessed byte by byte.
-    if not hmac.compare_digest(given, f"Bearer {api_key}".encode()):
-        raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
-
-
-def _check_loopback(headers: Headers) -> None:
-    """Refuse pages of other sites in a browser on this machine: `Host` names the page's own site if
-    its name was made to resolve to this machine (DNS rebinding), and `Origin` the site of a page
-    that calls this server directly. Programs send no Origin."""
-    host, origin = headers.get("host", ""), headers.get("origin", "")
-    found = _HOST.fullmatch(host)
-    if host and not (found and is_loopback_host(found[1].strip("[]").lower())):
-        why = f"the server has no API key, so it is not to be reached as {host!r}"
-        raise ApiError(403, why, code="host_not_allowed")
-    if origin and origin != f"http://{host}":
-        why = f"the server has no API key, so a page of {origin!r} may not use it"
-        raise ApiError(403, why, code="origin_not_allowed")
-
-
-class _Recorded:
-    """An application whose requests are checked, counted by client, and have a record."""
 
     def __init__(
-        self, app: ASGIApp, check: Callable[[Scope], None], most: int, outcomes: Outcomes | None
-    ) -> None:
-        self._app, self._check, self._most, self._outcomes = app, check, most, outcomes
+        self, routes: Sequence[BaseRoute], api_key: str = "", open_paths: Collection[str] = (),
+        max_requests_per_client: int = 0, outcomes: Outcomes | None = None,
+    ) -> None:  # fmt: skip
+        self._router = Router(routes, redirect_slashes=False)
+        self._key, self._open, self._outcomes = api_key, open_paths, outcomes
+        self._most = max_requests_per_client
         self._answers: Counter[str] = Counter()  # under way, by the client's address
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -179,26 +112,29 @@ class _Recorded:
         async def send_recorded(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                MutableHeaders(scope=message)[HEADER] = record.id
+                headers = MutableHeaders(scope=message)
+                headers[HEADER], headers["date"] = record.id, formatdate(usegmt=True)
                 # Counted before it is sent: its client finds it counted.
                 if outcomes is not None and record.is_error:
                     outcomes.refused(record)
-                await send(message)
-            else:
-                await send(message)
+            await send(message)
+            if message["type"] == "http.response.body":
                 record.sent(len(message.get("body", b"")), not message.get("more_body", False))
 
-        scope[_TAKE] = take
+        # With "app" Starlette raises what it has no route for.
+        scope[_TAKE], scope["app"] = take, self
         try:
             # The key first: a client without it takes no room from others.
             self._check(scope)
             take(1)
-            await self._app(scope, receive, send_recorded)
-        except ApiError as error:
-            await error.response()(scope, receive, send_recorded)
+            await self._router(scope, receive, send_recorded)
         except BaseException as error:
-            current().fail_by(error)
-            raise
+            # 1. It is given up, or its answer has begun: uvicorn ends the connection, and logs why.
+            if record.status or not isinstance(error, Exception):
+                current().fail_by(error)
+                raise
+            # 2. It has no answer yet.
+            await _answer_of(error)(scope, receive, send_recorded)
         finally:
             self._answers[client] -= taken
             if not self._answers[client]:
@@ -206,6 +142,42 @@ class _Recorded:
             current().end_answer(record)
             if outcomes is not None:
                 outcomes.ended(record)
+
+    def _check(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        if self._key:
+            given, wanted = headers.get("authorization", ""), f"Bearer {self._key}"
+            # Takes the same time wherever the two differ: no key is guessed byte by byte.
+            is_right = hmac.compare_digest(given.encode(), wanted.encode())
+            if not is_right and scope["path"] not in self._open:
+                raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+            return
+        # Pages of other sites in a browser on this machine: `Host` names the page's own site if its
+        # name was made to resolve to this machine (DNS rebinding), and `Origin` the site of a page
+        # that calls this server directly. Programs send no Origin.
+        host, origin = headers.get("host", ""), headers.get("origin", "")
+        named = _HOST.fullmatch(host)
+        if host and not (named and is_loopback_host(named[1].strip("[]").lower())):
+            why = f"the server has no API key, so it is not to be reached as {host!r}"
+            raise ApiError(403, why, code="host_not_allowed")
+        if origin and origin != f"http://{host}":
+            why = f"the server has no API key, so a page of {origin!r} may not use it"
+            raise ApiError(403, why, code="origin_not_allowed")
+
+
+def _answer_of(error: Exception) -> Response:
+    """Answer an error. Of one that nothing has foreseen the log has all, the client nothing."""
+    if isinstance(error, ApiError):
+        return error.response()
+    record = current_record()
+    if isinstance(error, HTTPException):  # of the routes
+        why = f"{record.method} {record.path}: {error.detail}"
+        response = ApiError(error.status_code, why).response()
+        response.headers.update(error.headers or {})
+        return response
+    current().fail_by(error)
+    logger.error("request %s failed", record.id, exc_info=error)
+    return ApiError(500, "the server failed; its log says why", "server_error").response()
 
 
 def count_samples(request: Request, num: int) -> None:
@@ -336,7 +308,7 @@ class HttpServer:
     """One listening socket, served in tasks of the running loop; port 0 picks a free one. Raises
     ConfigError if the address cannot be bound.
 
-    It has connections for a fourth of the descriptors that are free when it is made: what is asked
+    It has connections for a fourth of the descriptors that are free when it starts: what is asked
     for a request needs up to two more each, and probes have a server of their own.
     """
 
@@ -351,17 +323,13 @@ class HttpServer:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.setblocking(False)
         self.host, self.port = host, int(self._socket.getsockname()[1])
-        # uvicorn makes one protocol per connection from a class, so the time-out travels in a
-        # subclass.
-        protocol = type("Protocol", (_Protocol,), {"head_timeout_s": limits.head_timeout_s})
-        self._server = _Uvicorn(
-            uvicorn.Config(
-                app, http=protocol, ws="none", lifespan="off", log_config=None, access_log=False,
-                server_header=False, proxy_headers=False, h11_max_incomplete_event_size=_HEAD_BYTES,
-                timeout_keep_alive=limits.idle_timeout_s,  # type: ignore[arg-type]
-            )
+        config = Config(
+            app, http="h11", ws="none", lifespan="off", log_config=None, access_log=False,
+            proxy_headers=False, h11_max_incomplete_event_size=_HEAD_BYTES,
+            timeout_keep_alive=limits.idle_timeout_s,  # type: ignore[arg-type]
         )  # fmt: skip
-        self._task: asyncio.Task[None] | None = None
+        self.state = ServerState()  # connections, and tasks that answer
+        self._make_protocol = partial(_Protocol, limits.head_timeout_s, config, self.state)
         self._connecting: set[asyncio.Task[Any]] = set()
         self._most = 0  # connections
 
@@ -374,12 +342,6 @@ class HttpServer:
     async def start(self) -> None:
         # Descriptors are numbered from 0 on: the socket's number tells how many were open.
         self._most = (_raise_file_limit() - self._socket.fileno()) // 4
-        self._task = asyncio.create_task(self._server.serve([]))
-        while not self._server.started:
-            # The server's task ended before it served: raise its error, do not wait on.
-            if self._task.done():
-                self._task.result()
-            await asyncio.sleep(0.005)
         self._listen()
 
     def _listen(self) -> None:
@@ -391,7 +353,7 @@ class HttpServer:
         in the kernel: uvicorn's own bound counts them only once they are there."""
         loop = asyncio.get_running_loop()
         try:
-            if len(self._server.server_state.connections) + len(self._connecting) >= self._most:
+            if len(self.state.connections) + len(self._connecting) >= self._most:
                 raise OSError(f"it has {self._most}")
             connection, _ = self._socket.accept()
         except (BlockingIOError, InterruptedError, ConnectionError):  # its client has left
@@ -403,60 +365,48 @@ class HttpServer:
             loop.call_later(_FULL_PAUSE_S, self._listen)
             return
         connection.setblocking(False)
-        task = loop.create_task(
-            loop.connect_accepted_socket(self._server.make_protocol, connection)
-        )
+        task = loop.create_task(loop.connect_accepted_socket(self._make_protocol, connection))
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Accept no more, and wait at most `grace_s` for the answers in progress. A further call,
         even during the first, ends with its own wait."""
-        if self._task is not None and self._socket.fileno() >= 0:
+        if self._socket.fileno() >= 0:
             asyncio.get_running_loop().remove_reader(self._socket)
         self.close()
-        if self._task is None:
-            return
         if self._connecting:
             await asyncio.wait(self._connecting)
-        self._server.should_exit = True
-        await asyncio.wait((self._task,), timeout=grace_s)
-        if not self._task.done():
-            self._server.cut()
-            await asyncio.wait((self._task,))
+        connections, tasks = self.state.connections, self.state.tasks
+        for connection in list(connections):
+            connection.shutdown()  # after its answer, if there is one in progress
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                while connections or tasks:
+                    await asyncio.sleep(_END_PAUSE_S)
+        self.cut()
+        while connections or tasks:
+            await asyncio.sleep(_END_PAUSE_S)
+
+    def cut(self) -> None:
+        for connection in list(self.state.connections):
+            connection.transport.abort()
+        # Aborting a connection does not end the task that computes its answer.
+        for task in list(self.state.tasks):
+            task.cancel()
 
     def close(self) -> None:
         self._socket.close()
-
-
-class _Uvicorn(uvicorn.Server):
-    """Leaves signals to the process it runs in."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    def make_protocol(self) -> asyncio.Protocol:
-        made: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
-            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
-        )
-        return made
-
-    def cut(self) -> None:
-        self.force_exit = True
-        for connection in list(self.server_state.connections):
-            connection.transport.abort()
-        # Aborting a connection does not end the task that computes its answer.
-        for task in list(self.server_state.tasks):
-            task.cancel()
 
 
 class _Protocol(H11Protocol):
     """Closes a connection if the head of a request does not arrive in time: a client that sends
     single bytes would hold it as long as it likes."""
 
-    head_timeout_s = 10.0
-    _late: asyncio.TimerHandle | None = None
+    def __init__(self, head_timeout_s: float, config: Config, state: ServerState) -> None:
+        super().__init__(config, state, {})
+        self._head_timeout_s = head_timeout_s
+        self._late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -477,7 +427,7 @@ class _Protocol(H11Protocol):
         super().connection_lost(exc)
 
     def _wait(self) -> None:
-        self._late = self.loop.call_later(self.head_timeout_s, self.transport.abort)
+        self._late = self.loop.call_later(self._head_timeout_s, self.transport.abort)
 
     def _stop_waiting(self) -> None:
         if self._late is not None:
@@ -493,3 +443,93 @@ def _raise_file_limit() -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         return wanted
     return wanted if soft < 0 else soft
+
+
+class Entrance:
+    """Both ports of a process, for requests and for its health and metrics; its request log, traces
+    and ids. Used on one event loop. `kind` names it in metrics, logs and traces, `name` its node in
+    traces. Raises ConfigError, with nothing left open."""
+
+    server: HttpServer
+    status: HttpServer
+
+    def __init__(self, kind: str, listen: ListenSettings, name: str = "") -> None:
+        self.draining = False
+        self._kind, self._listen, self._limits = kind, listen, listen.limits
+        self._file: RequestFile | None = None
+        self._servers: list[HttpServer] = []
+        # Request ids: unique over processes by the prefix, within this one by the number.
+        self._prefix, self._num = secrets.token_hex(8), 0
+        with contextlib.ExitStack() as opened:
+            if listen.request_log:
+                self._file = RequestFile(listen.request_log)
+                opened.callback(self._file.close)
+            self._tracing = make_tracing(kind, name)
+            opened.callback(self._tracing.close)
+            self._opened = opened.pop_all()
+
+    def health(self) -> tuple[bool, dict[str, Any]]:
+        """Return whether requests are accepted, and the body of /health."""
+        raise NotImplementedError
+
+    def _bind(
+        self, routes: Sequence[BaseRoute], open_paths: Sequence[str] = (),
+        collectors: Sequence[Any] = (), status_routes: Sequence[BaseRoute] = (), node: Any = None,
+    ) -> None:  # fmt: skip
+        """`node`: of a worker, which writes the lines of the requests that it answers."""
+        listen, kind, who, most = self._listen, self._kind, self._kind, 0
+        if node is None:
+            most = self._limits.max_requests_per_client
+        else:
+            kind, who = "worker", node.peer_id.name
+        outcomes = Outcomes(kind, {"node": who, "side": self._kind}, self._file)
+        registry = CollectorRegistry(auto_describe=False)
+        # Imported only here: a front and a proxy have no node, and need not load its runtime.
+        if node is not None:
+            from prefixkv.spi import NodeCollector
+
+            collectors = NodeCollector(node), *collectors
+        for collector in (*collectors, *outcomes.collectors):
+            registry.register(collector)
+
+        async def show_health(_: Request) -> Response:
+            ok, state = self.health()
+            return json_response(state, 200 if ok else 503)
+
+        def show_metrics(_: Request) -> Response:  # not async, so Starlette runs it in a thread
+            return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+        everything = [
+            Route("/health", show_health), Route("/metrics", show_metrics), *status_routes
+        ]  # fmt: skip
+        # A loopback port needs no key, so that scrapers of this machine need no secret.
+        key = "" if is_loopback_host(listen.status_host) else listen.api_key
+        app = App(routes, listen.api_key, open_paths, most, outcomes)
+        status = App(everything, key, open_paths=["/health"])
+        with self._opened.pop_all() as opened:
+            self.server = HttpServer(app, listen.host, listen.port, listen.limits)
+            opened.callback(self.server.close)
+            self.status = HttpServer(status, listen.status_host, listen.status_port, listen.limits)
+            self._opened = opened.pop_all()
+        self._servers = [self.server, self.status]
+
+    async def _read(self, request: Request, kind: type[T], default: bytes = b"") -> T:
+        return decode_body(await read_body(request, self._limits) or default, kind)
+
+    def _new_rid(self, request_id: str) -> str:
+        """It begins with the id in the header, and is unique, even if clients use that again."""
+        self._num += 1
+        return f"{request_id}-{self._prefix}-{self._num}"
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Accept no more requests, and give those in progress `grace_s` seconds to end.
+        Idempotent."""
+        self.draining = True
+        for server in self._servers:
+            await server.stop(grace_s)
+        await self._close()
+        await asyncio.to_thread(self._opened.close)
+
+    async def _close(self) -> None:
+        """Close what answers come through, once none is sent any more."""
+        raise NotImplementedError

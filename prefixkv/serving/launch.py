@@ -10,6 +10,7 @@ import os
 import secrets
 import signal
 import sys
+import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,10 +28,10 @@ from prefixkv.serving import interrupts
 from prefixkv.serving.config import KINDS, FrontConfig, FrontSettings, ServeConfig
 from prefixkv.serving.fleet import Fleet, Start
 from prefixkv.serving.front import Front
-from prefixkv.serving.process import READY, REFUSED
 from prefixkv.serving.roles import role_environs
 from prefixkv.serving.text import load_texts
 from prefixkv.serving.wire import WorkerInfo
+from prefixkv.serving.worker import READY, REFUSED
 
 logger = logging.getLogger("prefixkv.serve")
 
@@ -69,7 +70,7 @@ class Kept(Start):
             elif not self._ending:
                 logger.exception("%s is given up", self._name)
         finally:
-            self.give_up()
+            self.gone_s = None
 
     async def _live_on(self) -> None:
         raise NotImplementedError
@@ -77,13 +78,12 @@ class Kept(Start):
     def _serves(self, info: WorkerInfo) -> None:
         """Raises ConfigError where it cannot work with the others."""
         self._fleet.add(info)
-        self.served()
-        self._has_served = True
+        self.gone_s, self._has_served = None, True
         if not self.ready.done():
             self.ready.set_result(None)
 
     def _has_gone(self, info: WorkerInfo) -> None:
-        self.begin()  # first: requests that find it gone wait for the next
+        self.gone_s = time.monotonic()  # first: requests that find it gone wait for the next
         self._fleet.remove(info.name, info.life)
 
     async def end(self, grace_s: float) -> None:
@@ -161,7 +161,6 @@ class Child(Kept):
                 return
             # A life that served resets the pause; one that never did doubles it.
             pause_s = _FIRST_PAUSE_S if info is not None else min(2 * pause_s, _LONGEST_PAUSE_S)
-            self.begin(pause_s)
             await asyncio.sleep(pause_s)
 
     async def _live(self) -> WorkerInfo | None:
@@ -256,10 +255,7 @@ class Launch(Generic[C]):
         name = config.served_name or (Path(model).resolve().name if model else "small")
         fleet = Fleet(self._key, config.start_timeout_s)
         try:
-            front = Front(
-                fleet, texts, name, config.listen, config.answer_tokens,
-                defaults=defaults,
-            )  # fmt: skip
+            front = Front(fleet, texts, name, config.listen, config.answer_tokens, defaults)
         except BaseException:
             await fleet.close()
             raise

@@ -1,9 +1,8 @@
-"""How each HTTP request of a server ended: refusals by reason, and `--request-log FILE`, a JSON
-line per request from a front, a proxy and workers.
+"""What a server knows of a request, and says of it once it has ended: refusals by reason, and
+`--request-log FILE`, a JSON line per request from a front, a proxy and workers.
 
-Several processes append to one file. Lines reach it by single writes to a descriptor that was
-opened with O_APPEND, which Linux does not mix on a local file system. The file is opened for each
-line: where logrotate has renamed it, the next line makes a new one, without a signal.
+A client may name its request by the header `x-request-id`; else an id is made. Every answer carries
+it. Two requests may come with one id, so it is only a part of the ids that the workers use.
 """
 
 from __future__ import annotations
@@ -12,46 +11,119 @@ import contextlib
 import logging
 import os
 import re
+import secrets
 import threading
 import time
+from contextvars import ContextVar
 from queue import Full, Queue
 from typing import Any, Final
 
 import msgspec
 from prometheus_client import Counter
+from starlette.datastructures import Headers
+from starlette.types import Scope
 
 from prefixkv.errors import ConfigError
-from prefixkv.serving.failures import Rate
-from prefixkv.serving.record import RequestRecord
 
 logger = logging.getLogger("prefixkv.request_file")
 
-MAX_REASONS: Final = 64
-"""Most pairs of status and reason that are counted by themselves; further reasons are "other"."""
-
+HEADER: Final = "x-request-id"
 MAX_WAITING: Final = 4096
 """Most lines that wait to be written; more are lost."""
-
 MAX_CHARS: Final = 1024
 """Most characters of a text in a line; the rest is cut."""
 
-_SERVER: Final = "server"  # the reason of an error that is another server's
-_REASON: Final = re.compile(r"[A-Za-z][\w.-]{0,63}")
+_NAME: Final = re.compile(r"[!-~]{1,128}")  # printable ASCII without blanks
+_CLIENT_LEFT: Final = 499  # `run_until_disconnect`: this answer is never seen
+_SERVER: Final = "server"  # the reason of an error that says none
 _REFUSED_LINES: Final = 200
 _REFUSED_PER_S: Final = 20.0
 _CLOSE_S: Final = 5.0
+
+
+class RequestRecord:
+    """Owned by the event loop. `fields` are those of its line in the request log, `reason` that of
+    the error that answered it, `span` its `OpenSpan`."""
+
+    def __init__(self, scope: Scope | None = None) -> None:
+        scope = scope or {"headers": []}
+        self.method, self.path = scope.get("method", ""), scope.get("path", "")
+        given = Headers(scope=scope).get(HEADER, "")
+        self._is_named = bool(_NAME.fullmatch(given))
+        self.id = given if self._is_named else secrets.token_hex(16)
+        self.fields: dict[str, Any] = {}
+        self.reason: str | None = None
+        self.span: Any = None
+        self.status = self.answer_bytes = 0  # 0: no answer has been sent
+        self._is_sent = False
+        self.arrived_s, self.arrived_at = time.monotonic(), time.time()
+
+    def take_id(self, given: str | None) -> None:
+        """Take the id in a body, if the header gave none and could carry this one."""
+        if given is not None and not self._is_named and _NAME.fullmatch(given):
+            self.id = given
+
+    def mark(self, name: str) -> None:
+        """Write field `NAME_s`, seconds since the request arrived, the first time."""
+        self.fields.setdefault(f"{name}_s", round(time.monotonic() - self.arrived_s, 6))
+
+    def sent(self, num_bytes: int, is_last: bool) -> None:
+        self.answer_bytes += num_bytes
+        self._is_sent = is_last
+
+    @property
+    def is_error(self) -> bool:
+        return self.status >= 400 and self.status != _CLIENT_LEFT
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the client left before it had its answer to the end."""
+        return not self._is_sent or self.status == _CLIENT_LEFT
+
+
+_current: ContextVar[RequestRecord | None] = ContextVar("prefixkv_request", default=None)
+
+
+def begin_record(scope: Scope) -> RequestRecord:
+    """Make the record of the request that this task, and those that it starts, answer."""
+    record = RequestRecord(scope)
+    _current.set(record)
+    return record
+
+
+def current_record() -> RequestRecord:
+    """Return that of the request that this task answers; outside of one it is dropped."""
+    return _current.get() or RequestRecord()
+
+
+class Rate:
+    """A limit on log lines: a burst of `most`, then `per_s`."""
+
+    def __init__(self, most: float, per_s: float) -> None:
+        self._most, self._per_s = most, per_s
+        self._left, self._when_s = most, 0.0
+
+    def take(self, now_s: float) -> bool:
+        # A token bucket: it fills with time up to `_most`, and each line takes one.
+        more = (now_s - self._when_s) * self._per_s
+        self._left, self._when_s = min(self._most, self._left + more), now_s
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
 
 
 class RequestFile:
     """Any thread may call it. A file that is there is appended to, and keeps its mode; a new one is
     readable by its owner alone. Raises ConfigError if it cannot be opened.
 
-    What its thread cannot keep up with, or cannot write (a full disk), is counted as lost, and the
-    first loss is logged; serving goes on.
+    Processes share a file: each line is a single write to a descriptor with O_APPEND, which Linux
+    does not mix on a local file system. It is opened for each line, so logrotate may rename it.
+    What its thread cannot keep up with, or cannot write (a full disk), is counted as lost.
     """
 
     def __init__(self, path: str) -> None:
-        self.path = path
+        self._path = path
         self.lines = Counter(
             "prefixkv_request_log_lines", "Lines of the request log's file.", ["outcome"],
             registry=None,
@@ -75,13 +147,10 @@ class RequestFile:
             self._lose("it cannot keep up")
 
     def close(self) -> None:
-        """Write what waits, for some seconds at most. Idempotent."""
-        if self._thread.is_alive():
-            with contextlib.suppress(Full):
-                self._queue.put(None, timeout=_CLOSE_S)
-            self._thread.join(_CLOSE_S)
-
-    # --- the writing thread -----------------------------------------------------------------------
+        """Write what waits, for some seconds at most."""
+        with contextlib.suppress(Full):
+            self._queue.put(None, timeout=_CLOSE_S)
+        self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
         while (line := self._queue.get()) is not None:
@@ -93,7 +162,6 @@ class RequestFile:
                 self._lose(getattr(error, "strerror", None) or repr(error))
 
     def _append(self, line: dict[str, Any]) -> None:
-        """Append one line by one write, its texts cut to `MAX_CHARS`."""
         cut = {
             name: value[:MAX_CHARS] if isinstance(value, str) else value
             for name, value in line.items()
@@ -111,14 +179,14 @@ class RequestFile:
     def _open(self) -> int:
         # Not blocking: a pipe without a reader must not hold up the thread, nor `prefixkv` itself.
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
-        return os.open(self.path, flags, 0o600)
+        return os.open(self._path, flags, 0o600)
 
     def _lose(self, why: str) -> None:
         self._lost.inc()
         if not self._has_lost:
             self._has_lost = True
             logger.warning("%s: a line of the request log is lost: %s; further ones are counted "
-                           "only", self.path, why)  # fmt: skip
+                           "only", self._path, why)  # fmt: skip
 
 
 class Outcomes:
@@ -138,7 +206,6 @@ class Outcomes:
             "Requests that were not served, by the answer's status and its error's code.",
             ["status", "reason"], registry=None,
         )  # fmt: skip
-        self._reasons: set[tuple[str, str]] = set()
         self.collectors = [self._refused]
         # Lines of refused requests are bounded in rate: who has no key must not fill the disk.
         self._rate = Rate(_REFUSED_LINES, _REFUSED_PER_S)
@@ -151,13 +218,7 @@ class Outcomes:
 
     def refused(self, record: RequestRecord) -> None:
         """Count a request that is not served, by the answer's status and the reason in it."""
-        # Codes of other servers come through here: they bound neither their form nor their number.
-        reason = record.reason or _SERVER
-        key = str(record.status), reason if _REASON.fullmatch(reason) else "other"
-        if key not in self._reasons and len(self._reasons) >= MAX_REASONS:
-            key = str(record.status), "other"
-        self._reasons.add(key)
-        self._refused.labels(*key).inc()
+        self._refused.labels(str(record.status), record.reason or _SERVER).inc()
 
     def ended(self, record: RequestRecord) -> None:
         """Write the line of a request whose answer has been sent, or whose client has left."""

@@ -43,7 +43,7 @@ from starlette.responses import Response
 
 from prefixkv import __version__
 from prefixkv.errors import ConfigError
-from prefixkv.serving.record import RequestRecord, current_record
+from prefixkv.serving.log import RequestRecord, current_record
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -52,6 +52,9 @@ EXTRA: Final = ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
 
 _CLOSE_S: Final = 3.0  # for the last spans to reach the collector, at the end of a process
 _TEXT_CHARS: Final = 500
+_ASKING: Final = (
+    "OTEL_TRACES_EXPORTER", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
+)  # fmt: skip
 _BY_PROTOCOL: Final = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}
 _LOGS_OF_HEADERS: Final = ("opentelemetry.trace.span", "opentelemetry.baggage.propagation")
 _PASSWORD: Final = re.compile(r"//[^/\s@]*@")
@@ -63,6 +66,7 @@ _ASKED: Final = {
 Attributes = Mapping[str, Any]
 NO_FACTS: Final[Attributes] = {}
 Handler = Callable[[Request], Awaitable[Response]]
+_GIVEN_UP: Final = (asyncio.CancelledError, GeneratorExit)
 
 
 # --- whether and where to spans go ----------------------------------------------------------------
@@ -79,13 +83,10 @@ def asked_by() -> str:
     These are `OTEL_TRACES_EXPORTER`, unless it is "none", and the addresses of a collector;
     `OTEL_SDK_DISABLED=true` overrides them. Empty is the same as not set, by OpenTelemetry's rules.
     """
-    exporters = _variable("OTEL_TRACES_EXPORTER").lower()
-    if _variable("OTEL_SDK_DISABLED").lower() == "true" or exporters == "none":
+    is_off = _variable("OTEL_SDK_DISABLED").lower() == "true"
+    if is_off or _variable("OTEL_TRACES_EXPORTER").lower() == "none":
         return ""
-    names = (
-        "OTEL_TRACES_EXPORTER", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
-    )  # fmt: skip
-    return next(filter(_variable, names), "")
+    return next(filter(_variable, _ASKING), "")
 
 
 def _variable(name: str) -> str:
@@ -157,8 +158,7 @@ class Tracing:
     and requests nothing."""
 
     def __init__(self, provider: TracerProvider | None = None) -> None:
-        self.writes = provider is not None
-        self._provider = provider
+        self.writes, self._provider = provider is not None, provider
         self.propagator: Any = TraceContextTextMapPropagator()
         if provider is not None:
             from opentelemetry import propagate
@@ -169,16 +169,15 @@ class Tracing:
         for name in _LOGS_OF_HEADERS:
             logging.getLogger(name).setLevel(logging.ERROR)
 
-    def extract(self, headers: Headers) -> Context:
-        """Return the context that headers carry; an empty one if it is malformed."""
-        context: Context = self.propagator.extract(headers, Context())
-        return context
-
     def start(
-        self, name: str, context: Context, kind: SpanKind = SpanKind.INTERNAL,
+        self, name: str, parent: Context | Headers, kind: SpanKind = SpanKind.INTERNAL,
         attributes: Attributes = NO_FACTS, start_ns: int | None = None,
     ) -> OpenSpan:  # fmt: skip
-        """Start a span below `context`, at `start_ns` since 1970 or now."""
+        """Start a span below `parent`, or what headers carry of it, at `start_ns` since 1970 or
+        now."""
+        context = parent if isinstance(parent, Context) else Context()
+        if isinstance(parent, Headers):  # which may be malformed: then it stays empty
+            context = self.propagator.extract(parent, context)
         facts = _sendable(attributes)
         span = self._tracer.start_span(name, context, kind, facts, start_time=start_ns)
         return OpenSpan(self, span, set_span_in_context(span, context))
@@ -188,8 +187,7 @@ class Tracing:
 
         async def run(request: Request) -> Response:
             current_record().span = self.start(
-                f"{request.method} {request.url.path}", self.extract(request.headers),
-                SpanKind.SERVER,
+                f"{request.method} {request.url.path}", request.headers, SpanKind.SERVER,
                 {"http.request.method": request.method, "url.path": request.url.path,
                  "url.scheme": request.url.scheme},
             )  # fmt: skip
@@ -197,14 +195,13 @@ class Tracing:
 
         return run
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Send the spans that are left, for `_CLOSE_S` at most; later ones are dropped."""
-        provider, self._provider = self._provider, None
-        if provider is not None:
+        if self._provider is not None:
             # A thread that may be left behind: the exporter's own time-out is longer.
-            thread = threading.Thread(target=provider.shutdown, name="traces", daemon=True)
+            thread = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
             thread.start()
-            await asyncio.to_thread(thread.join, _CLOSE_S)
+            thread.join(_CLOSE_S)
 
 
 class OpenSpan:
@@ -237,7 +234,7 @@ class OpenSpan:
             self._span.set_status(StatusCode.ERROR, _clean(why))
 
     def fail_by(self, error: BaseException) -> None:
-        if isinstance(error, asyncio.CancelledError | GeneratorExit):
+        if isinstance(error, _GIVEN_UP):
             self.fail("given up", "aborted")
         else:
             self.fail(str(error), type(error).__name__)
@@ -248,16 +245,17 @@ class OpenSpan:
 
     def end_answer(self, record: RequestRecord) -> None:
         """End the span of a request whose answer has been sent, or whose client has left."""
+        status = record.status
         self.add({"prefixkv.rid": record.fields.get("id")})
         # By OpenTelemetry's conventions a server's span is no error where the client is at fault.
         if record.has_left:
             self.fail("the client left", "aborted")
         else:
-            self.add({"http.response.status_code": record.status})
-        if record.status >= 500:
-            self.fail(f"status {record.status}", str(record.status))
+            self.add({"http.response.status_code": status})
+        if status >= 500:
+            self.fail(f"status {status}", str(status))
         elif record.is_error:
-            self.add({"error.type": str(record.status)})
+            self.add({"error.type": str(status)})
         self.end()
 
     @contextmanager
@@ -272,7 +270,7 @@ class OpenSpan:
         try:
             yield step
         except BaseException as error:
-            if not (may_be_cut and isinstance(error, asyncio.CancelledError | GeneratorExit)):
+            if not (may_be_cut and isinstance(error, _GIVEN_UP)):
                 step.fail_by(error)
             raise
         finally:
@@ -293,17 +291,17 @@ class OpenSpan:
         self, usage: Attributes, finishes: Sequence[str], ttft_s: float | None
     ) -> None:
         """`usage` is OpenAI's."""
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
         self.add(
             {
                 "gen_ai.usage.input_tokens": usage["prompt_tokens"],
                 "gen_ai.usage.output_tokens": usage["completion_tokens"],
-                "gen_ai.usage.cache_read.input_tokens":
-                    usage["prompt_tokens_details"]["cached_tokens"],
+                "gen_ai.usage.cache_read.input_tokens": cached,
                 **{f"prefixkv.{name}": number for name, number in usage["prefixkv"].items()},
                 "gen_ai.response.finish_reasons": tuple(finishes),
                 "gen_ai.response.time_to_first_chunk": ttft_s,
             }
-        )  # fmt: skip
+        )
 
 
 def _sendable(attributes: Attributes) -> dict[str, Any]:
@@ -369,24 +367,20 @@ def phases_of(record: Attributes) -> list[tuple[str, float, float]]:
         # Without a load from host memory, or a flight of another request, the KV is in the tree as
         # soon as it is here. One with both waits for the load (`DecodeJournal.committed`).
         is_computed = record.get("decode_computed_tokens") and not record["asked_bytes"]
-        skipped = {
-            "transfer" if is_computed else "compute", "flight" if record["host_tokens"] else "load"
-        }  # fmt: skip
-        if not record["shared_tokens"]:
-            skipped.add("flight")
-    found: list[tuple[str, float, float]] = []
+        skipped = {"transfer" if is_computed else "compute"}
+        skipped |= {"flight"} if record["host_tokens"] else {"load"}
+        skipped |= set() if record["shared_tokens"] else {"flight"}
+    phases: list[tuple[str, float, float]] = []
     begun_s = 0.0
     for name, until in PHASES[record["side"]].items():
-        if name in skipped:
-            continue
-        if record[until] is None:
-            found.append((name, begun_s, record["ended_s"]))
-            break
-        # A request that is admitted again may have one of its first times after a later step's.
-        until_s = max(begun_s, record[until])
-        found.append((name, begun_s, until_s))
-        begun_s = until_s
-    return found
+        if name not in skipped:
+            # A request that is admitted again may have one of its first times after a later one.
+            time_s = record["ended_s"] if record[until] is None else max(begun_s, record[until])
+            phases.append((name, begun_s, time_s))
+            if record[until] is None:
+                break
+            begun_s = time_s
+    return phases
 
 
 @dataclass(slots=True)
@@ -394,7 +388,7 @@ class _LiveRequest:
     span: OpenSpan
     num: int
     left: int  # answers that have not ended
-    offset_ns: int
+    offset_ns: int  # one for all its times: two clocks could put a step outside of it
     end_ns: int = 0
 
 
@@ -410,7 +404,7 @@ class NodeSpans:
         """Called before the engine's thread starts."""
 
         def ended(record: dict[str, Any], arrived_s: float) -> None:
-            # The engine goes on at once: spans are made on the event loop. It may have ended.
+            # The engine goes on at once: spans are made on the event loop, which may have ended.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._write, record, arrived_s)
 
@@ -422,15 +416,13 @@ class NodeSpans:
         """Return a context in which a request is handed to the engine: an exception ends its span,
         which otherwise ends with the last of its `num` answers. `rid` is the engine's."""
         span = self._tracing.start(
-            "generate" if self._role == "decode" else "prefill", self._tracing.extract(headers),
-            SpanKind.SERVER, {"prefixkv.rid": rid}, time.time_ns(),
+            "generate" if self._role == "decode" else "prefill", headers, SpanKind.SERVER,
+            {"prefixkv.rid": rid}, time.time_ns(),
         )  # fmt: skip
         # One that is here already is refused by the engine, and must not take the other's place.
         # What the sampler leaves out has no steps either.
         is_kept = span.is_recording and rid not in self._live
-        if is_kept:
-            # Before the engine has it: it may end before the call returns. One offset for all its
-            # times: two clocks could put a step outside of it.
+        if is_kept:  # before the engine has it: it may end before the call returns
             offset_ns = time.time_ns() - time.monotonic_ns()
             self._live[rid] = _LiveRequest(span, num, num, offset_ns)
         try:
@@ -439,11 +431,10 @@ class NodeSpans:
             span.fail_by(error)
             if is_kept:
                 self._live.pop(rid, None)
-            is_kept = False
+            span.end()
             raise
-        finally:
-            if not is_kept:
-                span.end()
+        if not is_kept:
+            span.end()
 
     def _write(self, record: dict[str, Any], arrived_s: float) -> None:
         """Write the spans of one record, and with the last answer that of the request."""
@@ -457,15 +448,13 @@ class NodeSpans:
         end_ns = begun_ns + round(record["ended_s"] * 1e9)
         live.left -= 1
         live.end_ns = max(live.end_ns, end_ns)
-        if live.num == 1:
-            self._fill(live.span, record, begun_ns)
-        else:
+        span = live.span
+        if live.num > 1:
             # Several answers to one prompt are requests of their own on the node: a span for each.
             facts = {"prefixkv.sample": int(sample)}
-            span = self._tracing.start(
-                "answer", live.span.context, attributes=facts, start_ns=begun_ns
-            )
-            self._fill(span, record, begun_ns)
+            span = self._tracing.start("answer", span.context, attributes=facts, start_ns=begun_ns)
+        self._fill(span, record, begun_ns)
+        if span is not live.span:
             span.end(end_ns)
             if span.failed:
                 live.span.fail("an answer has failed", record["outcome"])
@@ -493,10 +482,9 @@ class NodeSpans:
         for step, to_ns in steps:
             step.end(to_ns)
 
-    async def close(self) -> None:
-        """End what is open, and send the last spans. Idempotent."""
-        live, self._live = self._live, {}
-        for one in live.values():
-            one.span.fail("the worker has ended", "aborted")
-            one.span.end()
-        await self._tracing.close()
+    def close(self) -> None:
+        """End what is open."""
+        while self._live:
+            _, live = self._live.popitem()
+            live.span.fail("the worker has ended", "aborted")
+            live.span.end()

@@ -1,5 +1,5 @@
 """One worker as a process: one model, one node, one `EngineLoop`, and two HTTP servers, one for its
-requests (`wire`) and one for its health and metrics.
+requests (`wire`) and one for its health and metrics; its signals, and its end with its parent.
 
 The engine has a thread of its own; everything else runs on one event loop. Calls reach the engine
 by `EngineLoop.post`; its outputs come back by one `call_soon_threadsafe` per step.
@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import io
 import logging
 import os
+import signal
+import sys
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import Future
@@ -30,6 +33,7 @@ from starlette.routing import Route
 from prefixkv import DecodeConfig, PrefillConfig, PrefixKVError
 from prefixkv.engines.hf.requests import AnswerToken, Generate, PrefillJob
 from prefixkv.errors import CallerError, CapacityError, ClosedError, DrainingError
+from prefixkv.serving import interrupts
 from prefixkv.serving.client import make_client
 from prefixkv.serving.config import (
     OPTION_NAMES,
@@ -39,15 +43,8 @@ from prefixkv.serving.config import (
     WorkerSettings,
 )
 from prefixkv.serving.feed import EventTap
-from prefixkv.serving.http import (
-    ApiError,
-    Stream,
-    decode_body,
-    json_response,
-    read_body,
-)
-from prefixkv.serving.record import current_record
-from prefixkv.serving.status import Entrance
+from prefixkv.serving.http import ApiError, Entrance, Stream, json_response
+from prefixkv.serving.log import current_record
 from prefixkv.serving.streams import wait_set
 from prefixkv.serving.tracing import NodeSpans
 from prefixkv.serving.wire import (
@@ -65,6 +62,14 @@ from prefixkv.serving.wire import (
 
 logger = logging.getLogger("prefixkv.worker")
 
+READY: Final = "ready "
+"""Begins a worker's line on stdout once it serves; its `WorkerInfo` as JSON follows."""
+
+REFUSED: Final = "refused "
+"""Begins the line on stdout of a worker that cannot start with its settings; why, as JSON."""
+
+_PR_SET_PDEATHSIG: Final = 1
+_END_S: Final = 10.0
 _JOB_TIMEOUT_S: Final = 20.0
 _REASON_CHARS: Final = 500
 _TICK_S: Final = 0.2
@@ -168,7 +173,7 @@ class Worker(Entrance):
 
     async def _close(self) -> None:
         # The ends of requests that the engine's thread has reported are handled by now.
-        await self._spans.close()
+        self._spans.close()
 
     def health(self) -> tuple[bool, dict[str, Any]]:
         state = (
@@ -229,9 +234,6 @@ class Worker(Entrance):
             raise ApiError(400, f"life: {asked.life!r} is no hexadecimal number") from None
         await self._call(lambda engine: engine.node.fence(asked.name, incarnation))
         return Response(status_code=202)
-
-    async def _read(self, request: Request, kind: type[T]) -> T:
-        return decode_body(await read_body(request, self._limits), kind)
 
     async def _call(self, call: Callable[[Any], T]) -> T:
         """Run `call(engine)` on the engine's thread. Raises ApiError for errors of prefixkv: 503
@@ -511,17 +513,13 @@ def make_worker(config: WorkerConfig) -> PrefillWorker | DecodeWorker:
 
 
 def _model(settings: WorkerSettings, node: C) -> tuple[Any, C]:
-    """Load the model, and return it with the node's config. Raises ConfigError; for what the model
-    cannot have, before its weights are read, which may take minutes."""
+    """Load the model, and return it with the node's config. Raises ConfigError."""
     import torch
 
     from prefixkv.engines.hf import load_model
-    from prefixkv.engines.hf.models import ExtraState, check_extra, extra_state_of
     from prefixkv.engines.hf.small import small_model
 
     models, context = settings.models, settings.models.context or None
-    extra = extra_state_of(models.model, context) if models.model else ExtraState.NONE
-    check_extra(extra, node.checkpoints, settings.window_pages)
     if models.threads:
         torch.set_num_threads(models.threads)
     options: dict[str, Any] = {"device": models.device, "context": context}
@@ -560,3 +558,59 @@ def _rid_of(job: str) -> str:
 
 def _name(error: BaseException) -> str:
     return type(error).__name__
+
+
+# --- its process ----------------------------------------------------------------------------------
+
+
+def run_worker(config: WorkerConfig) -> int:
+    """Run until SIGTERM or SIGINT has drained the worker; a second signal ends it at once. Returns
+    the exit status. Raises ConfigError if it cannot start."""
+    if config.worker.parent:
+        die_with(config.worker.parent)
+    interrupts.log_to_stderr()
+    try:
+        return asyncio.run(_run_worker(config))
+    except (CallerError, CapacityError) as error:
+        if not config.worker.parent:
+            raise
+        # One line for all workers: the process that started them prints it.
+        print(REFUSED + msgspec.json.encode(str(error)).decode(), flush=True)
+        return 2
+
+
+async def _run_worker(config: WorkerConfig) -> int:
+    worker = make_worker(config)
+    serving, signals = False, 0
+
+    def on_signal() -> None:
+        nonlocal signals
+        signals += 1
+        # 1. While the model loads there is nothing to drain, and loading cannot be interrupted.
+        # 2. The first signal drains; the second ends the drain, with `_END_S` to close.
+        # 3. A third one, or a close that hangs, ends the process without more ado.
+        if not serving or signals > 2:
+            os._exit(1)
+        worker.drain()
+        if signals == 2:
+            asyncio.get_running_loop().call_later(_END_S, os._exit, 1)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    await worker.start()
+    serving = True
+    try:
+        interrupts.keep_what_is_loaded()
+        print(READY + msgspec.json.encode(worker.info).decode(), flush=True)
+        return 0 if await worker.run() else 1
+    finally:
+        await worker.close()
+
+
+def die_with(parent: int) -> None:
+    """Have Linux kill this process when `parent` is gone."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # Asked after prctl: a parent that died before it sends no signal, but is no parent any more.
+    if os.getppid() != parent:
+        os._exit(1)

@@ -15,7 +15,7 @@ from starlette.routing import Route
 from prefixkv.serving.config import Limits, ListenSettings
 from prefixkv.serving.fleet import Fleet
 from prefixkv.serving.front import Front
-from prefixkv.serving.http import HttpServer, make_app
+from prefixkv.serving.http import App, HttpServer
 from prefixkv.serving.text import Texts
 from prefixkv.serving.wire import WorkerInfo
 
@@ -44,7 +44,7 @@ async def fronted(
         Route("/events", events),
     ]
     async with AsyncExitStack() as stack:
-        worker = HttpServer(make_app(routes), "127.0.0.1", 0, Limits())
+        worker = HttpServer(App(routes), "127.0.0.1", 0, Limits())
         await worker.start()
         stack.push_async_callback(worker.stop, 0)
         fleet = Fleet()

@@ -85,13 +85,6 @@ JUNK = st.one_of(
 )
 
 
-def each_junk() -> Iterator[Any]:
-    """Yield each of what `JUNK` draws from, newly made."""
-    yield from _PLAIN
-    for make in _MAKE.values():
-        yield make()
-
-
 def with_junk(
     data: st.DataObject,
     args: Sequence[Any],

@@ -32,7 +32,7 @@ from prefixkv.runtime.staging import StagingCopies
 from prefixkv.staging.receiver import Scatter
 from prefixkv.staging.sender import Gather
 from prefixkv.transport.base import RankMemory, WriteJob
-from tests.support.control_effects import effects_of
+from tests.support.control_effects import effects_of, leftovers_of
 from tests.support.fabric import FakeFabric
 from tests.support.sim_memory import Buffer, Memory
 from tests.support.state_memory import StateMemory
@@ -281,8 +281,8 @@ class SimRank:
 
     def leftovers(self) -> dict[str, Any]:
         """What has to be nothing at rest."""
-        left = self._leftovers() | {
-            "rooms": list(self.control._rooms.all()), "copies": self.copies.jobs,
+        left = leftovers_of(self.control) | self._leftovers() | {
+            "copies": self.copies.jobs,
             "scatters": self.scatters, "inbox": list(self.inbox), "events": list(self.events),
         }  # fmt: skip
         return {name: what for name, what in left.items() if what}
@@ -313,12 +313,7 @@ class PrefillRank(SimRank):
 
     def _leftovers(self) -> dict[str, Any]:
         control = self.control
-        peers = control._peers.all()
         left: dict[str, Any] = {
-            "jobs": control._rooms.jobs, "awaited": control._tombs.awaited(),
-            "parked": [peer.id for peer in peers if peer.num_parked],
-            "rooms of peers": [peer.id for peer in peers if control._rooms.of(peer.id)],
-            "undrained": [peer.id for peer in peers if peer.num_promised],
             "in flight": self.world.fabric.in_flight(self.me),
             "unproven": self.transport._unproven,
         }  # fmt: skip
@@ -326,7 +321,8 @@ class PrefillRank(SimRank):
             machine = control.relay
             taken = machine.num_slots - len(machine.free_slots)
             left["staged"] = len(machine.jobs) + taken
-            left["forgotten peers"] = set(machine.peers) - {peer.id for peer in peers}
+            known = {peer.id for peer in control._peers.all()}
+            left["forgotten peers"] = set(machine.peers) - known
             left["peers of the copies"] = len(self.staging.to_peers) - len(machine.peers)
         return left
 
@@ -355,13 +351,8 @@ class DecodeRank(SimRank):
             self.events.clear()
 
     def _leftovers(self) -> dict[str, Any]:
-        control = self.control
-        left: dict[str, Any] = {
-            "expected": control._rooms.num_expected, "rooms": control.num_rooms,
-            "rooms of links": [link.address for link in control._links.all() if link.waiting],
-            "for rank 0": list(self.for_rank_0),
-        }  # fmt: skip
-        if (staging := control.relay) is not None:
+        left: dict[str, Any] = {"for rank 0": list(self.for_rank_0)}
+        if (staging := self.control.relay) is not None:
             left |= {
                 "staged rooms": staging.num_rooms, "leases": staging.leases.all(),
                 "waiting": staging.num_waiting,

@@ -20,7 +20,6 @@ from prefixkv.cache.radix_key import RadixKey
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.conformance.hashing import splitmix64
 from prefixkv.decode.request import DecodeRequest
-from prefixkv.errors import OutOfPagesError
 from prefixkv.memory.kv_pool import KVPool, PoolGroup
 from prefixkv.memory.mesh import Mesh
 from prefixkv.pages.groups import GroupPages
@@ -74,7 +73,7 @@ class Model:
     def __init__(
         self, num_pages: int, last_pages: int, page_size: int = 4, window: int = WINDOW,
         step_tokens: int = 8, shared: bool = False, heads: tuple[int, int, int] = (1, 2, 3),
-        tp_size: int = 1, order: str = "layer_major",
+        tp_size: int = 1,
     ) -> None:  # fmt: skip
         self.page_size, self.window = page_size, window
         self.mesh = Mesh(1, heads[0], tp_size)
@@ -87,7 +86,7 @@ class Model:
             layers = [
                 KVPool.create(
                     pages, page_size, 1, max(1, of_layer // tp_size), 8, dtype="uint8",
-                    attention="mha", shared=shared, order=order,
+                    attention="mha", shared=shared,
                 )
                 for pages, of_layer in zip((num_pages, last_pages, num_pages), heads, strict=True)
             ]  # fmt: skip
@@ -169,27 +168,21 @@ class WindowPair:
         shared: bool = False, decode_config: DecodeConfig | None = None,
         prefill_config: PrefillConfig | None = None,
         tp_sizes: tuple[int, int] = (1, 1), heads: tuple[int, int, int] = (1, 2, 3),
-        orders: tuple[str, str] = ("layer_major",) * 2,
     ) -> None:  # fmt: skip
         self.p_model, self.d_model = (
-            Model(*pages, page_size, window, step, shared, heads, tp_size, order)
-            for pages, step, tp_size, order in zip(
-                (prefill, decode), (chunk, 1), tp_sizes, orders, strict=True
-            )
+            Model(*pages, page_size, window, step, shared, heads, tp_size)
+            for pages, step, tp_size in zip((prefill, decode), (chunk, 1), tp_sizes, strict=True)
         )
         self.chunk = chunk
         config = prefill_config or PrefillConfig(checkpoints=checkpoints)
         of_decode = decode_config or DecodeConfig(reserve_tokens=0)
         self.prefill: Any
         self.decode: DecodeNode
-        self.prefills: list[Any]
         if tp_sizes == (1, 1):
             self.prefill = PrefillNode(self.p_model.pool, config)
-            self.prefills = [self.prefill]
             self.decode = DecodeNode(self.d_model.pool, of_decode)
         else:
             self.prefill = PrefillGroup(self.p_model.pools, config, self.p_model.mesh)
-            self.prefills = [self.prefill]
             self.decode = DecodeGroup(self.d_model.pools, of_decode, self.d_model.mesh)
         self.computing: dict[PrefillRequest, int] = {}
         self.hold = False
@@ -218,7 +211,7 @@ class WindowPair:
     def step_prefill(self) -> None:
         begun = self.prefill.pop_bootstrapped()
         if begun:
-            assert self.router.apply(self.prefills[0].take_cache_events())
+            assert self.router.apply(self.prefill.take_cache_events())
         for req in begun:
             # What routers are told of is what can be used, and all of it.
             keys = page_keys(RadixKey(req.tokens[:-1]).data, self.p_model.page_size)
@@ -262,24 +255,9 @@ class WindowPair:
         for req in node.pop_failed():
             self.failed[req.rid] = req.error
             self.running = [one for one in self.running if one is not req]
-        for ask in node.pop_needs_prefill():
-            self.prefill.add(
-                Request(
-                    f"{ask.rid}.{ask.generation}", ask.tokens, room=ask.room,
-                    generation=ask.generation, decode=ask.decode, prefill=ask.prefill,
-                )
-            )  # fmt: skip
         for req in list(self.running):
-            if req not in self.running:  # retracted for one before it
-                continue
             token = self.sample(req)
-            try:
-                node.append_many([req], [token])
-            except OutOfPagesError as error:
-                for rid in error.retract:
-                    node.retract(rid)
-                    self.running = [one for one in self.running if one.rid != rid]
-                continue
+            node.append_many([req], [token])
             self.tokens[req.rid].append(token)
             if len(req.output) == req.max_new_tokens:
                 node.finish(req)
@@ -318,14 +296,13 @@ class WindowPair:
 
         def is_over() -> bool:
             self.step()
-            on_prefill = [node.requests for node in self.prefills]
-            return self.decode.num_rooms == 0 and not any(on_prefill)
+            return self.decode.num_rooms == 0 and not self.prefill.requests
 
         until(lambda: is_over() and self.decode.idle)
         self.prefill.pop_bootstrapped()
         for node in (self.decode, self.prefill):
             node.audit()
-        for node in (self.decode, *self.prefills):
+        for node in (self.decode, self.prefill):
             pages = node.pages
             assert (pages.allocator.owned_pages, pages.allocator.held_pages) == (0, 0)
             for group in pages.windows:

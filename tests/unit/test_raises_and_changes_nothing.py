@@ -30,7 +30,7 @@ from prefixkv.pages.manager import PageManager
 from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.protocol.ids import RoomKey
 from prefixkv.request import Request
-from tests.support.junk import JUNK, OwnError, each_junk
+from tests.support.junk import JUNK, OwnError
 from tests.support.picture import picture
 
 EXAMPLES = int(os.environ.get("PREFIXKV_JUNK_EXAMPLES", "60"))  # more for a long run
@@ -128,22 +128,6 @@ def test_whatever_is_handed_over(data: st.DataObject) -> None:
         else:
             named[place] = data.draw(anything)
     check_call(world, name, args, named)
-
-
-@pytest.mark.slow
-def test_each_junk_in_each_place() -> None:
-    """One wrong argument at a time, and each is tried: draws pass by most of them."""
-    calls, num_junk = World().calls, len([*each_junk()])
-    for name in calls:
-        for place in [*range(len(calls[name][0])), *calls[name][1]]:
-            for at in range(num_junk):
-                world, wrong = World(), [*each_junk()][at]
-                args, named = list(world.calls[name][0]), dict(world.calls[name][1])
-                if isinstance(place, int):
-                    args[place] = wrong
-                else:
-                    named[place] = wrong
-                check_call(world, name, args, named)
 
 
 def check_call(world: World, name: str, args: list[Any], named: dict[str, Any]) -> None:

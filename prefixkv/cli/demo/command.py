@@ -18,7 +18,6 @@ from prefixkv.cli.demo import HERE, LinkRate
 from prefixkv.cli.demo.report import (
     DemoPass,
     DemoReport,
-    draw,
     machine,
     picture,
     split_of,
@@ -59,17 +58,14 @@ _DEFINITIONS: Final = {
 }
 
 
-def run(seed: int, links: Sequence[LinkRate], json_file: Path | None, plot: Path | None) -> int:
+def run(seed: int, links: Sequence[LinkRate], json_file: Path | None) -> int:
     """Returns the exit status: 0, or 1 if anything is wrong with a pass. Raises ConfigError before
     anything is started; ModelWorkerError, WorkerFailedError."""
     console = Console(highlight=False, markup=False, soft_wrap=True)
     report = run_chats(seed, links, console)
     for lines in (picture(report.by_turn()), table(report.rows())):
         console.print("\n" + "\n".join(lines))
-    if json_file is not None:
-        write_json(json_file, report.as_json())
-    if plot is not None:
-        draw(report.by_turn(), plot)
+    write_json(json_file, report.as_json())
     for complaint in report.complaints():
         console.print(f"WRONG: {complaint}")
     return int(bool(report.complaints()))

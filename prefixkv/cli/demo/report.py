@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 from prefixkv.cli.demo import HERE, LinkRate
 from prefixkv.cli.demo.workers import ChatAnswer
 from prefixkv.cli.demo.workload import Played
-from prefixkv.cli.outputs import aligned, drawing
+from prefixkv.cli.outputs import aligned
 
 _ALIKE_RATIO: Final = 1.1
 """Sides whose medians have a smaller ratio are alike, however close their own passes are."""
@@ -203,19 +203,3 @@ def picture(turns: Sequence[tuple[Split, Split]]) -> list[str]:
         for label, split in zip((f"turn {number}, cache on", "off"), sides, strict=True):
             lines.append(f"{label:>16}  {split.bar(longest):<{_BAR}}  {split.sent:5.0f} sent")
     return lines
-
-
-def draw(turns: Sequence[tuple[Split, Split]], path: Path) -> None:
-    """Draw hit and sent tokens by turn. Needs matplotlib."""
-    parts = (("hit on decode", "C2"), ("on their way for another chat", "C8"), ("sent", "C3"))
-    at = range(1, len(turns) + 1)
-    with drawing(path, ncols=2, figsize=(9, 4), sharey=True) as panels:
-        for side, (panel, title) in enumerate(zip(panels, ("cache on", "cache off"), strict=True)):
-            below = [0.0] * len(turns)
-            for part, (label, colour) in enumerate(parts):
-                heights = [sides[side][part] for sides in turns]
-                panel.bar(at, heights, bottom=below, label=label, color=colour)
-                below = [low + height for low, height in zip(below, heights, strict=True)]
-            panel.set(title=title, xlabel="turn", xticks=[*at])
-        panels[0].set_ylabel("tokens of a prompt, mean")
-        panels[0].legend(fontsize="small")

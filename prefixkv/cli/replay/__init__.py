@@ -7,7 +7,7 @@ tiers.py     the device's tree of a replay, and host tiers behind it
 optimum.py   the bound that no policy exceeds
 curves.py    several policies at several capacities, from Python
 check.py     what a trace holds, and why nothing in it is found
-report.py    the table, the recommendation, the plot
+report.py    the table, the recommendation
 command.py   `prefixkv replay`
 
 All but the command works without the extra `cli`; docs/traces.md has an example.
@@ -16,10 +16,9 @@ All but the command works without the extra `cli`; docs/traces.md has an example
 from __future__ import annotations
 
 from prefixkv.cli.replay.check import TraceCheck, check_trace
-from prefixkv.cli.replay.curves import replay_curves
+from prefixkv.cli.replay.curves import check_policy, replay_curves
 from prefixkv.cli.replay.optimum import OPTIMUM, replay_optimum
 from prefixkv.cli.replay.readers import make_trace, read_trace
-from prefixkv.cli.replay.report import draw
 from prefixkv.cli.replay.run import ReplayResult, RequestHits, replay_policy
 from prefixkv.cli.replay.tiers import HostResult
 from prefixkv.cli.replay.trace import Trace, TraceRequest, client_hints
@@ -32,9 +31,9 @@ __all__ = [
     "Trace",
     "TraceCheck",
     "TraceRequest",
+    "check_policy",
     "check_trace",
     "client_hints",
-    "draw",
     "make_trace",
     "read_trace",
     "replay_curves",

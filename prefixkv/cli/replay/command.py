@@ -13,13 +13,12 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
-from prefixkv.cli.outputs import check_outputs, write_json
+from prefixkv.cli.outputs import check_json, write_json
 from prefixkv.cli.replay.check import check_trace
 from prefixkv.cli.replay.curves import capacities_for, makers_of, replay_curves
 from prefixkv.cli.replay.optimum import OPTIMUM
 from prefixkv.cli.replay.readers import read_trace
-from prefixkv.cli.replay.report import TraceResults, draw, sentence, table
-from prefixkv.cli.replay.run import ReplayResult
+from prefixkv.cli.replay.report import TraceResults, sentence, table
 from prefixkv.cli.replay.trace import client_hints, footprint
 from prefixkv.errors import ConfigError
 from prefixkv.spi import policy_names
@@ -98,9 +97,6 @@ def replay(
             "if nothing does.",
         ),
     ] = False,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw miss-ratio curves to this file; needs matplotlib.")
-    ] = None,
 ) -> None:  # fmt: skip
     """Replay recorded traces through the cache: hit rate by policy and capacity, the optimum that
     no policy exceeds, and a recommendation."""
@@ -115,9 +111,7 @@ def replay(
         given = [int(size) for size in capacity.split(",")] if capacity else []
     except ValueError:
         raise ConfigError(f"--capacity {capacity!r} is not a list of integers") from None
-    check_outputs(json_file, plot)
-    if check and plot:
-        raise ConfigError("--check replays nothing: leave out --plot")
+    check_json(json_file)
     console = Console(soft_wrap=True, highlight=False, markup=False)
     loaded = [read_trace(path, block_tokens) for path in traces]
     # The option wins over what the trace says of its model.
@@ -126,10 +120,8 @@ def replay(
     if check:
         checks = [check_trace(trace, warm) for trace in loaded]
         console.print("\n".join(map(str, checks)))
-        if json_file is not None:
-            write_json(json_file, [vars(found) for found in checks])
+        write_json(json_file, [vars(found) for found in checks])
         return
-    results: list[ReplayResult] = []
     rows: list[dict[str, Any]] = []
     for trace in loaded:
         blocks = footprint(trace)
@@ -160,14 +152,9 @@ def replay(
                 f"{trace.name}, {asked:,} blocks: no policy found anything, so none is "
                 f"recommended. {' '.join(reasons)}\n"
             )
-        results += mine
         how = {"warm": warm, "hints_minutes": hints, "block_tokens": trace.block_tokens}
         rows += [asdict(result) | how for result in mine]
-    # Files last: results are on the screen even if writing fails.
-    if json_file is not None:
-        write_json(json_file, rows)
-    if plot is not None:
-        draw(results, plot)
+    write_json(json_file, rows)  # last: results are on the screen even if writing fails
 
 
 @contextmanager

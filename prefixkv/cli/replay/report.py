@@ -1,12 +1,11 @@
-"""What is said of one trace's results: a table by size, a recommendation, a plot."""
+"""What is said of one trace's results: a table by size, a recommendation."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Final
 
-from prefixkv.cli.outputs import aligned, drawing
+from prefixkv.cli.outputs import aligned
 from prefixkv.cli.replay.optimum import OPTIMUM
 from prefixkv.cli.replay.run import ReplayResult
 from prefixkv.cli.replay.trace import Trace
@@ -189,27 +188,3 @@ def _others(hits: dict[str, float], chosen: str) -> list[str]:
     if DEFAULT_POLICY in hits and DEFAULT_POLICY not in (chosen, *equal):
         said.append(f"The default, {DEFAULT_POLICY}, finds {shown[DEFAULT_POLICY]}.")
     return said
-
-
-# --- the plot -------------------------------------------------------------------------------------
-
-
-def draw(results: Sequence[ReplayResult], path: Path) -> None:
-    """Draw one curve per policy, one panel per trace. Raises ConfigError without matplotlib."""
-    by_trace: dict[str, dict[str, list[tuple[int, float]]]] = {}
-    for one in sorted(results, key=lambda one: one.capacity_blocks):
-        points = by_trace.setdefault(one.trace, {}).setdefault(one.policy, [])
-        points.append((one.capacity_blocks, 1 - one.block_hit_ratio))
-    size = (7.5 * len(by_trace), 5)
-    with drawing(path, ncols=len(by_trace), figsize=size, squeeze=False) as panels:
-        for panel, (trace, curves) in zip(panels[0], by_trace.items(), strict=True):
-            # Dashes show a curve that lies below another.
-            for at, (policy, points) in enumerate(sorted(curves.items())):
-                look = "k:" if policy == OPTIMUM else f"C{at % 10}{'-' * (at % 2 + 1)}o"
-                label = policy + " (default)" * (policy == DEFAULT_POLICY)
-                panel.plot(*zip(*points, strict=True), look, label=label)
-            panel.set(
-                title=trace, xlabel="capacity (blocks)", ylabel="block miss ratio", xscale="log"
-            )
-            panel.grid(alpha=0.3)
-            panel.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1), handlelength=4)

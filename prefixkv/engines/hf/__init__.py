@@ -23,18 +23,11 @@ if TYPE_CHECKING:
 EXTRA: Final = ("safetensors", "tokenizers", "transformers")
 
 _HOME: Final = {
-    "DecodeEngine": "decode",
-    "EngineLoop": "loop",
-    "Generate": "requests",
-    "Output": "requests",
-    "PagedModel": "models",
-    "PrefillEngine": "prefill",
-    "PrefillJob": "requests",
-    "Sampling": "requests",
-    "load_model": "models",
-    "load_tokenizer": "text",
+    "DecodeEngine": "decode", "EngineLoop": "loop", "Generate": "requests", "Output": "requests",
+    "PagedModel": "models", "PrefillEngine": "prefill", "PrefillJob": "requests",
+    "Sampling": "requests", "load_model": "models", "load_tokenizer": "text",
     "make_model": "models",
-}
+}  # fmt: skip
 __all__ = sorted(_HOME)
 
 

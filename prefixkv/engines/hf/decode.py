@@ -7,10 +7,8 @@ otherwise. `docs/engine.md` shows the loop.
 
 from __future__ import annotations
 
-import time
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from msgspec import structs
@@ -42,33 +40,21 @@ from prefixkv.engines.hf.rows import Row
 from prefixkv.engines.hf.text import AnswerText
 from prefixkv.engines.hf.thinking import KeepThinking, Markers
 from prefixkv.errors import ConfigError, RequestError
-from prefixkv.spi import MAX_INDEX, DeviceEvent, secret_number, whole_number
+from prefixkv.spi import DeviceEvent, secret_number, whole_number
 
 OnOutput = Callable[[Output], None]
 
 _BLOCKED_S: Final = 0.01  # rest while pages are missing that come back by themselves
-_MOST_WAITING: Final = 16  # held samples that wait for their first token, divided among requests
-_AT_ONCE: Final = 4  # samples of one request that may wait in any case
-_LEAST_S: Final = 0.001  # deadline of a sample whose time was over while it was held
 
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """A client's request. Its samples from `next_sample` on are held, and not on the node yet;
-    `waiting` are on the node without a token. `left` samples have not ended."""
+    """A client's request; `left` samples have not ended."""
 
     ask: Generate
     on_output: OnOutput
     ends: frozenset[int]  # tokens that end an answer
     left: int
-    begun_s: float = field(default_factory=time.monotonic)
-    next_sample: int = 0
-    has_token: bool = False  # of any sample
-    waiting: list[DecodeRequest] = field(default_factory=list)
-
-    @property
-    def holds_samples(self) -> bool:
-        return self.next_sample < self.ask.num_samples
 
 
 @dataclass(slots=True, eq=False)
@@ -82,9 +68,6 @@ class _Answer:
 
 class DecodeEngine(NodeEngine):
     """A model on a `DecodeNode`. Used from one thread. It owns the model from now on.
-
-    Of a request with many samples, later ones are held here until earlier ones have a token, so
-    none waits behind all of them.
 
     Args:
         pool: made by `model.make_pool`; it must outlive the engine.
@@ -132,7 +115,6 @@ class DecodeEngine(NodeEngine):
         state = None if self.states is None else self.states.pool
         self.node = DecodeNode(pool, config, state=state)
         self._asked: dict[str, _Asked] = {}  # by the client's id
-        self._held: list[_Asked] = []  # those whose samples are not all on the node
         self._answers: dict[str, _Answer] = {}  # by the node's id of the request
         self._outputs: list[tuple[OnOutput, Output]] = []  # that the end of `step` reports
         # Requests with all their KV here but the newest token's: one forward each step.
@@ -169,22 +151,20 @@ class DecodeEngine(NodeEngine):
             raise RequestError("every token ends the answer, so it cannot have min_tokens")
         whole_number("num_samples", ask.num_samples, 1, 1025)
         asked = _Asked(ask, on_output, ends, left=ask.num_samples)
-        self._add_sample(asked)
+        self._add_sample(asked, 0)
         self._asked[ask.rid] = asked
-        if asked.holds_samples:
-            self._held.append(asked)
+        for sample in range(1, ask.num_samples):
+            try:
+                self._add_sample(asked, sample)
+            except PrefixKVError as error:  # too many wait already
+                self._report(asked, Output(sample, finish="error", rid=ask.rid, error=error))
 
-    def _add_sample(self, asked: _Asked) -> None:
-        """Raises as `submit` does; the sample is not held in any case."""
-        ask, sample = asked.ask, asked.next_sample
-        asked.next_sample += 1
-        deadline_s = ask.deadline_s
-        if deadline_s is not None:
-            deadline_s = max(deadline_s - (time.monotonic() - asked.begun_s), _LEAST_S)
+    def _add_sample(self, asked: _Asked, sample: int) -> None:
+        ask = asked.ask
         request = Request(
             f"{ask.rid}/{sample}", ask.tokens, ask.max_new_tokens, room=self._rooms,
             prefill=ask.prefill, namespace=ask.namespace, cacheable=ask.cacheable,
-            priority=ask.priority, deadline_s=deadline_s, hints=ask.hints,
+            priority=ask.priority, deadline_s=ask.deadline_s, hints=ask.hints,
         )  # fmt: skip
         if why := self._why_refused(request.key, ask.max_new_tokens):
             raise RequestError(why)
@@ -195,32 +175,9 @@ class DecodeEngine(NodeEngine):
             self._tokenizer, ask.sampling.stop, request.key.tokens()
         )
         self._answers[req.rid] = _Answer(asked, choice, text)
-        asked.waiting.append(req)
         # Else the node asks for it, if this engine does not compute it.
         if not self._computes:
             self._queue_job(PrefillAsk(req, self.node.peer_id.name, req.prompt_len))
-
-    def _add_held(self, draining: bool = False) -> None:
-        """Add held samples while few of their request wait; all of them for a drain. So a worker
-        that stands still holds up its own alone. O(requests)."""
-        silent = Counter(one.ask.prefill for one in self._asked.values() if not one.has_token)
-        share = max(_AT_ONCE, _MOST_WAITING // max(1, len(self._held)))
-        for asked in self._held:
-            asked.waiting = [r for r in asked.waiting if not r.output and not r.state.ended]
-            # Others may overtake a request that waits for its first token: let them be few.
-            is_late = silent[asked.ask.prefill] > (not asked.has_token)
-            at_once = MAX_INDEX if draining else 1 if is_late else share
-            while asked.holds_samples and len(asked.waiting) < at_once:
-                try:
-                    self._add_sample(asked)
-                except PrefixKVError as error:
-                    self._end_held(asked, asked.next_sample - 1, "error", error)
-        self._held = [asked for asked in self._held if asked.holds_samples]
-
-    def _end_held(
-        self, asked: _Asked, sample: int, finish: Finish, error: Exception | None = None
-    ) -> None:
-        self._report(asked, Output(sample, finish=finish, rid=asked.ask.rid, error=error))
 
     def abort(self, rid: str) -> bool:
         """End all answers; the next `step` reports it. False if unknown or ended."""
@@ -228,13 +185,10 @@ class DecodeEngine(NodeEngine):
             return False
         # The node must not reuse their pages before the device has finished with them.
         after = self.model.event()
-        for sample in range(asked.next_sample):
+        for sample in range(asked.ask.num_samples):
             if (answer := self._answers.get(f"{rid}/{sample}")) is not None:
                 answer.aborted = True
                 self.node.abort(f"{rid}/{sample}", after)
-        while asked.holds_samples:
-            asked.next_sample += 1
-            self._end_held(asked, asked.next_sample - 1, "abort")
         return True
 
     def take_prefill_jobs(self) -> list[PrefillJob]:
@@ -268,8 +222,6 @@ class DecodeEngine(NodeEngine):
     def _step(self) -> bool:
         # 1. Take in what the node has: admissions, retries, arrivals, failures.
         node = self.node
-        if self._held:
-            self._add_held()
         node.pop_preallocated()
         for ask in node.pop_needs_prefill():
             self._queue_job(ask)
@@ -477,7 +429,6 @@ class DecodeEngine(NodeEngine):
 
     def _report(self, asked: _Asked, output: Output) -> None:
         self._outputs.append((asked.on_output, output))
-        asked.has_token |= output.token is not None
         if output.finish is not None:
             asked.left -= 1
             if not asked.left:
@@ -502,7 +453,6 @@ class DecodeEngine(NodeEngine):
         return any(parts)
 
     def drain(self, timeout_s: float = 0.0) -> bool:
-        self._add_held(draining=True)  # the node takes none later
         return super().drain(timeout_s) and not self._jobs
 
     def stats(self) -> dict[str, int]:

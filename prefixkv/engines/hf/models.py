@@ -142,7 +142,11 @@ class PagedModel:
     def configured(self, config: Config, num_pages: int, page_size: int) -> Config:
         """Return a node's config with the model's identity, and with `num_checkpoints` where it
         keeps some and does not say how many. Raises ConfigError."""
-        check_extra(self.extra_state, config.checkpoints)
+        if config.checkpoints and self.extra_state is ExtraState.NONE:
+            raise ConfigError(
+                f"checkpoints: {config.checkpoints} are of states and windows, and the model has "
+                "neither recurrent layers nor windows"
+            )
         events = config.kv_events
         if events is not None and not events.topic:  # by which routers subscribe
             events = replace(events, topic=default_topic(config.name, self.name))
@@ -166,7 +170,10 @@ class PagedModel:
             window_pages: pages of the group. 0: as many as these need, but no more than the pool
                 has (no more memory than without windows), and enough for one request.
         """
-        check_extra(self.extra_state, window_pages=window_pages)
+        if window_pages and not self.window:
+            raise ConfigError(
+                f"window_pages: {window_pages} are of layers with a window, and the model has none"
+            )
 
         def create(pages: int, layers: Sequence[int]) -> KVPool:
             return KVPool.create(
@@ -253,19 +260,6 @@ class PagedModel:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
-
-
-def check_extra(extra: ExtraState, checkpoints: int = 0, window_pages: int = 0) -> None:
-    """Raise ConfigError for settings of what a model does not keep."""
-    if window_pages and extra is not ExtraState.WINDOWS:
-        raise ConfigError(
-            f"window_pages: {window_pages} are of layers with a window, and the model has none"
-        )
-    if checkpoints and extra is ExtraState.NONE:
-        raise ConfigError(
-            f"checkpoints: {checkpoints} are of states and windows, and the model has "
-            "neither recurrent layers nor windows"
-        )
 
 
 def _not_finite(
@@ -364,19 +358,6 @@ def load_model(
         )
     model.generation_config.eos_token_id = end_tokens(path, model)
     return _paged(model, device, context, trial, path.resolve().name)
-
-
-def extra_state_of(folder: str | Path, context: int | None = None) -> ExtraState:
-    """Tell by the folder's config, before the model is loaded. Raises ConfigError for a config that
-    is not read."""
-    path = check_folder(folder, MODEL_FILES)
-    with _as_config_error(f"model folder {path} is not loaded"):
-        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    text = config.get_text_config()
-    if has_states(text):
-        return ExtraState.STATES
-    limit = context or getattr(text, "max_position_embeddings", None) or MAX_INDEX
-    return ExtraState.WINDOWS if find_windows(text, limit)[0] else ExtraState.NONE
 
 
 def _element(dtype: object) -> torch.dtype:

@@ -7,7 +7,6 @@ completes it. A text that was given out is never taken back.
 
 from __future__ import annotations
 
-import json
 import re
 from codecs import utf_8_decode
 from collections.abc import Sequence
@@ -55,9 +54,8 @@ def load_auto_tokenizer(folder: str | Path) -> Any:
             str(path), local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # a malformed file has any
-        what = _malformed(path) or f"the tokenizer of {path}"
         why = f"{type(error).__name__}: {one_line(error)}"
-        raise ConfigError(f"{what} is not read: {why}") from error
+        raise ConfigError(f"the tokenizer of {path} is not read: {why}") from error
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
         why = f"{type(loaded).__name__} is none of the package tokenizers"
@@ -66,15 +64,6 @@ def load_auto_tokenizer(folder: str | Path) -> Any:
     backend.no_truncation()
     backend.no_padding()
     return loaded
-
-
-def _malformed(path: Path) -> Path | None:
-    for file in sorted(path.glob("*.json")):
-        try:
-            json.loads(file.read_text("utf-8"))
-        except (OSError, ValueError):
-            return file
-    return None
 
 
 class AnswerText:

@@ -14,7 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from prefixkv import PrefixKVError
 from prefixkv.engines.rank_group import taken
@@ -34,13 +34,6 @@ GRACE_S: Final = 2.0
 the number may be in use again, with decode's announcement the first to arrive."""
 WITHDRAWN_S: Final = 60.0
 """Seconds for which a withdrawal waits for its request, to fail it on arrival."""
-
-NumberState = Literal[b"alone", b"silent", b"announced"]
-ALONE: Final = b"alone"
-SILENT: Final = b"silent"
-ANNOUNCED: Final = b"announced"
-"""State of a number on decode when a request of it ends: no other request has it (ALONE), or one
-that has not announced itself yet (SILENT), or one that has (ANNOUNCED)."""
 
 
 class DeclinedHalf(NamedTuple):
@@ -199,20 +192,16 @@ class RoomSends:
         else:
             _remember(self._announced, room, announced)
 
-    def withdraw(
-        self, room: int, decode: str, digest: bytes, reason: str, number_state: NumberState = ALONE
-    ) -> None:
+    def withdraw(self, room: int, decode: str, digest: bytes, reason: str) -> None:
         """Decode has ended this number's request, with no promise; the other half fails, now or
-        when it arrives. An empty digest stands for any prompt. If decode's `number_state` is
-        SILENT, the room here may belong to the other request, so it is not failed."""
+        when it arrives. An empty digest stands for any prompt."""
         withdrawn = Announcement(decode, digest, f"decode: {reason}", self._clock())
         send, gone = self._rooms.get(room), self._declined.get(room)
-        if number_state == ALONE:
-            self._announced.pop(room, None)  # left over from a former use
+        self._announced.pop(room, None)  # left over from a former use
         # 1. The room waits for an announcement, which will not come. 2. The room is paired with
-        # this worker, or may be the other request's (SILENT): this is about another use of the
-        # number. 3. Our half has ended too. 4. Our half has yet to come.
-        if send is not None and not send.decode and number_state != SILENT:
+        # this worker: this is about another use of the number. 3. Our half has ended too. 4. Our
+        # half has yet to come.
+        if send is not None and not send.decode:
             # A request was aborted on both servers, and its number is in use again: decode's word
             # about the first may be the last to arrive. An announcement would clear that up.
             if withdrawn.since_s < send.former_until_s:
@@ -221,7 +210,7 @@ class RoomSends:
             else:
                 send.fail(withdrawn.reason)
                 self._over(send)
-        elif send is not None and send.decode in ("", decode):
+        elif send is not None and send.decode == decode:
             send.later_announcements.append(withdrawn)
             del send.later_announcements[:-MAX_DUPLICATES]
         elif send is None and gone is not None and gone.is_half_of(withdrawn):

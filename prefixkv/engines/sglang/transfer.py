@@ -31,7 +31,7 @@ from prefixkv.engines.sglang import internals_transfer as sgl
 from prefixkv.engines.sglang.fences import FenceFolder
 from prefixkv.engines.sglang.memory import Rows, pool_of
 from prefixkv.engines.sglang.receives import Receive, Receives
-from prefixkv.engines.sglang.sends import ALONE, ANNOUNCED, SILENT, NumberState, RoomSend, RoomSends
+from prefixkv.engines.sglang.sends import RoomSend, RoomSends
 from prefixkv.engines.sglang.shares import OPAQUE, UNKNOWN, current_share
 from prefixkv.engines.sglang.states import NOTHING, Components, state_refusals
 from prefixkv.engines.sglang.transfer_options import OPTION_NAMES, VARIABLE, TransferOptions
@@ -44,7 +44,7 @@ _log = logging.getLogger("prefixkv.sglang")
 TAG: Final = b"PREFIXKV"
 """First frame of the message by which a decode rank announces itself. Then the room, the name, and
 the digest of the prompt (empty where it is unknown). If the request has ended before any promise,
-two frames follow: the reason, and the state of the number on decode (`sends.NumberState`)."""
+the reason follows."""
 FIELD: Final = "prefixkv"
 """Field of a row of the bootstrap server that holds the rank's endpoint."""
 ASK_AGAIN_S: Final = 10.0
@@ -224,9 +224,6 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
             return next(self._private_rooms), f"room {room} is another request's"
         return room, ""
 
-    def room_owner(self, room: int) -> Any:
-        return self._owners.get(room)
-
     def release_room(self, who: Any) -> bool:
         """Return whether the number is still its own. SGLang clears some requests twice, and
         meanwhile the number may be another request's."""
@@ -273,16 +270,14 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         while True:
             try:
                 frames = self.server_socket.recv_multipart(zmq.NOBLOCK)
-                # Four frames announce a room, six withdraw it.
-                if frames[0] != TAG or len(frames) not in (4, 6):
+                # Four frames announce a room, five withdraw it.
+                if frames[0] != TAG or len(frames) not in (4, 5):
                     raise ValueError(f"{len(frames)} frames, the first {frames[0][:20]!r}")
                 room, name, digest = int(frames[1]), frames[2].decode(), frames[3]
                 if len(frames) == 4:
                     sends.announce(room, name, digest)
                 else:
-                    number_state: NumberState = ANNOUNCED if frames[5] == ANNOUNCED else ALONE
-                    number_state = SILENT if frames[5] == SILENT else number_state
-                    sends.withdraw(room, name, digest, frames[4].decode(), number_state)
+                    sends.withdraw(room, name, digest, frames[4].decode())
             except zmq.Again:
                 return
             except ValueError as error:
@@ -514,25 +509,6 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         # First take in events: the room that had this number before may be over by now.
         self.kv_mgr.pump()
         self._ticket = self.kv_mgr.ticket() if has_prompt else 0
-        if self._refusal and has_prompt:
-            self._withdraw_second(req)
-
-    def _withdraw_second(self, req: Any) -> None:
-        """Withdraw a request whose number another one on this server has: its other half may be
-        alone with the number on prefill, where it would wait."""
-        # Only if both name the same prefill server: there the number could be mistaken. The rows
-        # of the first receiver are borrowed, since this one never connects.
-        first = self.kv_mgr.room_owner(req.bootstrap_room)
-        if first is None or first.bootstrap_addr != self.bootstrap_addr:
-            return
-        self.bootstrap_infos = first.bootstrap_infos
-        if self.bootstrap_infos:
-            self.prefill_info = first.prefill_info
-            try:
-                self._announce(self._refusal, SILENT if first._receive is None else ANNOUNCED)
-            except zmq.ZMQError as error:
-                _log.warning("prefill at %s could not be informed: %s", self.bootstrap_addr, error)
-        self.bootstrap_infos = None  # given back, so that `clear` withdraws nothing more
 
     def _fail(self, reason: str) -> None:
         self._reason = reason
@@ -569,7 +545,7 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
             self.bootstrap_infos = None  # that server would not understand an announcement
         return self.conclude_state is None
 
-    def _announce(self, refusal: str = "", number_state: NumberState = ALONE) -> str:
+    def _announce(self, refusal: str = "") -> str:
         """Announce the room to prefill's ranks, or withdraw it with a `refusal`. Returns the
         endpoint of prefill's transfers.
 
@@ -582,7 +558,7 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         shared_by = max(1, manager.attn_tp_size // self.prefill_info.attn_tp_size)
         digest = prompt_of(self._req)[0] if self._has_prompt else b""
         message = [TAG, str(self._req.bootstrap_room).encode(), manager.name.encode(), digest]
-        message += [refusal.encode(), number_state] if refusal else []
+        message += [refusal.encode()] if refusal else []
         if manager.attn_tp_rank % shared_by == 0:
             for info in self.bootstrap_infos:
                 socket, lock = self._connect_to_bootstrap_server(info)

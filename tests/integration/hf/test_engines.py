@@ -3,7 +3,6 @@ pages that are missing for a while."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from prefixkv.engines.hf import Generate, PagedModel, Sampling
@@ -11,7 +10,7 @@ from prefixkv.engines.hf.requests import pack_first
 from prefixkv.errors import AbortedError, DrainingError, OutOfPagesError, RequestError
 from tests.support.hf_workload import check_answers
 from tests.support.hf_world import Answer, Reference, World
-from tests.support.patience import lasting_address, until
+from tests.support.patience import until
 
 
 def test_an_abort_ends_what_runs_and_what_waits_and_all_its_samples(
@@ -140,48 +139,7 @@ def test_least_tokens_hold_through_a_retraction(model: PagedModel, reference: Re
     assert answers[0] == answers[1]
 
 
-def test_no_answer_waits_behind_the_many_samples_of_others(model: PagedModel) -> None:
-    sampling = Sampling(temperature=1.0, ignore_end=True)
-    with World(model, pages=40) as world:
-        for i in range(3):
-            world.ask(f"many{i}", range(i, i + 30), num_samples=20, max_new_tokens=20,
-                      sampling=sampling)  # fmt: skip
-        world.until(lambda: world.answers[0].tokens)
-        chat = world.ask("chat", range(50, 90), max_new_tokens=3)
-        world.until(lambda: chat.done)
-        assert sum(len(one.ends) for one in world.answers) < 30
-        # Each request has its turn.
-        world.until(lambda: sum(len(one.ends) for one in world.answers) > 30)
-        assert min(len(one.ends) for one in world.answers[:3]) > 5
-        world.run()
-        world.at_rest()
-        for answer in world.answers[:3]:
-            assert {end.finish for end in answer.ends.values()} == {"length"}
-
-
-def test_samples_for_a_worker_that_stands_still_hold_up_its_own_alone(model: PagedModel) -> None:
-    with World(model, pages=60) as world:
-        here, still = world.prefill.endpoint, lasting_address()
-
-        def step() -> None:
-            for job in world.decode.take_prefill_jobs():
-                if job.prefill == here:
-                    world.prefill.submit(job)
-            world.prefill.step()
-            if not world.decode.step():
-                world.decode.wait(0.005)
-
-        stuck = Answer(Generate("stuck", np.arange(30, dtype=np.int32), still, num_samples=32))
-        world.decode.submit(stuck.ask, stuck)
-        fine = world.ask("fine", range(40, 70), num_samples=16, max_new_tokens=4)
-        until(lambda: fine.done, step=step, state=world.state)
-        assert {end.finish for end in fine.ends.values()} <= {"stop", "length"}
-        assert not stuck.ends
-        assert world.decode.abort("stuck")
-        until(lambda: stuck.done, step=step, state=world.state)
-
-
-def test_samples_that_are_held_end_once_however_they_end(model: PagedModel) -> None:
+def test_samples_end_once_however_they_end(model: PagedModel) -> None:
     with World(model, pages=40) as world:
         many = [world.ask(f"r{i}", range(i, i + 30), num_samples=40, max_new_tokens=8)
                 for i in range(2)]  # fmt: skip
@@ -200,7 +158,7 @@ def test_samples_that_are_held_end_once_however_they_end(model: PagedModel) -> N
             world.ask("late", range(20), num_samples=9)
 
 
-def test_a_held_sample_that_the_node_does_not_take_ends_with_its_error(
+def test_a_sample_that_the_node_does_not_take_ends_with_its_error(
     model: PagedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with World(model) as world:

@@ -126,10 +126,7 @@ def test_files_are_one_model_wherever_they_lie_and_however_they_are_split(tmp_pa
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_number_of_every_tensor_is_in_the_identity(
-    dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(identity, "PIECE_BYTES", 1000)  # several pieces of most tensors
+def test_every_number_of_every_tensor_is_in_the_identity(dtype: str) -> None:
     model = make_model("llama", seed=4, dtype=dtype, trial=False, **TINY)
     state = model.model.state_dict()
     seen = {model.identity.weights_version}

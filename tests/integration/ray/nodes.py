@@ -20,8 +20,7 @@ import ray
 from ray._common.utils import get_default_ray_temp_dir
 from ray.cluster_utils import Cluster
 
-from prefixkv.serving.actors import Life
-from prefixkv.serving.cluster import ended_on_node
+from prefixkv.serving.cluster import Life, ended_on_node
 
 NODE = {"object_store_memory": 80 << 20, "include_dashboard": False}
 NOTICE = {"health_check_period_ms": 500, "health_check_failure_threshold": 4}

@@ -23,7 +23,7 @@ from prefixkv.serving.config import (
     ModelSettings,
     WorkerSettings,
 )
-from prefixkv.serving.http import ApiError, HttpServer, make_app
+from prefixkv.serving.http import ApiError, App, HttpServer
 from prefixkv.serving.wire import (
     AbortJobs,
     Ask,
@@ -55,7 +55,7 @@ class Prefill:
             Route("/jobs", self._job, methods=["POST"]),
             Route("/abort", self._abort, methods=["POST"]),
         ]
-        self.server = HttpServer(make_app(routes), "127.0.0.1", 0, LIMITS)
+        self.server = HttpServer(App(routes), "127.0.0.1", 0, LIMITS)
 
     async def _job(self, request: Request) -> Response:
         job = msgspec.json.decode(await request.body(), type=PrefillJob)

@@ -18,8 +18,8 @@ import pytest
 from prefixkv.engines.hf.requests import Sampling
 from prefixkv.serving.fleet import Fleet
 from prefixkv.serving.http import ApiError
-from prefixkv.serving.process import READY
 from prefixkv.serving.wire import Ask, TokenEvent, WorkerInfo
+from prefixkv.serving.worker import READY
 from tests.support.patience import PATIENCE_S, until
 from tests.support.served import Expected, Served, client_of, get
 

@@ -35,7 +35,7 @@ from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import Hello, ModelDigest, Promise, Topology
 from prefixkv.protocol.timers import Backoff, Timers, Wait
 from prefixkv.transport import base as transport
-from tests.support.control_effects import effects_of
+from tests.support.control_effects import effects_of, leftovers_of
 from tests.support.mesh_pools import mesh_layout
 
 
@@ -201,25 +201,6 @@ def lives(control: Any) -> list[tuple[PeerId | None, PeerClock]]:
     if isinstance(control, PrefillControl):
         return [(peer.id, peer.live) for peer in control._peers.all()]
     return [(link.peer, link.live) for link in control._links.all()]
-
-
-def leftovers(control: Any) -> dict[str, Any]:
-    """What a control object has to have given up at rest."""
-    left: dict[str, Any] = {"rooms": list(control._rooms.all())}
-    if isinstance(control, PrefillControl):
-        peers = control._peers.all()
-        left |= {
-            "jobs": dict(control._rooms.jobs), "awaited": control._tombs.awaited(),
-            "parked": [peer.id for peer in peers if peer.num_parked],
-            "promised": [peer.id for peer in peers if peer.num_promised],
-            "rooms of peers": [peer.id for peer in peers if control._rooms.of(peer.id)],
-        }  # fmt: skip
-    else:
-        left |= {
-            "expected": control._rooms.num_expected,
-            "rooms of links": [link.address for link in control._links.all() if link.waiting],
-        }  # fmt: skip
-    return {name: what for name, what in left.items() if what}
 
 
 # --- digests --------------------------------------------------------------------------------------
@@ -456,7 +437,7 @@ class Actors:
         if left is None:
             control, now_s = self.load(number)
             effects_of(control, effects.Tick(), now_s + PAST_DEADLINES_S)
-            left = self._left[number] = leftovers(control)
+            left = self._left[number] = leftovers_of(control)
         return left
 
     def _word(self, effect: Any) -> Any:

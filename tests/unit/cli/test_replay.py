@@ -377,7 +377,7 @@ def test_the_command_line_is_not_needed() -> None:
     """In a process of its own, where its packages cannot be imported."""
     code = (
         "import sys\n"
-        "for name in ('typer', 'rich', 'psutil', 'matplotlib'): sys.modules[name] = None\n"
+        "for name in ('typer', 'rich', 'psutil'): sys.modules[name] = None\n"
         "from prefixkv.cli.replay import make_trace, replay_curves\n"
         "entry = {'input_length': 512, 'hash_ids': [1]}\n"
         "print(replay_curves(make_trace('t', [entry, entry]), ['lru'], [1])[0].hit_tokens)"

@@ -6,8 +6,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -206,25 +204,22 @@ def recorded(tmp_path: Path) -> Path:
         "--host 1GiB",  # the trace does not say what a token takes
         "--host 1000000000x",
         "--block-tokens 0",
-        "--check --plot {tmp}/p.png",
-        "--plot {tmp}/p.curve",
     ],
 )
 def test_bad_options_are_one_line_and_status_2(tmp_path: Path, options: str, capsys: Any) -> None:
     path = write(tmp_path / "t.jsonl", [entry([1]), entry([2])])
-    assert run_command(["replay", str(path), *options.format(tmp=tmp_path).split()]) == 2
+    assert run_command(["replay", str(path), *options.split()]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_the_command_writes_its_results(tmp_path: Path, capsys: Any) -> None:
-    pytest.importorskip("matplotlib")
     entries = [
         entry(path, 512 * len(path) + 100 - 512, 4000 * at)
         for at, path in enumerate(sessions(0, 60))
     ]
     words = f"replay {write(tmp_path / 't.jsonl', entries)} --policy lru,{OWN} --policy optimum"
     options = f"--capacity 10,50 --warm 0.5 --pool 8 --json {tmp_path}/r.json"
-    assert run_command([*words.split(), *options.split(), "--plot", f"{tmp_path}/r.svg"]) == 0
+    assert run_command([*words.split(), *options.split()]) == 0
     rows = json.loads((tmp_path / "r.json").read_text())
     assert [(row["capacity_blocks"], row["policy"]) for row in rows] == [
         *product((4, 8, 10, 16, 50), ("lru", OWN, "optimum"))
@@ -236,7 +231,6 @@ def test_the_command_writes_its_results(tmp_path: Path, capsys: Any) -> None:
     }  # fmt: skip
     assert {(row["requests"], row["running"], row["warm"]) for row in rows} == {(30, 1, 0.5)}
     assert {(row["hints_minutes"], row["block_tokens"]) for row in rows} == {(None, 512)}
-    assert (tmp_path / "r.svg").read_text().rstrip().endswith("</svg>")
     assert OWN in capsys.readouterr().out
 
 
@@ -278,21 +272,6 @@ def test_what_is_said_of_host_tiers(tmp_path: Path, capsys: Any) -> None:
     assert "no policy found anything" not in said
     rows = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
     assert [one["written_bytes"] for one in rows[0]["host"]] == [9 * 1024, 3 * 1024]
-
-
-def test_a_plot_without_matplotlib_is_one_line_before_anything_is_read(tmp_path: Path) -> None:
-    """In a process of its own, where matplotlib cannot be imported."""
-    code = (
-        "import sys; sys.modules['matplotlib'] = None\n"
-        "from prefixkv.cli.main import run_command\n"
-        f"sys.exit(run_command(['replay', '{tmp_path}/none.jsonl', '--plot', '{tmp_path}/p.png']))"
-    )
-    ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False,
-        cwd=Path(__file__).parents[3],
-    )  # fmt: skip
-    assert (ran.returncode, ran.stdout) == (2, "")
-    assert ran.stderr == "prefixkv: --plot needs matplotlib: pip install 'prefixkv[plot]'\n"
 
 
 # --- traces in which nothing is found -------------------------------------------------------------

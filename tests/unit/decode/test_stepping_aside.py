@@ -318,7 +318,7 @@ def test_one_that_comes_back_to_a_worker_that_is_away_waits_no_longer_than_other
 
 
 def test_what_is_never_answered_fails_in_time() -> None:
-    desk = gated(waiting_timeout_s=600.0)
+    desk = gated(waiting_timeout_s=600.0, patience_s=600.0)
     first = desk.add("a", 8, 4, prefill="mute")
     desk.now_s = 10.0
     second = desk.add("b", 8, 4, prefill="mute")

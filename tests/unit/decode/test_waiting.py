@@ -47,7 +47,10 @@ class Case:
         self.workers = Workers(self.chance.random() < 0.5, AWAY_S, SHARE)
         self.policy = BySize(self.chance.random() < 0.7)
         self.errors = UserErrors()
-        self.list = Waiting(self.workers, self.policy, PATIENCE_S, TIMEOUT_S, self.errors)
+        config: Any = SimpleNamespace(
+            admission=self.policy, admission_patience_s=PATIENCE_S, admission_wait_s=TIMEOUT_S
+        )
+        self.list = Waiting(self.workers, config, self.errors)
         self.all: list[Waiter] = []
         self.for_pages: set[Waiter] = set()
         self.for_share: set[Waiter] = set()
@@ -66,8 +69,9 @@ class Case:
         address, pages = self.chance.choice(ADDRESSES), self.chance.randint(1, 6)
         waiter = Waiter(
             Req(self.chance.choice([2, 5, 9]), self.now_s),  # type: ignore[arg-type]
-            self.number, self.workers.of(address), self.chance.random() < 0.2, self.now_s,
+            self.number, self.chance.random() < 0.2, self.now_s,
         )  # fmt: skip
+        waiter.worker = self.workers.of(address)
         waiter.new_pages = waiter.needed_pages = waiter.most_pages = pages
         if not waiter.is_returned:
             waiter.rank = self.list._rank(waiter)
@@ -197,7 +201,6 @@ class Case:
 
     def _list_first(self) -> Waiter | None:
         """As at the beginning of a pass."""
-        self.list._turns()
         self.list._note_overdue(self.now_s)
         return self.list._first_of_all()
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
-from prefixkv.errors import CallerError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.state_layout import StateTensor
 from prefixkv.memory.state_pool import StatePool
-from tests.support.junk import OwnError, each_junk
 
 SHAPE = (8, 4, 2, 16)  # pages, tokens, heads, elements
 
@@ -52,37 +48,3 @@ def test_pages_to_write_may_be_read_only() -> None:
     data = pool.read_pages([0]).numpy()
     data.flags.writeable = False
     pool.write_pages([2], data)
-
-
-@pytest.mark.parametrize("at", range(len([*each_junk()])))
-def test_junk_is_a_callers_error(at: int) -> None:
-    good = [torch.zeros(SHAPE)]
-    state = StateTensor("conv", 0, 2, (4,))
-    for call in (
-        lambda junk: KVPool.from_tensors(junk, good),
-        lambda junk: KVPool.from_tensors([junk], good),
-        lambda junk: KVPool.from_tensors(good, [junk]),
-        lambda junk: KVPool.from_tensors(good, good, axes=junk, opaque=junk),
-        lambda junk: KVPool.from_tensors(
-            good, good, page_size=junk, num_kv_heads=junk, head_dim=junk
-        ),
-        lambda junk: KVPool.from_tensors(good, good, regions=junk),
-        lambda junk: KVPool.from_tensors(good, good, regions=[junk]),
-        lambda junk: KVPool.create(
-            2, 2, 1, 1, 1, dtype=junk, attention=junk, order=junk, device=junk
-        ),
-        lambda junk: KVPool.create(2, 2, 1, 1, 1, shared=junk),
-        lambda junk: StatePool(junk, good),
-        lambda junk: StatePool([junk], good),
-        lambda junk: StatePool([state], junk),
-        lambda junk: StatePool([state], [junk], junk, junk),
-        lambda junk: StatePool([state], [torch.zeros(3, 2, 4)], regions=[junk]),
-        lambda junk: StatePool.create([state], 2, junk, junk, junk, junk),
-        lambda junk: StatePool.create([StateTensor("s", junk, junk, junk, junk)], 2),
-        lambda junk: KVPool.from_tensors(good, good).read_pages(junk),
-        lambda junk: KVPool.from_tensors(good, good).write_pages([1], junk),
-        lambda junk: KVPool.from_tensors(good, good).k(junk),
-        lambda junk: KVPool.from_tensors(good, good).latent(junk),
-    ):
-        with contextlib.suppress(CallerError, OwnError):
-            call([*each_junk()][at])

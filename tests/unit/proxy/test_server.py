@@ -28,10 +28,10 @@ from prefixkv.proxy.server import Proxy
 from prefixkv.serving.config import Limits, ListenSettings
 from prefixkv.serving.http import (
     ApiError,
+    App,
     HttpServer,
     Stream,
     json_response,
-    make_app,
     run_until_disconnect,
 )
 from tests.support.patience import NEVER_S, PATIENCE_S
@@ -59,7 +59,7 @@ class Engine:
                 for one in ("tokenize", "detokenize", "version")
             ),
         ]
-        self.server = HttpServer(make_app(routes), "127.0.0.1", port, LIMITS)
+        self.server = HttpServer(App(routes), "127.0.0.1", port, LIMITS)
 
     async def _take(self, request: Request) -> Response:
         body = json.loads(await request.body())
@@ -404,7 +404,7 @@ def test_what_prefill_refuses_decode_is_asked_without_it(monkeypatch: pytest.Mon
         await until(lambda: stage.decode[0].under_way == 0)
         assert len(stage.decode[0].asked) == 2
 
-    run(scene, [refusing(400, "too long")], [say])
+    run(scene, [refusing(400, "too long")] * 3, [say])
 
 
 @played(None, [well, well])
@@ -430,7 +430,7 @@ def test_a_connection_that_breaks_before_an_answer_is_reopened_once() -> None:
         nonlocal breaks
         if breaks:
             breaks -= 1
-            for connection in list(engine.server._server.server_state.connections):
+            for connection in list(engine.server.state.connections):
                 connection.transport.abort()
             await asyncio.Event().wait()
         return await well(engine, body)
@@ -658,7 +658,7 @@ def test_a_stream_whose_server_dies_ends_with_an_error() -> None:
         async def pieces() -> AsyncGenerator[bytes, None]:
             yield b"data: one\n\n"
             await asyncio.sleep(0.05)
-            engine.server._server.cut()
+            engine.server.cut()
 
         return Stream(pieces(), LIMITS, "text/event-stream")
 

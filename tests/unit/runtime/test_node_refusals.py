@@ -86,12 +86,15 @@ def test_both_sides_log_whom_they_meet_and_that_they_do_not_fit(
     pair.run("r")
     until(lambda: logged(caplog, "decode-0: met: prefill-0 life", pair.prefill.endpoint))
     until(lambda: logged(caplog, "prefill-0: met: decode-0 life"))
-    misfit = make_pair(decode={"model": ModelConfig(model="another")})
+    misfit = make_pair(
+        decode={"model": ModelConfig(model="another", option_names={"model": "--name"})},
+        prefill={"model": ModelConfig(option_names={"model": "--path"})},
+    )
     misfit.submit("r", PROMPT, tell=False)
     misfit.run("r")
     assert isinstance(misfit.d.ended["r"], HandshakeError)
-    until(lambda: logged(caplog, "decode-0: refused:", "model differs"))
-    until(lambda: logged(caplog, "prefill-0: refused: decode-0 life", "model differs"))
+    until(lambda: logged(caplog, "decode-0: refused:", "model (--name) differs"))
+    until(lambda: logged(caplog, "prefill-0: refused: decode-0 life", "model (--path) differs"))
 
 
 def test_a_prefill_worker_that_was_fenced_and_lives_is_told(

@@ -1,19 +1,16 @@
 """A call that raises has changed nothing, and what it raises for a wrong argument is CallerError:
-every public call of both nodes, in whatever state a pair of them is, and of the transfer sides.
-Then what was under way ends well. A constructor that raises has left nothing behind."""
+every public call of both nodes, in whatever state a pair of them is. Then what was under way ends
+well. The transfer sides: test_transfers.py; constructors: test_refused.py."""
 
 from __future__ import annotations
 
 import inspect
 import itertools
-import threading
 from collections.abc import Callable, Iterator
-from functools import cache
 from numbers import Real
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -21,26 +18,13 @@ from prefixkv import DecodeNode, PrefillNode
 from prefixkv.cache.eviction.plain import LeastRecentlyUsed
 from prefixkv.config import (
     ControlConfig,
-    CurveConfig,
     DecodeConfig,
-    KVEventsConfig,
-    ModelConfig,
     PrefillConfig,
-    TransportConfig,
 )
 from prefixkv.errors import RequestError, shown
-from prefixkv.memory.kv_pool import KVPool
-from prefixkv.memory.mesh import Mesh
-from prefixkv.memory.state_layout import StateTensor
-from prefixkv.memory.state_pool import StatePool
-from prefixkv.protocol.ids import PeerId
-from prefixkv.ranks.row_log import RankLog
 from prefixkv.request import Request
-from prefixkv.spi import DecodeGroup, DecodeRank, PrefillGroup, PrefillRank
-from prefixkv.transfer import DecodeTransfers, KVPoll, PrefillTransfers, RoomEnded, prompt_digest
 from tests.support.junk import EXAMPLES, Arguments, Broken, is_taken, put, with_junk
 from tests.support.node_pair import NodePair, make_pool, scheduling, tokens_of
-from tests.support.patience import until
 from tests.support.picture import picture
 
 PATIENT = ControlConfig(heartbeat_s=60.0, suspect_after_s=600.0, forget_after_s=900.0)
@@ -304,232 +288,3 @@ def test_a_request_of_another_node_is_refused_by_name(story: Story) -> None:
                     call()
             assert before.is_unchanged_in(story.moment())
         assert prefills.send_chunk(computing, 21) == 0
-
-
-# --- transfer sides -------------------------------------------------------------------------------
-
-DIGEST = prompt_digest(range(30), "lora")
-DECODE, ROOM, PAGES = "decode-0", 5, [5, 6, 50, 51, 1, 12, 13, 60]
-
-
-class Sides:
-    """A room whose first pages are sent; the rest is not."""
-
-    def __init__(self) -> None:
-        self.prefill = PrefillTransfers(make_pool(), of_prefill())
-        self.decode = DecodeTransfers(make_pool(), of_decode())
-        self.prefill.add(ROOM, 0, 30, DECODE, DIGEST)
-        self.decode.open(ROOM, 0, 30, 0, PAGES, self.prefill.endpoint, DIGEST)
-        self.prefill.send_chunk(ROOM, 9, PAGES, decode=DECODE)
-        self.commands: list[Any] = []
-        for side in (self.prefill, self.decode):
-            side.submit = self._noted(side.submit)  # type: ignore[method-assign]
-
-    def _noted(self, submit: Callable[[Any], None]) -> Callable[[Any], None]:
-        return lambda command: (submit(command), self.commands.append(command))[0]
-
-    def held(self) -> Any:
-        """All that no call that raises may change, with what the control threads were told."""
-        prefill, decode = self.prefill, self.decode
-        return len(self.commands), picture(
-            sorted(decode._rooms), prefill._rooms, prefill._undelivered,
-            decode._undelivered, decode._weights_version, prefill._weights_version,
-        )  # fmt: skip
-
-    def finish(self) -> None:
-        self.prefill.send_chunk(ROOM, 30, PAGES, decode=DECODE, last=True, aux=b"x")
-        sides = (self.prefill, self.decode)
-        ended: dict[Any, RoomEnded] = {}
-
-        def both() -> bool:
-            said = [(side, event) for side in sides for event in side.take_events()]
-            ended.update(
-                (side, event)
-                for side, event in said
-                if isinstance(event, RoomEnded) and event.key.room == ROOM
-            )
-            return len(ended) == 2
-
-        until(both)
-        assert {event.poll for event in ended.values()} == {KVPoll.SUCCESS}, ended
-        assert not any(side.stats()["control_errors"] for side in sides)
-
-    def calls(self) -> dict[str, Arguments]:
-        """Each call; as it stands, it is refused, or of no room that is here."""
-        here = self.prefill.endpoint
-        chunk = {"last": False, "aux": b"x", "ready": Broken(), "generation": 0, "windows": ()}
-        named, worker = {"ticket": 7, "windows": ()}, {"decode": DECODE}
-        return {
-            "DecodeTransfers.open": ([ROOM, 0, 30, 0, PAGES, here, DIGEST], named),
-            "DecodeTransfers.abort": ([99, 0, "why"], {}),
-            "DecodeTransfers.wait": (["0"], {}),
-            "DecodeTransfers.refuse": ([ROOM, 0, here, "why", 7, DIGEST], {}),
-            "DecodeTransfers.fence": (["nobody", 7], {}),
-            "DecodeTransfers.move_weights": ([7], {}),
-            "PrefillTransfers.wait": (["0"], {}),
-            "PrefillTransfers.add": ([ROOM, 0, 30, DECODE, DIGEST], {}),
-            "PrefillTransfers.send_chunk": ([ROOM, 99, PAGES], {**worker, **chunk}),
-            "PrefillTransfers.abort": ([99, 0, "why"], worker),
-            "PrefillTransfers.refuse": ([ROOM, 0, "why"], worker),
-            "PrefillTransfers.fence": (["nobody", 7], {}),
-            "PrefillTransfers.move_weights": ([7], {}),
-            "PrefillTransfers.offer": ([98, 0, 30, DIGEST, -1.0], {}),
-            "PrefillTransfers.withdraw": ([99, 0, "why"], {}),
-        }
-
-
-@pytest.fixture(scope="module")
-def sides() -> Iterator[Sides]:
-    made = Sides()
-    with made.prefill, made.decode:
-        yield made
-        made.finish()
-
-
-# These take nothing, or a node's commands.
-_NO_ARGUMENTS = frozenset({
-    "check_open", "close", "fileno", "lost_peers", "notify", "peers", "stats", "submit",
-    "take_events",
-})  # fmt: skip
-
-
-def test_every_public_call_of_the_transfer_sides_is_tried(sides: Sides) -> None:
-    public = public_calls(DecodeTransfers, PrefillTransfers)
-    assert {one for one in public if one.partition(".")[2] not in _NO_ARGUMENTS} == {*sides.calls()}
-
-
-@settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(data=st.data())
-def test_whatever_is_handed_to_the_transfer_sides(sides: Sides, data: st.DataObject) -> None:
-    every, (prefill, decode) = sides.calls(), (sides.prefill, sides.decode)
-    name = data.draw(st.sampled_from(sorted(every)))
-    odd = [decode, prefill, prefill.endpoint, DIGEST, PAGES, PAGES * 2, [64] * 8]
-    args, named = put(with_junk(data, *every[name], num_odd=7), *every[name], odd)
-    if name.endswith("move_weights") and isinstance(args[0], str):
-        return  # a call that is allowed, and ends the rooms
-    if name.endswith("wait") and isinstance(args[0], Real | None):
-        return  # a time to wait
-    side = decode if name.startswith("Decode") else prefill
-    before = sides.held()
-    taken = is_taken(name, getattr(side, name.partition(".")[2]), args, named)
-    assert taken or sides.held() == before, (name, shown((args, named)))
-
-
-# --- constructors ---------------------------------------------------------------------------------
-
-MESH = Mesh(num_layers=1, num_kv_heads=2, tp_size=2)
-TENSOR = StateTensor("conv", 0, 2, (4,))
-WORKER = PeerId("decode-0", 7)
-
-
-def rank_pool() -> KVPool:
-    """The share of one of MESH's two ranks."""
-    return KVPool.create(64, 4, 1, 1, 8)
-
-
-def _fields(config: Any) -> Arguments:
-    return [], {name: getattr(config, name) for name in type(config).__dataclass_fields__}
-
-
-def kv_tensors() -> list[Any]:
-    return [torch.zeros(4, 4, 2, 8)]
-
-
-PLAIN: dict[Callable[..., Any], Callable[[], Arguments]] = {
-    ControlConfig: lambda: _fields(ControlConfig()),
-    TransportConfig: lambda: _fields(TransportConfig()),
-    ModelConfig: lambda: _fields(ModelConfig()),
-    CurveConfig: lambda: _fields(CurveConfig("a" * 40, "b" * 40)),
-    KVEventsConfig: lambda: _fields(KVEventsConfig()),
-    DecodeConfig: lambda: _fields(DecodeConfig()),
-    PrefillConfig: lambda: _fields(PrefillConfig()),
-    Request: lambda: (
-        ["r", [1, 2, 3], 4],
-        {"room": 1, "prefill": "tcp://p:1", "decode": "d", "namespace": "lora", "cacheable": True,
-         "generation": 0, "priority": 0, "deadline_s": 1.0},
-    ),
-    KVPool.create: lambda: (
-        [4, 4, 1, 2, 8],
-        {"dtype": "float16", "attention": "mha", "order": "layer_major", "device": "cpu",
-         "shared": False},
-    ),
-    KVPool.from_tensors: lambda: (
-        [kv_tensors(), kv_tensors()],
-        {"page_size": 4, "axes": ("page", "token", "head", "dim"), "num_kv_heads": 2,
-         "head_dim": 8, "opaque": "", "regions": None},
-    ),
-    StatePool: lambda: (
-        [[TENSOR], [torch.zeros(4, 2, 4)]],
-        {"mesh": None, "rank": 0, "regions": None, "num_slots": 4},
-    ),
-    StatePool.create: lambda: (
-        [[TENSOR], 4], {"mesh": None, "rank": 0, "device": "cpu", "shared": False},
-    ),
-}  # fmt: skip
-_OF_NODES = {"ranks": None, "mesh": None, "state": None}
-WORKERS: dict[type, Callable[[], Arguments]] = {
-    DecodeNode: lambda: ([make_pool(), of_decode()], {**_OF_NODES}),
-    PrefillNode: lambda: ([make_pool(), of_prefill()], {**_OF_NODES}),
-    DecodeTransfers: lambda: ([make_pool(), of_decode()], {"worker": None}),
-    PrefillTransfers: lambda: ([make_pool(), of_prefill()], {"endpoints": ()}),
-    DecodeRank: lambda: ([rank_pool(), of_decode(), MESH, 1, WORKER], {"state": None}),
-    PrefillRank: lambda: ([rank_pool(), of_prefill(), MESH, 1], {"state": None}),
-    DecodeGroup: lambda: ([[rank_pool(), rank_pool()], of_decode(), MESH], {"states": ()}),
-    PrefillGroup: lambda: ([[rank_pool(), rank_pool()], of_prefill(), MESH], {"states": ()}),
-}
-
-
-@cache
-def _odd() -> list[Any]:
-    """Objects of the right types in the wrong places."""
-    pool, state = rank_pool(), StatePool.create([TENSOR], 4)
-    return [
-        pool, [pool], [pool, pool, pool], [pool, make_pool()], make_pool(), state, [state, state],
-        [state, None], MESH, Mesh(1, 1), Mesh("1", None), Mesh(1, 2, 2.0), Mesh(1, 2, 3),  # type: ignore[arg-type]
-        Mesh(1, 2, 2, 1, (1, 1)), Mesh(1, 2, 2, 1, "x"), DecodeConfig(), PrefillConfig(),  # type: ignore[arg-type]
-        PATIENT, DecodeConfig, RankLog(), WORKER, StateTensor("x", -1, 0, (), "no"),
-        [StateTensor("x", 0, 1, ("a",))], [kv_tensors()], *kv_tensors(),  # type: ignore[arg-type]
-        [torch.zeros(3, 2, 4)], ("tcp://p:1",), ["tcp://p:1", 7], ("page", "page", "dim"),
-        [(0, 10)], [("a", None)], ["page", 7],
-    ]  # fmt: skip
-
-
-def _drawn(data: st.DataObject, arguments: Arguments) -> Arguments:
-    return put(with_junk(data, *arguments, num_odd=len(_odd()), most=2), *arguments, _odd())
-
-
-@pytest.mark.parametrize("make", PLAIN, ids=lambda make: make.__qualname__)
-@settings(max_examples=EXAMPLES, deadline=None)
-@given(data=st.data())
-def test_a_config_a_request_and_a_pool_refuse_what_they_cannot_be(
-    make: Callable[..., Any], data: st.DataObject
-) -> None:
-    args, named = PLAIN[make]()
-    make(*args, **named)
-    args, named = _drawn(data, (args, named))
-    # Such a pool might even be had.
-    sizes = [one for one in (*args, *named.values()) if isinstance(one, int)]
-    if not any(10**6 < one < 10**12 for one in sizes):
-        is_taken(make.__qualname__, make, args, named)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", WORKERS, ids=lambda kind: kind.__name__)
-@settings(max_examples=max(8, EXAMPLES // 2), deadline=None)
-@given(data=st.data())
-def test_a_worker_that_is_not_built_leaves_nothing_behind(kind: type, data: st.DataObject) -> None:
-    rightly = WORKERS[kind]()
-    args, named = _drawn(data, rightly)
-    threads = set(threading.enumerate())
-    made: list[Any] = []
-    if is_taken(kind.__name__, lambda *a, **n: made.append(kind(*a, **n)), args, named):
-        made[0].close()
-        return
-    assert set(threading.enumerate()) <= threads
-    # The same policy object: it serves one cache, and there is none.
-    if any(one is rightly[0][1] for one in args):
-        kind(*rightly[0], **rightly[1]).close()

@@ -1,18 +1,23 @@
-"""Two workers that do not fit say what differs: the first field that does, by name."""
+"""Two workers that do not fit say what differs: the first field that does, by name, and the option
+of their engine that sets it."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import torch
 
 from prefixkv.config import ModelConfig
-from prefixkv.control.handshake import check_pair
+from prefixkv.control.handshake import check_pair, named
+from prefixkv.engines.sglang.transfer_options import OPTION_NAMES as SGLANG
+from prefixkv.engines.vllm.options import OPTION_NAMES as VLLM
 from prefixkv.errors import HandshakeError
 from prefixkv.memory.kv_pool import KVPool, PoolGroup
 from prefixkv.memory.state_layout import StateTensor
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.runtime.rank_spec import RankSpec
+from prefixkv.serving.config import OPTION_NAMES as SERVING
 from tests.support.node_pair import make_pool
 from tests.support.state_memory import SHARDED, TENSORS
 
@@ -87,3 +92,39 @@ def test_workers_that_do_not_fit_say_what_differs(ours: Any, theirs: Any, field:
         with pytest.raises(HandshakeError) as caught:
             check_pair(*one, *other)
         assert caught.value.field == field
+
+
+TAG = "vllm=0.32.0 kernels=CPU_ATTN layout=LBHNC kv_cache_dtype=auto dtype=float32 instructions=amx"
+DTYPES = "--kv-cache-dtype, or --dtype"
+SGLANG_KV = "--kv-cache-dtype, --attention-backend, or --model-path"
+
+
+def opaque(tag: str) -> tuple[RankSpec, ModelConfig]:
+    memory = [torch.zeros(16, 8 * 4)]
+    axes = "page", "packed"
+    pool = KVPool.from_tensors(memory, page_size=8, axes=axes, num_kv_heads=1, opaque=tag)
+    return RankSpec(pool), ModelConfig()
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "options"),
+    [
+        (plain(), plain(page_size=6), ("--block-size", "--page-size", "--page-size")),
+        (plain(), plain(dtype="float16"), (DTYPES, DTYPES, "--dtype, or --model")),
+        (opaque(TAG), opaque(TAG.replace("32", "64")),
+         ("the version of vLLM, --dtype", SGLANG_KV, "")),
+        (opaque(TAG), opaque(TAG.replace("auto", "fp8").replace("LBHNC", "BLHNC")),
+         ("VLLM_KV_CACHE_LAYOUT, --kv-cache-dtype", SGLANG_KV, "")),
+    ],
+)  # fmt: skip
+def test_a_refusal_names_the_engine_s_option(ours: Any, theirs: Any, options: Any) -> None:
+    told = [
+        part for spec, config in (ours, theirs) for part in (spec.digest(config), spec.topology)
+    ]
+    with pytest.raises(HandshakeError) as caught:
+        check_pair(*told)
+    field = caught.value.field
+    for names, option in zip((VLLM, SGLANG, SERVING, {}), (*options, ""), strict=True):
+        error: Any = named(caught.value, names)
+        assert (error.field, error.option) == (field, option)
+        assert str(error).startswith(f"{field} ({option}) " if option else f"{field} ")

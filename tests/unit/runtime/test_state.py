@@ -31,21 +31,6 @@ def configs(transport: TransportConfig | None = None, **prefill: Any) -> dict[st
     }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["sliced", "staged"])
-@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 2), (4, 2), (2, 4), (2, 2)], ids=str)
-def test_state_arrives_with_the_last_chunk_on_every_rank(sizes: tuple[int, int], mode: str) -> None:
-    """In conversations of two turns, and the second once more: a full hit of whole pages."""
-    staging = TransportConfig(staging_bytes=24 << 10, lease_bytes=16 << 10)
-    meshes = (Mesh(4, 4, size) for size in sizes)
-    with StatePair(*meshes, **configs(staging if mode == "staged" else None)) as pair:
-        for turn, length in enumerate((30, 64, 64)):
-            prompts = {f"{seed}.{turn}": tokens_of(seed, length) for seed in range(3)}
-            pair.serve(1 + 3 * turn, prompts)
-            assert {pair.prefix_lens[rid] for rid in prompts} == {(0, 28, 64)[turn]}
-        pair.check()
-
-
 def test_prefill_goes_on_from_its_own_prefix_only_as_far_as_the_engine_has_the_state() -> None:
     options = {**configs(), "decode_config": DecodeConfig(cache=False, control=QUICK)}
     with StatePair(ONE, ONE, usable=True, **options) as pair:

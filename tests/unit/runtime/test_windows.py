@@ -3,15 +3,13 @@ hits count full pages alone, prefill goes on from its checkpoints, and nothing i
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from prefixkv.config import Backend, DecodeConfig, HostConfig, PrefillConfig, TransportConfig
-from prefixkv.decode.host_tier import HostTier
+from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.digest import prompt_digest
 from prefixkv.errors import PageStateError, RequestError
 from prefixkv.memory.kv_pool import KVPool, PoolGroup
@@ -45,91 +43,6 @@ def test_turns_of_a_conversation(window: int, checkpoints: int) -> None:
         else:
             assert computed == [30, 41, 52, 63]
         pair.at_rest()
-
-
-LEASE = 1 << 14
-STAGED = {"staging_bytes": 4 * LEASE, "lease_bytes": LEASE}
-# Tensor-parallel sizes of prefill and decode; heads of the first, the window and the draft layer.
-SIDES: dict[str, dict[str, Any]] = {
-    "one rank each": {},
-    "prefill 2, decode 1": {"tp_sizes": (2, 1), "heads": (2, 4, 2)},
-    "prefill 1, decode 2": {"tp_sizes": (1, 2), "heads": (2, 2, 6)},
-    "prefill 4, decode 2": {"tp_sizes": (4, 2), "heads": (4, 4, 8), "orders": ("page_major",) * 2},
-    "replicas on decode": {"tp_sizes": (2, 4), "heads": (2, 2, 2)},
-}
-CHATS: list[tuple[int, str, Backend, dict[str, int]]] = [
-    (0, "one rank each", "nixl", {}),
-    (1, "one rank each", "shm", {}),
-    (2, "prefill 2, decode 1", "nixl", {}),
-    (3, "prefill 1, decode 2", "nixl", STAGED),
-    (4, "prefill 4, decode 2", "nixl", STAGED),
-    (5, "prefill 4, decode 2", "shm", {}),
-    (6, "replicas on decode", "nixl", {}),
-]
-NO_CHECKPOINTS = 4  # the seed of a prefill worker without checkpoints
-# Those of decode workers with host memory, which has no windows, and the draft's pages with the
-# first ones.
-HOST = {1: 200, 3: 9, 5: 200}
-
-
-@pytest.mark.parametrize(("seed", "sides", "backend", "staging"), CHATS)
-def test_chats_with_small_pools_aborts_and_retractions(
-    seed: int, sides: str, backend: Backend, staging: dict[str, int],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """Chats that share a beginning, come back and branch, in pools that evict all the time."""
-    # Never what a load takes: prefill's stand-in may be quicker than threads that wait for a
-    # processor.
-    monkeypatch.setattr(HostTier, "load_s", lambda *_: 0.0)
-    chance = random.Random(seed)
-    transport = TransportConfig(backend=backend, **staging)
-    with WindowPair(
-        decode=(18 if seed in HOST else 26, 13), prefill=(30, 18), window=chance.choice([5, 9]),
-        shared=backend == "shm", **SIDES[sides],
-        decode_config=DecodeConfig(
-            reserve_tokens=0, transport=transport, host_memory=HostConfig(
-                num_pages=HOST[seed], policy="lru"
-            ) if seed in HOST else None,
-        ),
-        prefill_config=PrefillConfig(
-            checkpoints=0 if seed == NO_CHECKPOINTS else 3, transport=transport
-        ),
-    ) as pair:  # fmt: skip
-        chats = [[7] * 9 + [chat] for chat in range(3)]
-        aborted: set[str] = set()
-        for number in range(24):
-            chat = chance.randrange(3)
-            rid = f"r{number}"
-            pair.submit(rid, chats[chat][: chance.choice([12, 1000])], chance.randint(2, 9))
-            for _ in range(chance.randint(0, 30)):
-                pair.step()
-            if chance.random() < 0.2 and rid not in pair.done:
-                aborted.add(rid)
-                side = chance.choice([pair.decode, pair.prefill])
-                if not side.abort(rid):
-                    aborted.discard(rid)
-            if chance.random() < 0.7:
-                until(lambda rid=rid: rid in pair.done or rid in pair.failed, step=pair.step)
-                if rid in pair.done:
-                    said = pair.prompts[rid] + pair.tokens[rid]
-                    chats[chat] = said[:40] if len(said) > 40 else said
-            for node in (pair.decode, pair.prefill):
-                node.audit()
-        pair.at_rest()
-        assert len(pair.done) > 12
-        stats = pair.decode.stats()
-        assert (stats["host_written_pages"] > 0) == (seed in HOST)
-        assert not stats["host_copies_failed"]
-        assert {rid for rid in pair.failed if rid.partition(".")[0] not in aborted} == set()
-        for rid in pair.done:
-            pair.check(rid)
-        if staging:
-            assert sum(node.stats()["staging_pieces_written"] for node in pair.prefills) > 0
-        if seed == NO_CHECKPOINTS:
-            return
-        points = pair.prefills[0].pages.saves
-        assert points.evicted
-        assert min(pair.computed.values()) < 12
 
 
 def test_only_what_decode_lacks_of_full_pages_is_sent_and_the_window_always() -> None:

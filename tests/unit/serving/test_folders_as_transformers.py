@@ -27,15 +27,7 @@ texts = st.one_of(
     words.map("".join), st.text(max_size=40), words.map(lambda one: "".join(one) * 20)
 )
 templates = st.sampled_from(sorted(KINDS)).map(KINDS.__getitem__)
-added = st.lists(
-    st.tuples(st.sampled_from(MARKS), st.booleans(), st.booleans(), st.booleans(), st.booleans()),
-    max_size=3, unique_by=lambda one: one[0],
-)  # fmt: skip
-
-
-def as_dicts(tokens: list[tuple[Any, ...]], **more: Any) -> list[dict[str, Any]]:
-    names = ("content", "special", "lstrip", "rstrip", "normalized")
-    return [dict(zip(names, one, strict=True), single_word=False, **more) for one in tokens]
+marks = st.lists(st.sampled_from(MARKS), max_size=2, unique=True)
 
 
 @st.composite
@@ -43,7 +35,7 @@ def folders(draw: Any) -> dict[str, str]:
     """The files of a folder, by their names."""
     tokenizer = small_tokenizer()
     # 1. In tokenizer.json: added tokens, what it cuts and fills up, and what it puts around a text.
-    tokenizer.add_tokens([AddedToken(**one) for one in as_dicts(draw(added))])
+    tokenizer.add_tokens([AddedToken(one, special=draw(st.booleans())) for one in draw(marks)])
     if draw(st.booleans()):
         tokenizer.enable_truncation(draw(st.integers(4, 16)))
     if draw(st.booleans()):
@@ -54,49 +46,19 @@ def folders(draw: Any) -> dict[str, str]:
     if around:
         special = [(one, tokenizer.token_to_id(one)) for one in ("<|user|>", "<|end|>")]
         tokenizer.post_processor = processors.TemplateProcessing(around, special_tokens=special)
-    files: dict[str, Any] = {"tokenizer.json": tokenizer.to_str()}
-    num = tokenizer.get_vocab_size()
-    config: dict[str, Any] = {
-        "tokenizer_class": draw(
-            st.sampled_from(["PreTrainedTokenizerFast", "TokenizersBackend", "LlamaTokenizerFast"])
-        )
-    }
-    # 2. Beside it, in three places.
-    known = set(tokenizer.get_vocab())
-    if draw(st.booleans()):
-        new = [one for one in as_dicts(draw(added)) if one["content"] not in known]
-        config["added_tokens_decoder"] = {str(num + i): one for i, one in enumerate(new)}
-    elif draw(st.booleans()):
-        new = [
-            one for one in draw(st.lists(st.sampled_from(MARKS), unique=True)) if one not in known
-        ]
-        files["added_tokens.json"] = json.dumps({one: num + i for i, one in enumerate(new)})
-    extra = draw(st.lists(st.sampled_from(MARKS), max_size=2, unique=True))
-    where = draw(st.sampled_from(["additional_special_tokens", "extra_special_tokens", "map", ""]))
-    special = {
-        name: draw(st.sampled_from([*MARKS, "<|end|>"]))
-        for name in draw(
-            st.sets(st.sampled_from(["bos_token", "eos_token", "pad_token", "unk_token"]))
-        )
-    }
-    if where == "map":
-        files["special_tokens_map.json"] = json.dumps(
-            {**special, "additional_special_tokens": extra}
-        )
-    else:
-        config |= special
-        if where:
-            config[where] = extra
-    config |= {
-        name: draw(st.booleans())
-        for name in draw(st.sets(st.sampled_from(["add_bos_token", "add_eos_token"])))
-    }
+    kinds = ("PreTrainedTokenizerFast", "TokenizersBackend", "LlamaTokenizerFast")
+    config: dict[str, Any] = {"tokenizer_class": draw(st.sampled_from(kinds))}
+    # 2. Beside it: further tokens, and which are special.
+    config["additional_special_tokens"] = draw(marks)
+    for name in draw(st.sets(st.sampled_from(["bos_token", "eos_token", "pad_token"]))):
+        config[name] = draw(st.sampled_from([*MARKS, "<|end|>"]))
+    for name in draw(st.sets(st.sampled_from(["add_bos_token", "add_eos_token"]))):
+        config[name] = draw(st.booleans())
     # 3. The chat template, where it may be.
-    place = draw(st.sampled_from(["file", "config", "list", "files"]))
+    files: dict[str, str] = {"tokenizer.json": tokenizer.to_str()}
+    place = draw(st.sampled_from(["file", "list", "files"]))
     one, other = draw(templates), draw(templates)
-    if place == "config":
-        config["chat_template"] = one
-    elif place == "list":
+    if place == "list":
         config["chat_template"] = [
             {"name": "default", "template": one},
             {"name": "tool_use", "template": other},

@@ -16,21 +16,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from benchmarks.ports import free_port
 from prefixkv.errors import ConfigError
 from prefixkv.serving.config import Limits, ListenSettings
 from prefixkv.serving.http import (
     ApiError,
+    App,
     HttpServer,
     Stream,
     count_samples,
     decode_body,
     json_response,
-    make_app,
     read_body,
     run_until_disconnect,
 )
-from prefixkv.serving.status import bind
+from prefixkv.serving.log import Outcomes, current_record
 from tests.support.patience import NEVER_S, PATIENCE_S
 from tests.support.scenes import in_loop, played_by
 
@@ -40,19 +39,26 @@ LIMITS = Limits(1000, NEVER_S, NEVER_S, NEVER_S, NEVER_S)
 class Site:
     """Handlers that tell what became of them."""
 
-    def __init__(self, limits: Limits = LIMITS, api_key: str = "") -> None:
+    def __init__(
+        self, limits: Limits = LIMITS, api_key: str = "", outcomes: Outcomes | None = None
+    ) -> None:
         self.ended: asyncio.Queue[str] = asyncio.Queue()
         self.go_on = asyncio.Event()
         self.limits = limits
         routes = [
-            Route("/echo", self.echo, methods=["POST"]), Route("/fail", self.fail),
-            Route("/refuse", self.refuse), Route("/stream", self.stream), Route("/wait", self.wait),
-            Route("/keep", self.keep, methods=["POST"]),
+            *(Route(f"/{one.__name__}", one, methods=["GET", "POST"])
+              for one in (self.fail, self.refuse, self.stream, self.wait)),
+            *(Route(f"/{one.__name__}", one, methods=["POST"]) for one in (self.echo, self.keep)),
         ]  # fmt: skip
-        app = make_app(routes, api_key, ["/refuse"], limits.max_requests_per_client)
+        app = App(routes, api_key, ["/refuse"], limits.max_requests_per_client, outcomes)
         self.server = HttpServer(app, "127.0.0.1", 0, limits)
 
     async def echo(self, request: Request) -> Response:
+        line = current_record()
+        line.fields["id"] = "r1"
+        line.mark("asked")
+        if outcome := request.headers.get("outcome"):
+            line.fields["outcome"] = outcome
         return json_response(decode_body(await read_body(request, self.limits), dict[str, Any]))
 
     async def keep(self, request: Request) -> Response:
@@ -98,9 +104,10 @@ def serve(
     use: Callable[[Site, httpx.AsyncClient], Awaitable[None]],
     limits: Limits = LIMITS,
     api_key: str = "",
+    outcomes: Outcomes | None = None,
 ) -> None:
     async def main() -> None:
-        site = Site(limits, api_key)
+        site = Site(limits, api_key, outcomes)
         await site.server.start()
         async with httpx.AsyncClient(base_url=site.server.url, timeout=PATIENCE_S) as client:
             try:
@@ -154,7 +161,7 @@ async def test_no_piece_waits_for_the_receipt_of_the_one_before(
     site: Site, client: httpx.AsyncClient
 ) -> None:
     async with client.stream("GET", "/stream") as answer:
-        (connection,) = site.server._server.server_state.connections
+        (connection,) = site.server.state.connections
         sock = connection.transport.get_extra_info("socket")
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         site.go_on.set()
@@ -292,7 +299,7 @@ def test_clients_that_leave_their_streams_cost_no_line_of_the_log(
         return Stream(pieces(), LIMITS, "text/plain")
 
     async def main() -> None:
-        server = HttpServer(make_app([Route("/", stream)]), "127.0.0.1", 0, LIMITS)
+        server = HttpServer(App([Route("/", stream)]), "127.0.0.1", 0, LIMITS)
         server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
         await server.start()
         loop = asyncio.get_running_loop()
@@ -304,7 +311,7 @@ def test_clients_that_leave_their_streams_cost_no_line_of_the_log(
                 await loop.sock_sendall(client, b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
                 await filled.get()
             go_on.put_nowait(None)
-            while server._server.server_state.tasks:
+            while server.state.tasks:
                 await asyncio.sleep(0.001)
         await server.stop()
 
@@ -325,12 +332,12 @@ async def test_a_client_that_reads_no_more_is_cut_without_a_line_of_the_log(
 
         return Stream(pieces(), limits, "text/plain")
 
-    server = HttpServer(make_app([Route("/", stream)]), "127.0.0.1", 0, limits)
+    server = HttpServer(App([Route("/", stream)]), "127.0.0.1", 0, limits)
     await server.start()
     _, writer = await asyncio.open_connection("127.0.0.1", server.port)
     writer.write(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
     for is_answered in (True, False):
-        while bool(server._server.server_state.tasks) != is_answered:
+        while bool(server.state.tasks) != is_answered:
             await asyncio.sleep(0.001)
     writer.transport.abort()
     await server.stop()
@@ -473,15 +480,7 @@ def test_an_address_that_others_reach_needs_a_key_and_one_in_use_is_an_error() -
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match="cannot be bound"):
-            HttpServer(make_app([]), "127.0.0.1", port, LIMITS)
-
-
-def test_where_the_second_address_is_in_use_the_first_is_given_back() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        listen = ListenSettings(port=free_port(), status_port=taken.getsockname()[1], limits=LIMITS)
-        with pytest.raises(ConfigError, match="cannot be bound"):
-            bind(make_app([]), make_app([]), listen)
-        socket.create_server(("127.0.0.1", listen.port)).close()
+            HttpServer(App([]), "127.0.0.1", port, LIMITS)
 
 
 def test_a_stream_whose_client_left_before_it_began_gives_back_what_it_needs() -> None:

@@ -13,12 +13,11 @@ import msgspec
 import pytest
 
 from prefixkv.errors import ConfigError
-from prefixkv.serving import fleet as fleets
 from prefixkv.serving import launch
-from prefixkv.serving.fleet import Fleet, Start
+from prefixkv.serving.fleet import Fleet
 from prefixkv.serving.launch import Child, Followed
-from prefixkv.serving.process import READY
 from prefixkv.serving.wire import WorkerInfo
+from prefixkv.serving.worker import READY
 from tests.support.patience import PATIENCE_S
 from tests.support.scenes import in_loop, until
 
@@ -62,44 +61,19 @@ async def test_a_fleet_that_is_closed_takes_no_worker() -> None:
     assert not fleet.workers
 
 
-def test_a_start_is_expected_to_take_as_long_as_the_last_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now_s = [100.0]
-    monkeypatch.setattr(fleets.time, "monotonic", lambda: now_s[0])
-    start = Start("decode")
-    assert start.left_s == 15, "none was measured"
-    now_s[0] += 26
-    assert (start.left_s, start.is_under_way) == (0, True)
-    start.served()
-    assert not start.is_under_way
-    now_s[0] += 1000
-    start.begin()
-    start.begin(0.5)
-    assert (start.left_s, start.is_late(60)) == (26.5, False)
-    now_s[0] += 20
-    start.begin(30)  # it has failed, and is tried again
-    assert (start.left_s, start.is_late(60)) == (56, False)
-    now_s[0] += 41
-    assert (start.left_s, start.is_late(60)) == (15, True)
-    start.give_up()
-    assert not start.is_under_way
-    assert not start.is_late(60)
-
-
 def test_a_child_says_that_it_is_started_and_that_it_is_given_up() -> None:
     line = READY + msgspec.json.encode(INFO).decode()
 
     async def main() -> None:
         under_way: list[bool] = []
-        note = lambda *_: under_way.append(child.is_under_way)  # noqa: E731
+        note = lambda *_: under_way.append(child.gone_s is not None)  # noqa: E731
         within = [sys.executable, "-c", f"print({line!r}, flush=True)"]
         child = Child("decode", os.environ, SimpleNamespace(add=note, remove=note), within)
         # It ends at once, and is started again.
         await until(lambda: len(under_way) == 4)
         await child.end(0)
         assert all(under_way)
-        assert not child.is_under_way
+        assert child.gone_s is None
 
     asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
 

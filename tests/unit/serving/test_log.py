@@ -7,34 +7,18 @@ import asyncio
 import json
 import os
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
 from prefixkv.errors import ConfigError
 from prefixkv.serving import log
-from prefixkv.serving.config import Limits
-from prefixkv.serving.http import (
-    ApiError,
-    HttpServer,
-    Stream,
-    json_response,
-    make_app,
-    read_body,
-    run_until_disconnect,
-)
-from prefixkv.serving.log import MAX_CHARS, MAX_REASONS, Outcomes, RequestFile
-from prefixkv.serving.record import current_record
-from tests.support.patience import NEVER_S, PATIENCE_S, until
-
-LIMITS = Limits(100, NEVER_S, NEVER_S, NEVER_S, NEVER_S, max_requests_per_client=2)
-KEY = {"authorization": "Bearer key"}
+from prefixkv.serving.log import MAX_CHARS, Outcomes, RequestFile
+from tests.support.patience import PATIENCE_S, until
+from tests.unit.serving.test_http import Site, serve
 
 
 def counts(counter: Any) -> dict[tuple[str, ...], float]:
@@ -49,143 +33,60 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-class Site:
-    """An application that is watched."""
-
-    def __init__(self, folder: Path, kind: str = "front") -> None:
-        self.path = folder / "log"
-        self.file = RequestFile(str(self.path))
-        self.outcomes = Outcomes(kind, {"node": "site", "side": "front"}, self.file)
-        self.begun = asyncio.Event()
-        routes = [
-            Route("/echo", self.echo, methods=["POST"]),
-            Route("/refuse/{code}", self.refuse, methods=["POST"]),
-            Route("/stream", self.stream, methods=["POST"]),
-            Route("/wait", self.wait, methods=["POST"]),
-            Route("/page", self.page),
-        ]
-        app = make_app(routes, "key", ["/open"], 2, self.outcomes)
-        self.server = HttpServer(app, "127.0.0.1", 0, LIMITS)
-        self.client = httpx.AsyncClient(
-            base_url=self.server.url, timeout=PATIENCE_S, trust_env=False, headers=KEY
-        )
-
-    async def echo(self, request: Request) -> Response:
-        body = await read_body(request, LIMITS)
-        line = current_record()
-        line.fields |= {"id": "r1", "outcome": body.decode() or "finished"}
-        line.mark("asked")
-        line.add(attempts=1)
-        line.add(attempts=1)
-        return json_response("1234")
-
-    async def refuse(self, request: Request) -> Response:
-        raise ApiError(400, "no", code=request.path_params["code"])
-
-    async def stream(self, request: Request) -> Response:
-        async def pieces() -> AsyncGenerator[bytes, None]:
-            yield b"one"
-            self.begun.set()
-            await asyncio.Event().wait()
-
-        return Stream(pieces(), LIMITS, "text/plain")
-
-    async def wait(self, request: Request) -> Response:
-        async def work() -> Response:
-            self.begun.set()
-            await asyncio.Event().wait()
-            raise AssertionError
-
-        return await run_until_disconnect(request, work())
-
-    async def page(self, _: Request) -> Response:
-        return json_response("page")
-
-    def refused(self) -> dict[tuple[str, ...], float]:
-        """By status and reason."""
-        return counts(self.outcomes.collectors[0])
-
-    def lines(self) -> list[dict[str, Any]]:
-        """Those that were written, once the file is closed."""
-        self.file.close()
-        return lines_of(self.path)
-
-
-def run(folder: Path, scene: Callable[[Site], Awaitable[None]], kind: str = "front") -> Site:
-    """Play a scene before a site. Returns it, ended."""
-
-    async def main() -> Site:
-        site = Site(folder, kind)
-        await site.server.start()
-        async with asyncio.timeout(PATIENCE_S):
-            await scene(site)
-        await site.client.aclose()
-        await site.server.stop(PATIENCE_S)
-        site.file.close()
-        return site
-
-    return asyncio.run(main())
-
-
-@pytest.mark.slow
-def test_reasons_are_bounded_in_form_and_number(tmp_path: Path) -> None:
-    async def scene(site: Site) -> None:
-        for code in ("a" * 65, "<b>", "1st"):
-            assert (await site.client.post(f"/refuse/{code}")).status_code == 400
-        assert site.refused() == {("400", "other"): 3}
-        for i in range(MAX_REASONS + 20):
-            await site.client.post(f"/refuse/code_{i}")
-        found = site.refused()
-        assert len(found) == MAX_REASONS
-        assert sum(found.values()) == MAX_REASONS + 23
-        assert found["400", "other"] == 24
-
-    run(tmp_path, scene)
+def logged(
+    folder: Path, scene: Callable[[Site, httpx.AsyncClient], Awaitable[None]], kind: str = "front"
+) -> tuple[Outcomes, list[dict[str, Any]]]:
+    """Play a scene before a site. Returns what it counted and its lines."""
+    file = RequestFile(str(folder / "log"))
+    outcomes = Outcomes(kind, {"node": "site", "side": "front"}, file)
+    serve(scene, outcomes=outcomes)
+    file.close()
+    return outcomes, lines_of(folder / "log")
 
 
 def test_a_line_has_what_its_handler_knows_and_how_it_ended(tmp_path: Path) -> None:
-    async def scene(site: Site) -> None:
-        await site.client.post("/echo", headers={"x-request-id": "mine"})
-        await site.client.post("/echo", content=b"failed")
-        await site.client.get("/page")
+    async def scene(_: Site, client: httpx.AsyncClient) -> None:
+        for headers in ({"x-request-id": "mine"}, {"outcome": "failed"}):
+            await client.post("/echo", json={"a": 1}, headers=headers)
+        await client.get("/nowhere")
 
-    lines = run(tmp_path, scene).lines()
-    assert [line["outcome"] for line in lines] == ["finished", "failed"]
-    line = lines[0]
+    _, (line, failed, refused) = logged(tmp_path, scene)
+    assert [failed["outcome"], refused["outcome"], refused["status"]] == ["failed", "refused", 404]
     assert 0 <= line.pop("asked_s") <= line.pop("ended_s") < PATIENCE_S
     assert line.pop("arrived_at") > 1e9
     assert line == {
         "node": "site", "side": "front", "id": "r1", "outcome": "finished", "path": "POST /echo",
-        "status": 200, "reason": None, "request_id": "mine", "attempts": 2, "answer_bytes": 6,
+        "status": 200, "reason": None, "request_id": "mine", "answer_bytes": 7,
     }  # fmt: skip
 
 
 @pytest.mark.parametrize("path", ["/stream", "/wait"])
 def test_a_client_that_leaves_has_an_aborted_line(tmp_path: Path, path: str) -> None:
-    async def scene(site: Site) -> None:
+    async def scene(site: Site, client: httpx.AsyncClient) -> None:
         async def ask() -> None:
-            async with site.client.stream("POST", path) as answer:
+            async with client.stream("POST", path) as answer:
                 async for _ in answer.aiter_raw():
-                    pass
+                    asking.cancel()
 
         asking = asyncio.create_task(ask())
-        await site.begun.wait()
-        asking.cancel()
+        if path == "/wait":
+            assert await site.ended.get() == "begun"
+            asking.cancel()
         await asyncio.wait((asking,))
+        assert await site.ended.get() == "cut"
 
-    site = run(tmp_path, scene)
-    (line,) = site.lines()
+    outcomes, (line,) = logged(tmp_path, scene)
     assert line["outcome"] == "aborted"
-    assert site.refused() == {}
+    assert counts(outcomes.collectors[0]) == {}
 
 
 def test_a_worker_has_lines_of_what_it_refuses_alone(tmp_path: Path) -> None:
-    async def scene(site: Site) -> None:
-        await site.client.post("/echo")
-        await site.client.post("/refuse/DrainingError")
+    async def scene(_: Site, client: httpx.AsyncClient) -> None:
+        for path in ("/echo", "/refuse"):
+            await client.post(path, json={})
 
-    (line,) = run(tmp_path, scene, "worker").lines()
-    assert (line["outcome"], line["reason"]) == ("refused", "DrainingError")
+    _, (line,) = logged(tmp_path, scene, "worker")
+    assert (line["outcome"], line["reason"]) == ("refused", "teapot")
 
 
 def test_lines_of_refused_requests_are_bounded_in_rate(
@@ -194,15 +95,15 @@ def test_lines_of_refused_requests_are_bounded_in_rate(
     monkeypatch.setattr(log, "_REFUSED_LINES", 5)
     monkeypatch.setattr(log, "_REFUSED_PER_S", 0.0)
 
-    async def scene(site: Site) -> None:
+    async def scene(_: Site, client: httpx.AsyncClient) -> None:
         for _ in range(12):
-            await site.client.post("/refuse/no")
-        await site.client.post("/echo")
+            await client.post("/refuse")
+        await client.post("/echo", json={})
 
-    site = run(tmp_path, scene)
-    assert [line["outcome"] for line in site.lines()] == ["refused"] * 5 + ["finished"]
-    assert counts(site.outcomes.collectors[1]) == {(): 7}
-    assert site.refused() == {("400", "no"): 12}
+    outcomes, lines = logged(tmp_path, scene)
+    assert [line["outcome"] for line in lines] == ["refused"] * 5 + ["finished"]
+    assert counts(outcomes.collectors[1]) == {(): 7}
+    assert counts(outcomes.collectors[0]) == {("418", "teapot"): 12}
 
 
 # --- the file -------------------------------------------------------------------------------------

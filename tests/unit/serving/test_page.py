@@ -6,14 +6,15 @@ import asyncio
 import re
 
 import httpx
+from starlette.routing import Route
 
-from prefixkv.serving.http import make_app
-from prefixkv.serving.page import PAGE_PATHS, page_routes
+from prefixkv.serving.front import PAGE, show_page
+from prefixkv.serving.http import App
 
 
 def page(path: str = "/", key: str = "") -> httpx.Response:
     async def main() -> httpx.Response:
-        app = httpx.ASGITransport(make_app(page_routes(), key, PAGE_PATHS))
+        app = httpx.ASGITransport(App([Route(path, show_page) for path in PAGE], key, PAGE))
         async with httpx.AsyncClient(transport=app, base_url="http://localhost") as client:
             return await client.get(path)
 
@@ -41,5 +42,5 @@ def test_it_loads_its_script_and_its_style_from_its_own_server_alone() -> None:
 
 
 def test_it_is_shown_without_a_key() -> None:
-    for path in PAGE_PATHS:
+    for path in PAGE:
         assert page(path, "secret").status_code == 200

@@ -147,9 +147,8 @@ def test_a_body_that_is_too_large_is_read_and_not_kept(front: Serving) -> None:
 
 async def _with_few_descriptors(pipe: Any, free: int) -> None:
     """A server of this process's own, which counts what is logged."""
-    from prefixkv.serving.config import ListenSettings
-    from prefixkv.serving.http import json_response, make_app
-    from prefixkv.serving.status import bind
+    from prefixkv.serving.config import Limits
+    from prefixkv.serving.http import App, HttpServer, json_response
 
     lines: list[str] = []
     handler = logging.Handler()
@@ -159,8 +158,10 @@ async def _with_few_descriptors(pipe: Any, free: int) -> None:
     async def show(_: Request) -> Response:
         return json_response(lines)
 
-    app = make_app([Route("/lines", show)])
-    server, status = bind(app, make_app([Route("/health", show)]), ListenSettings())
+    server, status = (
+        HttpServer(App([Route(path, show)]), "127.0.0.1", 0, Limits())
+        for path in ("/lines", "/health")
+    )
     most = len(os.listdir("/proc/self/fd")) + free
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     await status.start()

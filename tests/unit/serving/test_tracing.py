@@ -7,9 +7,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,13 +25,23 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
+from benchmarks.ports import free_port
+from prefixkv.engines.hf.small import small_tokenizer
 from prefixkv.errors import ConfigError
-from prefixkv.serving import status as ports
+from prefixkv.proxy.config import ProxyConfig, ServerAt
+from prefixkv.proxy.server import Proxy
+from prefixkv.serving import http as ports
 from prefixkv.serving import tracing as traces
+from prefixkv.serving.config import ListenSettings, PrefillWorkerConfig, WorkerSettings
+from prefixkv.serving.fleet import Fleet
+from prefixkv.serving.front import Front
 from prefixkv.serving.openai import Usage
+from prefixkv.serving.text import Texts
 from prefixkv.serving.tracing import PHASES, NodeSpans, Tracing, asked_by, make_tracing, phases_of
+from prefixkv.serving.worker import PrefillWorker
 from tests.support.collector import Collector
 from tests.support.patience import NEVER_S, PATIENCE_S
+from tests.support.patience import until as wait_until
 from tests.support.scenes import until
 from tests.unit.proxy.test_server import (
     Engine,
@@ -284,8 +297,8 @@ def test_spans_of_a_worker_end_with_its_requests_whatever_comes_in_between() -> 
             ended({**facts, "rid": rid}, arrived_s) for rid in ("here", "refused", "unknown")
         ])  # fmt: skip
         await until(lambda: len(memory.named("prefill")) == 3)
-        await spans.close()
-        await spans.close()
+        spans.close()
+        spans.close()
 
     asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
     by = {
@@ -312,7 +325,7 @@ def test_spans_of_a_worker_end_with_its_requests_whatever_comes_in_between() -> 
 def test_attributes_have_the_names_of_the_conventions() -> None:
     memory = Memory()
     known = {value for name, value in vars(gen_ai_attributes).items() if name.startswith("GEN_AI_")}
-    trace = memory.tracing.start("x", memory.tracing.extract(Headers(CLIENT)))
+    trace = memory.tracing.start("x", Headers(CLIENT))
     # A seed of 64 bits is OpenAI's right, and more than a span may carry; no client's objects are.
     asked = {"model": "m", "max_tokens": 5, "n": 3, "seed": 2**63, "top_p": {}, "top_k": None}
     trace.describe_request("/v1/chat/completions", asked | {"temperature": 0.5}, "m")
@@ -386,7 +399,7 @@ def test_the_resource_is_what_the_environment_says_and_else_ours(
         tracing = make_tracing("decode", "decode-0")
         assert tracing._provider is not None
         resource = tracing._provider.resource
-        asyncio.run(tracing.close())
+        tracing.close()
         return dict(resource.attributes)
 
     ours = about()
@@ -409,11 +422,53 @@ def test_the_last_spans_are_sent_at_the_end_which_does_not_wait_for_a_collector_
             if not is_open:
                 collector.open.clear()
             tracing = make_tracing("front")
-            tracing.start(f"open {is_open}", tracing.extract(Headers({}))).end()
+            tracing.start(f"open {is_open}", Headers({})).end()
             monkeypatch.setattr(traces, "_CLOSE_S", PATIENCE_S if is_open else 0.2)
-            asyncio.run(asyncio.wait_for(tracing.close(), PATIENCE_S))
+            began_s = traces.time.monotonic()
+            tracing.close()
+            assert traces.time.monotonic() - began_s < PATIENCE_S
             assert [span.name for span in collector.spans] == ["open True"]
         collector.open.set()
+
+
+@pytest.mark.parametrize("kind", ["front", "proxy", "worker"])
+@pytest.mark.parametrize("lacks", ["a port", "its second port", "an exporter"])
+def test_what_does_not_start_leaves_no_thread_and_no_port(
+    kind: str, lacks: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    exporter = "zipkin" if lacks == "an exporter" else "otlp"
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", exporter)
+    before, log = set(threading.enumerate()), str(tmp_path / "log")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ports = [taken.getsockname()[1], free_port()]
+        if lacks != "a port":
+            ports.reverse()
+        listen = ListenSettings(port=ports[0], status_port=ports[1], request_log=log)
+
+        async def main() -> None:
+            fleet = Fleet("key")
+            try:
+                if kind == "front":
+                    Front(fleet, Texts(small_tokenizer()), "small", listen)
+                elif kind == "proxy":
+                    at = [ServerAt("http://127.0.0.1:1", "x")]
+                    Proxy(ProxyConfig(listen=listen), at, at)
+                else:
+                    settings = WorkerSettings(num_pages=8, listen=listen)
+                    await PrefillWorker(PrefillWorkerConfig(worker=settings)).start()
+            finally:
+                await fleet.close()
+
+        why = exporter if lacks == "an exporter" else "cannot be bound"
+        with pytest.raises(ConfigError, match=why):
+            asyncio.run(main())
+        (free,) = {*ports} - {taken.getsockname()[1]}
+        socket.create_server(("127.0.0.1", free)).close()
+    wait_until(lambda: not any(map(_is_ours, set(threading.enumerate()) - before)))
+
+
+def _is_ours(thread: threading.Thread) -> bool:
+    return thread.name in ("traces", "prefixkv-requests") or thread.name.startswith("Otel")
 
 
 def python(program: str, **environ: str) -> subprocess.CompletedProcess[str]:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from prefixkv.config import TransportConfig
 from prefixkv.errors import InternalError
 from prefixkv.memory.staging_area import BLOCK_BYTES
-from prefixkv.protocol.ids import PeerId, RoomKey
-from prefixkv.transport.base import Arrived, PeerUnreachable, RankMemory, WriteDone, WriteFailed
-from tests.support.fabric import FakeDisconnectError, FakeFabric
+from prefixkv.protocol.ids import PeerId
+from prefixkv.transport.base import Arrived, RankMemory, WriteDone, WriteFailed
+from tests.support.fabric import FakeFabric
 from tests.support.transport_driver import Node, Staging
 from tests.support.transport_pools import Shape, make_pool
 
@@ -64,40 +61,6 @@ def test_a_seed_is_a_run() -> None:
     assert len({repr(run_once(seed)[1]) for seed in range(8)}) > 1
 
 
-@given(seed=st.integers(0, 2**32))
-def test_a_job_ends_once_and_drained_means_that_nothing_lands_any_more(seed: int) -> None:
-    fabric = FakeFabric(seed, fail_at_check=0.15, fail_at_post=0.1, lands_late=0.7)
-    writer, target = make_pair(fabric)
-    source = writer.pool.pages()
-    drained: dict[int, int] = {}  # room to job
-
-    def guard(peer: PeerId, room: RoomKey, pages: np.ndarray) -> None:
-        assert peer == target.me
-        assert set(pages.tolist()) <= {2 * room.room, 2 * room.room + 1}
-        assert room.room not in drained, "a byte landed behind its job's drained end"
-
-    fabric.guard = guard
-    for n in range(8):
-        writer.transport.write(writer.job(n, target, [n, 15 - n], [2 * n, 2 * n + 1]))
-        if fabric.random.random() < 0.2:
-            writer.transport.cancel(fabric.random.randrange(n + 1))
-    seen = 0
-    while fabric.step():
-        for event in writer.events[seen:]:
-            if isinstance(event, WriteDone):
-                n = event.job_id
-                assert [target.pool.page(2 * n), target.pool.page(2 * n + 1)] == [
-                    source[n],
-                    source[15 - n],
-                ]
-                drained[n] = n
-            elif isinstance(event, WriteFailed) and event.drained:
-                drained[event.job_id] = event.job_id
-        seen = len(writer.events)
-    assert sorted(e.job_id for e in writer.ends()) == list(range(8))
-    assert fabric.in_flight(writer.me) == 0
-
-
 def test_a_failed_write_may_still_land_with_the_bytes_of_that_moment() -> None:
     fabric = FakeFabric(1)
     writer, target = make_pair(fabric)
@@ -135,32 +98,6 @@ def test_closing_the_writer_is_a_fence_and_closing_the_target_is_none() -> None:
     assert target.pool.page(5) == other.pool.page(3)
     assert other.ends() == [WriteDone(1, 256)]
     assert not target.events
-
-
-def test_a_killed_process_says_and_does_nothing_more() -> None:
-    fabric = FakeFabric(1)
-    writer, target = make_pair(fabric)
-    target.add(writer)
-    writer.transport.expect(1)
-    hold = fabric.hold(lambda a: a.kind == "land")
-    writer.transport.write(writer.job(1, target, [3], [4]))
-    target.transport.write(target.job(2, writer, [3], [4]))
-    fabric.run()
-    fabric.kill(target.me)
-    pages = (writer.pool.pages(), target.pool.pages())
-    hold.release()
-    fabric.run()
-    assert (writer.pool.pages(), target.pool.pages()) == pages
-    assert not target.events
-    (end,) = writer.ends()
-    assert isinstance(end, WriteFailed)
-    assert isinstance(end.error, FakeDisconnectError)
-    assert [e.peer for e in writer.of(PeerUnreachable)] == [target.me]
-    again = make_node(fabric, "decode", incarnation=2)
-    writer.add(again)
-    writer.transport.write(writer.job(3, again, [3], [4]))
-    fabric.run()
-    assert again.pool.page(4) == writer.pool.page(3)
 
 
 # --- staged writes --------------------------------------------------------------------------------

@@ -394,51 +394,6 @@ def test_two_requests_of_a_number_that_came_crosswise_all_end(servers: Servers) 
     assert served(servers, send, receive)
 
 
-@pytest.mark.parametrize("comes", ["before", "behind"])
-def test_of_two_requests_alike_the_second_ends_on_prefill_too(servers: Servers, comes: str) -> None:
-    """Decode has refused it while the first was in its queue. Prefill gets it when the first is
-    over, or before."""
-    send, receive = servers.begin(1, 3), servers.open(1, 3, [5, 6, 7])
-    servers.sends.withdraw(1, "decode-0", digest("prompt"), "twice", sends_module.SILENT)
-    assert send.poll is KVPoll.BOOTSTRAPPING
-    if comes == "before":
-        assert servers.begin(1, 3).error == "room 1 is another request's"
-    servers.announce(1)
-    assert served(servers, send, receive)
-    if comes == "behind":
-        assert servers.begin(1, 3).error == "decode: twice"
-    assert not servers.sends._withdrawn
-    assert bool(servers.sends._declined) == (comes == "behind")
-    send, receive = servers.both()
-    assert served(servers, send, receive)
-
-
-@pytest.mark.parametrize("prompt", ["prompt", "second"])
-def test_what_decode_says_of_a_second_takes_nothing_from_the_first(
-    servers: Servers, prompt: str
-) -> None:
-    """Both come to prefill when decode has promised pages for the first and refused the second. Of
-    two that are alike the first to come is the one that is refused."""
-    receive = servers.open(1, 3, [5, 6, 7])
-    servers.announce(1)
-    servers.sends.withdraw(1, "decode-0", digest(prompt), "twice", sends_module.ANNOUNCED)
-    if prompt == "prompt":
-        assert servers.begin(1, 3).error == "decode: twice"
-    send = servers.begin(1, 3)
-    assert served(servers, send, receive)
-    if prompt == "second":
-        assert servers.begin(1, 3, "second").error == "decode: twice"
-    assert not servers.sends._withdrawn
-
-
-def test_a_room_that_the_first_has_done_with_is_the_seconds(servers: Servers) -> None:
-    """Decode has not: it refused the second, and says that the first was announced long ago."""
-    send = servers.begin(1, 3)
-    servers.sends.withdraw(1, "decode-0", digest("prompt"), "twice", sends_module.ANNOUNCED)
-    assert send.error == "decode: twice"
-    assert len(servers.sends) == 0
-
-
 def test_a_use_that_decode_ended_while_prefill_was_at_the_one_before(servers: Servers) -> None:
     send, receive = servers.both()
     finish(servers, send, receive, [1, 2, 3])
