@@ -79,7 +79,7 @@ class Thread(ControlThread[Any]):
         self.name = name
         self.inbox, self.events = Inbox(), Inbox()
         self.num_errors = self.num_log_errors = 0
-        self._closed, self._prover = False, None
+        self._closed, self._proofs = False, None
         self._parts, self._does = [], {}
         self.transports = side._make_transports(self.inbox.put)
         self.control = side._make_control(self.transports.offers, None)
