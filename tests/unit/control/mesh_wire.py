@@ -99,7 +99,7 @@ class Writers(_Ranks):
         super().__init__(me := PeerId(f"d/{rank}", 5))
         self.prefill_tp = prefill_tp
         self.expected = 0  # as the transport was told last
-        self.control = DecodeControl(me, hello(tp, rank, me, staging=staging), TIMING)
+        self.control = DecodeControl(me, hello(tp, rank, me, relay=staging), TIMING)
         self.peers = [PeerId(f"p/{i}", 5) for i in range(prefill_tp)]
         self.known = [0] * prefill_tp  # by rank, as the last Hello said
 

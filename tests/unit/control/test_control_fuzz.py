@@ -190,7 +190,7 @@ class DecodeWorld:
 
     def __init__(self, *, staged: bool, settles: bool) -> None:
         timing = dataclasses.replace(TIMING, fence_settle_s=0.5 if settles else 0.0)
-        hello = mesh_wire.hello(2, 0, DECODE, staging=AREA) if staged else HELLO
+        hello = mesh_wire.hello(2, 0, DECODE, relay=AREA) if staged else HELLO
         self.sums = b"" if settles else bytes(8)  # two, of each chunk
         if self.sums:
             hello = msgspec.structs.replace(hello, checksums=("crc32",))
@@ -440,7 +440,7 @@ class PrefillWorld:
 
     def __init__(self, *, staged: bool) -> None:
         if staged:
-            hello = mesh_wire.hello(1, 0, DECODE, staging=AREA)
+            hello = mesh_wire.hello(1, 0, DECODE, relay=AREA)
             self.peer = DecodePeer(hello=hello, topology=Topology(PAGE_SIZE, 2), staging=SLOTS)
         else:
             self.peer = DecodePeer()

@@ -315,12 +315,12 @@ def test_a_staging_area_that_cannot_be_is_refused_with_the_reason(
     area: RelayArea, text: str
 ) -> None:
     peer = Readers(page_size=16, staging=SLOTS)
-    why = refused(peer.say(A, hello(2, 0, A, page_size=16, staging=area)))
+    why = refused(peer.say(A, hello(2, 0, A, page_size=16, relay=area)))
     assert "staging" in why
     assert text in why
     assert peer.control.counters["handshakes_refused"] == 1
     fitting = RelayArea(BLOCK_BYTES, 2 * LEASE, LEASE)
-    assert not refused(peer.say(A, hello(2, 0, A, page_size=16, staging=fitting)))
+    assert not refused(peer.say(A, hello(2, 0, A, page_size=16, relay=fitting)))
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ def test_a_staging_area_that_cannot_be_is_refused_with_the_reason(
      (2, SLOTS, AREA, False)],  # a whole rank needs no staging
 )  # fmt: skip
 def test_slices_are_staged_where_both_can(tp: int, slots: Any, area: Any, staged: bool) -> None:
-    said = Readers(tp=tp, staging=slots).say(A, hello(2, 0, A, staging=area))
+    said = Readers(tp=tp, staging=slots).say(A, hello(2, 0, A, relay=area))
     (added,) = of(said, AddPeer)
     assert (added.relayed, bodies(said, HelloReply)[0][1].relayed) == (staged, staged)
     assert added.memory.relay == (area if staged else None)
@@ -362,7 +362,7 @@ def staged() -> tuple[Readers, PeerId, PeerId]:
     """A room that two readers have promised and the engine has added; what goes to either is a
     slice."""
     peer = Readers(staging=SLOTS)
-    a, b = peer.greet(2, staging=AREA)
+    a, b = peer.greet(2, relay=AREA)
     peer.on(add_room())
     for reader in (a, b):
         peer.say(reader, promise())
@@ -476,7 +476,7 @@ def test_a_staged_reader_that_goes_takes_its_jobs_with_it(how: str) -> None:
     said = {
         "fence": lambda: peer.on(Fence(b)),
         "farewell": lambda: peer.say(b, Fenced()),
-        "restart": lambda: peer.say(newer, hello(2, 1, a, staging=AREA)),
+        "restart": lambda: peer.say(newer, hello(2, 1, a, relay=AREA)),
     }[how]()
     assert Cancel(write.job_id) in said
     assert RemovePeer(b) in said

@@ -385,7 +385,7 @@ def test_rooms_that_are_not_staged_pass() -> None:
 
 def plan(page_size: int = 4, writers_page_size: int = 4) -> StagingPlan:
     """Two writers; a lease takes two units of each."""
-    mine: Hello = hello(1, 0, PeerId("d", 5), page_size=page_size, staging=AREA)
+    mine: Hello = hello(1, 0, PeerId("d", 5), page_size=page_size, relay=AREA)
     return StagingPlan.of(mine, HelloReply(DIGEST, Topology(writers_page_size, 2), ()))
 
 
