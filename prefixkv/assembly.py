@@ -32,14 +32,15 @@ from prefixkv.transport.transports import MAKERS
 
 Node.installers["kv_events"] = publisher.install
 Node.installers["record"] = record.install
-DecodeNode.make_host = host_copies.HostMemory
+DecodeNode.make_tier = host_copies.make_tier
+DecodeNode.refusals += [compute_source.check_node, host_copies.check_node]
 DecodeScheduler.source_makers.append(host_tier.make_host)
 DecodeScheduler.source_makers.append(compute_source.make_compute)
 compute_source.WITH_SAVES[:] = [CheckpointedCompute]
 PageManager.make_saves = Checkpoints
 PrefillScheduler.resume_at_saves = PrefillCheckpoints
 Node.lead = ranks.check_log, ranks.lead
-Transfers.prover = ProverThread
+Transfers.proofs = ProverThread
 MAKERS["shm"] = ShmTransport
 staging.install()
 looks.install()

@@ -602,15 +602,11 @@ class DecodeConfig:
         check_callable("retarget", self.retarget)
 
     def for_page_manager(self, num_pages: int, num_slots: int = 0) -> PageOptions:
-        return PageOptions(
-            self.cache,
-            self.policy,
-            int(self.evict_reserve * num_pages),
-            max(0, num_slots - self.checkpoints),
-            check_reserved(self.reserved_pages, num_pages),
-            0 if self.host_memory is None else MOST_LOADS,
-            self.checkpoints,
-        )
+        reserve, slots = int(self.evict_reserve * num_pages), max(0, num_slots - self.checkpoints)
+        reserved = check_reserved(self.reserved_pages, num_pages)
+        loads = 0 if self.host_memory is None else MOST_LOADS
+        what = self.cache, self.policy, reserve, slots, reserved, loads, self.checkpoints
+        return PageOptions(*what)
 
     @property
     def source_settings(self) -> set[str]:
@@ -683,6 +679,10 @@ class PrefillConfig:
         check_callable("usable_prefix", self.usable_prefix)
         # Decode waits no longer for the first chunk.
         check_order(self, "follow_s", "control.longest_wait_s")
+
+    def for_page_manager(self, num_pages: int) -> PageOptions:
+        reserved = check_reserved(self.reserved_pages, num_pages)
+        return PageOptions(self.cache, self.policy, 0, 0, reserved, num_saved=self.checkpoints)
 
 
 # --- addresses ------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from prefixkv.cache.events import CheckpointEvicted, CheckpointSaved
+from prefixkv.cache.events import SaveEvicted, SaveMade
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.results import MatchResult
 from prefixkv.cache.saves import Saves
@@ -68,7 +68,7 @@ class Checkpoints(Saves):
         self._taken: dict[int, Windows] = {}  # by slot: pages that are pinned for it
         self._kept: dict[int, Checkpoint] = {}  # gone, but locked: by slot
         self._tick = 0
-        cache.more_changes = lambda: [CheckpointSaved(page) for page in self._at]
+        cache.more_changes = lambda: [SaveMade(page) for page in self._at]
 
     def __len__(self) -> int:
         return len(self._at)
@@ -132,7 +132,7 @@ class Checkpoints(Saves):
         made = Checkpoint(page, depth, slot, windows=windows)
         self._at[page] = made
         self._has[page] = True
-        self._cache.note_change(CheckpointSaved(page))
+        self._cache.note_change(SaveMade(page))
         self._touch(made)
         if parent is not None and not parent.is_gone and parent.uses <= 1:
             self._superseded.add(parent)
@@ -184,7 +184,7 @@ class Checkpoints(Saves):
             return False
         self._remove(checkpoint)
         # What else removes one is the end of its page, which the tree has noted itself.
-        self._cache.note_change(CheckpointEvicted(checkpoint.page))
+        self._cache.note_change(SaveEvicted(checkpoint.page))
         self.evicted += 1
         return True
 

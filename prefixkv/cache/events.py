@@ -34,7 +34,7 @@ class _Path(msgspec.Struct, frozen=True, omit_defaults=True):
     namespace: Any  # hashable; in a frame None, bool, int, str, bytes, or a tuple of these
     parent: bytes
     page_keys: tuple[bytes, ...]
-    is_host: bool = False  # in the worker's host memory, where it may be beside its pool
+    is_behind: bool = False  # in the worker's host memory, where it may be beside its pool
 
 
 class Stored(_Path, frozen=True, tag=True):
@@ -49,19 +49,19 @@ class Cleared(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     """Nothing is stored any more (a reset), or the listener fell behind. `Stored` events follow for
     all that there is. It is about the pool, or about host memory, alone."""
 
-    is_host: bool = False
+    is_behind: bool = False
 
 
-class _Checkpoint(msgspec.Struct, frozen=True):
+class _SavePoint(msgspec.Struct, frozen=True):
     namespace: Any  # as of `_Path`
     page_key: bytes
 
 
-class CheckpointStored(_Checkpoint, frozen=True, tag=True):
+class CheckpointStored(_SavePoint, frozen=True, tag=True):
     """Computing can go on behind the page with this key, which is stored: there is a checkpoint."""
 
 
-class CheckpointRemoved(_Checkpoint, frozen=True, tag=True):
+class CheckpointRemoved(_SavePoint, frozen=True, tag=True):
     """Computing can no longer go on behind the page with this key. Before the page's own end."""
 
 
@@ -73,7 +73,7 @@ class EventBatch(msgspec.Struct, frozen=True, omit_defaults=True):
     memory. One that has a `Cleared` for each is complete by itself.
 
     `worker` and `incarnation` name the cache; that of an older incarnation is gone. `seq` counts
-    from 0. With `at_checkpoints` the worker uses a prefix as far as its deepest checkpoint alone:
+    from 0. With `at_saves` the worker uses a prefix as far as its deepest checkpoint alone:
     one that computes prompts, of a model with recurrent layers or windows.
     """
 
@@ -81,7 +81,7 @@ class EventBatch(msgspec.Struct, frozen=True, omit_defaults=True):
     incarnation: int
     seq: int
     events: tuple[CacheEvent, ...]
-    at_checkpoints: bool = False
+    at_saves: bool = False
 
     def encode(self) -> bytes:
         """Return the batch as msgpack."""
@@ -129,19 +129,19 @@ class TakenOut(NamedTuple):
     runs: list[Packed]  # packed ids
 
 
-class CheckpointSaved(NamedTuple):
+class SaveMade(NamedTuple):
     """A checkpoint was saved that ends on this page, which was inserted before."""
 
     page: int
 
 
-class CheckpointEvicted(NamedTuple):
+class SaveEvicted(NamedTuple):
     """The checkpoint that ends on this page is gone, but not with its page: that says it itself."""
 
     page: int
 
 
-Change: TypeAlias = Inserted | TakenOut | Cleared | CheckpointSaved | CheckpointEvicted
+Change: TypeAlias = Inserted | TakenOut | Cleared | SaveMade | SaveEvicted
 
 
 class PageRef(NamedTuple):
@@ -180,7 +180,7 @@ class PagePaths:
         self._page_bytes = TOKEN_BYTES * page_size
         self._keep_tokens = keep_tokens
         self._page_refs: dict[int, PageRef] = {}  # by page id
-        self._checkpoints: dict[int, PageRef] = {}  # by the id of the page that each ends on
+        self._saves: dict[int, PageRef] = {}  # by the id of the page that each ends on
 
     def __len__(self) -> int:
         return len(self._page_refs)
@@ -224,14 +224,14 @@ class PagePaths:
     def told(self, change: Change) -> Iterator[tuple[type[CacheEvent], list[PageRef]]]:
         """Follow a change, and yield the kind of each event that it is, with the pages that the
         event is about: neighbours, or that which a checkpoint ends on."""
-        found, pop = self._checkpoints, self._page_refs.pop
+        found, pop = self._saves, self._page_refs.pop
         match change:
             case Inserted():
                 yield Stored, self.inserted(change)
-            case CheckpointSaved(page):
+            case SaveMade(page):
                 found[page] = self._page_refs[page]
                 yield CheckpointStored, [found[page]]
-            case CheckpointEvicted(page):
+            case SaveEvicted(page):
                 yield CheckpointRemoved, [found.pop(page)]
             case TakenOut(runs):
                 # A checkpoint goes before the page that it ends on.
@@ -245,13 +245,13 @@ class PagePaths:
                 yield Cleared, []
 
     @property
-    def checkpoints(self) -> list[PageRef]:
+    def saves(self) -> list[PageRef]:
         """The pages that checkpoints end on."""
-        return list(self._checkpoints.values())
+        return list(self._saves.values())
 
     def clear(self) -> None:
         self._page_refs.clear()
-        self._checkpoints.clear()
+        self._saves.clear()
 
 
 LOG_PAGES: Final = 1 << 20
@@ -317,7 +317,7 @@ class EventFeed:
     """One cache's changes as numbered batches, recorded from the first request for them. Owner: the
     cache's thread.
 
-    `is_host`: the cache is that of the worker's host memory. `at_checkpoints`: see `EventBatch`.
+    `is_behind`: the cache is that of the worker's host memory. `at_saves`: see `EventBatch`.
     """
 
     def __init__(
@@ -325,13 +325,13 @@ class EventFeed:
         cache: EventSource,
         worker: str,
         incarnation: int,
-        is_host: bool = False,
-        at_checkpoints: bool = False,
+        is_behind: bool = False,
+        at_saves: bool = False,
     ) -> None:
         self.cache = cache
         self._log = cache.record()
-        self._is_host = is_host
-        self._at_checkpoints = at_checkpoints
+        self._is_behind = is_behind
+        self._at_saves = at_saves
         self._worker = worker
         self._incarnation = incarnation
         self._seq = 0
@@ -343,7 +343,7 @@ class EventFeed:
         if snapshot:
             self._log.restart()
         events = tuple(self._events(self._log.take()))
-        batch = EventBatch(self._worker, self._incarnation, self._seq, events, self._at_checkpoints)
+        batch = EventBatch(self._worker, self._incarnation, self._seq, events, self._at_saves)
         self._seq += 1
         return batch
 
@@ -351,10 +351,10 @@ class EventFeed:
         for change in changes:
             for kind, run in self._paths.told(change):
                 if issubclass(kind, Cleared):
-                    yield kind(self._is_host)
+                    yield kind(self._is_behind)
                 elif issubclass(kind, _Path):
                     keys = tuple(ref.key for ref in run)
-                    yield kind(run[0].namespace, run[0].parent, keys, self._is_host)
+                    yield kind(run[0].namespace, run[0].parent, keys, self._is_behind)
                 else:
                     yield kind(run[0].namespace, run[0].key)
 

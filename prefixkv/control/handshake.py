@@ -109,10 +109,10 @@ def relay_plan(hello: Hello, leader: HelloReply, replies: dict[int, HelloReply])
     stage."""
     theirs, ours = leader.topology.mesh(leader.digest), hello.topology.mesh(hello.digest)
     writers = writers_to(theirs, ours, hello.rank)
-    relayed = [rank for rank in writers if replies[rank].staged]
+    relayed = [rank for rank in writers if replies[rank].relayed]
     if not relayed:
         return None
-    if len(relayed) < len(writers) or hello.staging is None:
+    if len(relayed) < len(writers) or hello.relay is None:
         raise HandshakeError("staging", writers, tuple(relayed), "is not on for all that write")
     return RELAYS[0].plan(hello, leader)
 
@@ -215,12 +215,12 @@ def accept(ours: OurSide, peer: PeerId, hello: Hello) -> Accepted:
     cut = None
     is_slice = share.num_heads < max(mine.num_heads, its.num_heads)
     copied = ours.backend == "shm" or not hello.agent_metadata
-    if not copied and is_slice and ours.slot_bytes and hello.staging is not None:
-        hello.staging.validate()
+    if not copied and is_slice and ours.slot_bytes and hello.relay is not None:
+        hello.relay.validate()
         meshes = our_mesh, theirs, hello.rank
-        cut = RELAYS[0].cut(*meshes, layout, unit_tokens, hello.staging)
+        cut = RELAYS[0].cut(*meshes, layout, unit_tokens, hello.relay)
         cut.check_slots(rank, ours.slot_bytes)
-        memory = added.memory._replace(staging=hello.staging)
+        memory = added.memory._replace(relay=hello.relay)
         added = msgspec.structs.replace(added, memory=memory, relayed=True)
     # 7. If its memory cannot be mapped after all, NIXL takes the peer where it may. Rooms that were
     # being written fail.
@@ -239,14 +239,14 @@ def checksum_for(ours: OurSide, hello: Hello) -> str:
 
 def _way(ours: OurSide, hello: Hello) -> tuple[Way, bytes]:
     """Choose by which transport the peer is written, among its offers. Raises HandshakeError."""
-    offers: dict[Way, bytes] = {"nixl": hello.agent_metadata, "shm": hello.shm}
+    offers: dict[Way, bytes] = {"nixl": hello.agent_metadata, "shm": hello.mapping}
     is_near = hello.place == ours.place != ""
     if ours.backend == "auto":
-        way: Way = "shm" if hello.shm and (is_near or not hello.agent_metadata) else "nixl"
+        way: Way = "shm" if hello.mapping and (is_near or not hello.agent_metadata) else "nixl"
     else:
         way = ours.backend
     if not offers[way]:
-        theirs = "shm" if hello.shm else "nixl" if hello.agent_metadata else "none"
+        theirs = "shm" if hello.mapping else "nixl" if hello.agent_metadata else "none"
         raise HandshakeError("transport backend", ours.backend, theirs)
     if way == "shm" and hello.place != ours.place:
         reason = "differs, and shm is within one machine, network namespace and user"

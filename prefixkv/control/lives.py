@@ -217,7 +217,7 @@ def nonce(me: PeerId, them: PeerId, known: PeerId | None) -> int:
 # --- peers that may have died ---------------------------------------------------------------------
 
 
-class DeathWatch:
+class LifeWatch:
     """The processes whose death may be asked of the kernel. Owned by a control object.
 
     `lost` returns the peers that are suspect or over at a time and still hold something of ours;
@@ -244,7 +244,7 @@ class DeathWatch:
     def met(self, peer: PeerId, life: ProcessLife | None, is_local: bool, now_s: float) -> None:
         """Record the process that an accepted handshake names. `is_local`: the connection does not
         leave this machine, elsewhere a process id means nothing."""
-        if not (is_local and self._timing.prove_death):
+        if not is_local:
             life = None
         # Before one is added, so that peers that come and go do not make the table grow.
         if peer not in self._lives:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.config import DecodeConfig
@@ -20,7 +21,7 @@ from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.scheduler import DecodeParts
 from prefixkv.decode.sources import MeasuringSource, Sources
-from prefixkv.errors import CallerError, RequestError, check_laws, shown
+from prefixkv.errors import CallerError, ConfigError, RequestError, check_laws, shown
 from prefixkv.pages.requests import AllOf, BrokenEvent, not_done, still_pending
 from prefixkv.paging import pages_for
 from prefixkv.request import DeviceEvent, check_event
@@ -256,6 +257,21 @@ class ComputeSource(MeasuringSource):
             ),
         }
         check_laws(laws, list(self._done))
+
+
+def check_node(config: DecodeConfig, spec: Any, has_log: bool) -> None:
+    """Raise ConfigError for a rank, a RankSpec, that computes no prompts. `has_log`: other ranks
+    follow it."""
+    if config.compute is None:
+        return
+    # They would have to compute the same chunks, and no log tells them.
+    if has_log:
+        raise ConfigError("compute: a decode worker with several ranks computes no prompts")
+    if not config.checkpoints and spec.has_more:
+        what = "extra state (state=)" if spec.state is not None else "window groups"
+        raise ConfigError(f"compute: with {what} it needs checkpoints, which are 0")
+    if not all(group.window for group in spec.pool.groups):
+        raise ConfigError("compute: not with a pool of aligned groups of layers")
 
 
 WITH_SAVES: list[Callable[..., ComputeSource]] = []

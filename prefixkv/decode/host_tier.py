@@ -655,7 +655,7 @@ class HostSource(MeasuringSource):
         self.tier.computed(pages, after)
 
     def feeds(self, worker: PeerId) -> list[EventFeed]:
-        return [EventFeed(self.tier.cache, *worker, is_host=True)]
+        return [EventFeed(self.tier.cache, *worker, is_behind=True)]
 
     def left(
         self, request: Request, key: RadixKey, now_s: float, continues: Continues, keep_tokens: int

@@ -256,7 +256,7 @@ class EventStream:
             if isinstance(change, Cleared) and self.num_pages > len(paths):
                 # The one event for it would end what the other tier holds as well. From the end, so
                 # that what follows a page goes before it.
-                runs, checkpoints = list(paths.runs()), paths.checkpoints
+                runs, checkpoints = list(paths.runs()), paths.saves
                 paths.clear()
                 for place in checkpoints if blocks.checkpoints else ():
                     yield blocks.checkpoint_removed([place]), 1
@@ -295,7 +295,7 @@ class EventStream:
             for blocks, paths in self._tiers:
                 events += map(blocks.stored, paths.runs())
                 if blocks.checkpoints:
-                    events += [blocks.checkpoint_stored([place]) for place in paths.checkpoints]
+                    events += [blocks.checkpoint_stored([place]) for place in paths.saves]
             payload = self._encode([ts, events, self._rank])
             self._snapshot = Batch(self.next_seq - 1, payload)
         return self._snapshot

@@ -1,7 +1,7 @@
 """Host memory for KV pages: decode's host tier keeps there what its device may evict.
 
-A page is one row of bytes, `KVLayout.host_page_bytes` long, whatever the pool's layout. `page_copy`
-says in which order they lie. Rows stand in chunks of memory, none across two of them.
+A page is one row of bytes, `KVLayout.copied_page_bytes` long, whatever the pool's layout.
+`page_copy` says in which order they lie. Rows stand in chunks of memory, none across two of them.
 
 Memory is taken chunk by chunk, pinned or touched at once, so the system's figure of free memory
 falls with it. Host pools of a user on this machine take turns, and each looks at the figure before
@@ -73,7 +73,7 @@ class HostPool:
         check_whole("chunk_bytes", chunk_bytes, 1, MAX_BYTES)
         check_device(device)
         self.num_pages = num_pages
-        self.page_bytes = layout.host_page_bytes
+        self.page_bytes = layout.copied_page_bytes
         check_whole("bytes per page", self.page_bytes, 1, MAX_BYTES // num_pages)
         # Before anything is taken: a host that runs out of memory kills a process, mostly this one.
         free, wanted = free_host_bytes(), num_pages * self.page_bytes

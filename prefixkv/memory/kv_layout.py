@@ -182,7 +182,7 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.slab_page_bytes * len(self.slabs)
 
     @property
-    def host_page_bytes(self) -> int:
+    def copied_page_bytes(self) -> int:
         """Bytes of one page in host memory: all that its id names."""
         return sum(one.page_bytes for one in self.with_same_ids)
 

@@ -1,7 +1,7 @@
 """KV pools: torch tensors that hold KV, with the layout that describes them.
 
 `KVPool.create` owns its memory; `KVPool.from_tensors` wraps an engine's own, strided, and keeps it
-alive. A pool knows nothing of page states; the allocator does. A `StagingBuffer` is a rank's
+alive. A pool knows nothing of page states; the allocator does. A `RelayBuffer` is a rank's
 staging memory: slots on prefill, the area of leases on decode. `shared_bytes` is memory that a peer
 may map.
 """
@@ -34,7 +34,7 @@ from prefixkv.memory.kv_layout import (
     Slab,
     clusters,
 )
-from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea, whole_blocks
+from prefixkv.memory.staging_area import BLOCK_BYTES, RelayArea, whole_blocks
 from prefixkv.paging import MAX_INDEX, PageIds, as_pages, check_in_pool
 from prefixkv.settings import MAX_BYTES, check_flag, check_kind, check_whole
 
@@ -453,7 +453,7 @@ def _as_words(layout: KVLayout, slabs: Sequence[torch.Tensor]) -> tuple[torch.Te
     return tuple(slab.view(torch.uint8).view(word) for slab in slabs)
 
 
-class StagingBuffer:
+class RelayBuffer:
     """Zeros on the pool's device, from a multiple of BLOCK_BYTES on. The transport registers it,
     the copies write it.
 
@@ -464,11 +464,11 @@ class StagingBuffer:
         self, num_bytes: int, lease_bytes: int, device: str = "cpu", shared: bool = False
     ) -> None:
         """Make the memory; `shared` as for `KVPool.create`. Raises ConfigError for sizes that no
-        StagingArea has, CapacityError for too little memory."""
+        RelayArea has, CapacityError for too little memory."""
         # The sizes are checked before memory is taken; the address is not known yet.
-        StagingArea(BLOCK_BYTES, num_bytes, lease_bytes).validate()
+        RelayArea(BLOCK_BYTES, num_bytes, lease_bytes).validate()
         (self._memory,) = make_zeros((num_bytes,), "uint8", device, shared)
-        self.area = StagingArea(self._memory.data_ptr(), num_bytes, lease_bytes)
+        self.area = RelayArea(self._memory.data_ptr(), num_bytes, lease_bytes)
 
     @property
     def device(self) -> str:

@@ -44,10 +44,10 @@ class PageCopy(ABC):
     """
 
     def __init__(self, layout: KVLayout, pool: HostPool) -> None:
-        if layout.host_page_bytes != pool.page_bytes:
+        if layout.copied_page_bytes != pool.page_bytes:
             raise ConfigError(
                 f"host pages have {pool.page_bytes} bytes, pages of the pool "
-                f"{layout.host_page_bytes}"
+                f"{layout.copied_page_bytes}"
             )
         self._host, self._num_pages = pool, layout.num_pages
 

@@ -30,7 +30,7 @@ def whole_blocks(num_bytes: int) -> int:
     return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
-class StagingArea(msgspec.Struct, frozen=True, array_like=True):
+class RelayArea(msgspec.Struct, frozen=True, array_like=True):
     """Memory of `num_bytes` at address `base`. A lease takes at most `lease_bytes`; all in whole
     blocks of BLOCK_BYTES."""
 

@@ -65,8 +65,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
     scheduler's thread."""
 
     journal: PrefillJournal
-    # With pages, the first slot of `Saves` and the tokens that they lie apart; `assembly.py` puts
-    # it here.
+    # Of the pages, the first slot of their `Saves`, and the config; `assembly.py` puts it here.
     resume_at_saves: ClassVar[Callable[..., Resume]]
 
     def __init__(
@@ -85,8 +84,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         self.num_slots = num_slots
         self._resume = Resume()
         if pages.saves.num_slots:
-            saved = pages, num_slots, config.checkpoint_tokens
-            self._resume = self.resume_at_saves(*saved)
+            self._resume = self.resume_at_saves(pages, num_slots, config)
         elif pages.windows or (num_slots and usable_prefix is None):
             self._resume = NoPrefix()  # no state, and no window, is kept behind a prefix
         elif usable_prefix is not None:
@@ -188,8 +186,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         self.pages.errors.raise_due()
         # 1. Pages come back: those that waited for the device, and those of requests past their
         # deadline.
-        if self._deferred:
-            self.settle_deferred(now_s)
+        self.settle_deferred(now_s)
         for req in self._deadlines.due(now_s):
             if not req.state.ended:
                 what = f"{req.state.value} when its deadline_s, {req.request.deadline_s}, was over"
@@ -462,7 +459,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         self._commands.append(MoveWeights(self.weights_version, ends_waiting=False))
 
     def feeds(self, worker: PeerId) -> list[EventFeed]:
-        return [EventFeed(self.pages.cache, *worker, at_checkpoints=not self._resume.is_whole)]
+        return [EventFeed(self.pages.cache, *worker, at_saves=not self._resume.is_whole)]
 
     def check_invariants(self) -> None:
         """Check the pages, rooms and requests against each other. Raises InternalError."""

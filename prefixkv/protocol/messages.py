@@ -40,7 +40,7 @@ from prefixkv.errors import (
 )
 from prefixkv.memory.kv_layout import MAX_GROUPS, GroupName, KVLayout, PageGroup
 from prefixkv.memory.mesh import MAX_RANKS, Mesh
-from prefixkv.memory.staging_area import StagingArea
+from prefixkv.memory.staging_area import RelayArea
 from prefixkv.memory.state_layout import StateLayout, StateTensor
 from prefixkv.protocol.ids import PeerId, RoomKey
 
@@ -244,7 +244,7 @@ class Hello(Body, frozen=True, tag="hello"):
     """Which rank of its worker this is."""
     worker: PeerId | None = None
     """(name, incarnation) of rank 0: ranks of one worker name the same. None: the sender."""
-    staging: StagingArea | None = None
+    relay: RelayArea | None = None
     """Where slices may be staged; None: nowhere."""
     state: StateLayout | None = None
     """Where the extra state that `digest` lists is kept."""
@@ -255,7 +255,7 @@ class Hello(Body, frozen=True, tag="hello"):
     life: ProcessLife | None = None
     """Which process the sender is; None where the kernel has no such thing, or the process keeps it
     to itself."""
-    shm: MemoryOffer = b""
+    mapping: MemoryOffer = b""
     """How its memory may be mapped; empty: not at all."""
     age_ms: U64 | None = None
     """How long ago this life of the worker began; sent by rank 0. None: other ranks, or not known.
@@ -263,7 +263,7 @@ class Hello(Body, frozen=True, tag="hello"):
     libraries: Libraries = Libraries()
     """Versions of the libraries that `agent_metadata` is for."""
     place: Short = ""
-    """Boot of the machine, network namespace and user, within which `shm` may be used."""
+    """Boot of the machine, network namespace and user, within which `mapping` may be used."""
     checksums: Algorithms = ()
     """Algorithms of checksums that it can compute, the best first; empty: it compares none."""
 
@@ -278,7 +278,7 @@ class HelloReply(Body, frozen=True, tag="hello-reply"):
     refused: Text = ""
     """Empty, or why the two cannot work together."""
     rank: Count = 0
-    staged: bool = False
+    relayed: bool = False
     """Whether what it writes to this decode rank is staged."""
     known: U64 = 0
     """`known` of the `Hello`."""

@@ -98,8 +98,8 @@ class ControlThread(Generic[Command]):
             # the thread, even if the node is dropped.
             self._side = side
             # It says which process this is, so it comes before the control object.
-            self._prover: Prover = side._make_prover()
-            undo.callback(self._prover.close)
+            self._proofs: Proofs = side._make_proofs()
+            undo.callback(self._proofs.close)
             self.inbox: Inbox[Command | Common | None] = Inbox()
             undo.callback(self.inbox.close)
             # The threads that copy to and from host memory put theirs there as well.
@@ -107,7 +107,7 @@ class ControlThread(Generic[Command]):
             undo.callback(self.events.close)
             self.transports: Transports = side._make_transports(self.inbox.put)
             undo.callback(self.transports.close)
-            self.control: Control = side._make_control(self.transports.offers, self._prover.life)
+            self.control: Control = side._make_control(self.transports.offers, self._proofs.life)
             # Threads of organs, and by type the effects that they carry out.
             self._parts: list[Any] = []
             self._does: dict[type, Callable[[Any], object]] = {}
@@ -167,7 +167,7 @@ class ControlThread(Generic[Command]):
         # the copies, and the farewell, which tells peers that pages are free. It must not come
         # before the fence.
         try:
-            self._prover.close(ended=self._close_error is None)
+            self._proofs.close(ended=self._close_error is None)
             for part in self._parts:
                 part.close()
             if self._close_error is None:
@@ -240,7 +240,7 @@ class ControlThread(Generic[Command]):
         self.events.put(ControlFailed(error))
 
     def _do(self, effect: Effect) -> None:
-        # Sockets, transport, copy threads and prover carry them out. No call here waits for
+        # Sockets, transport, copy threads and proofs carry them out. No call here waits for
         # that; the result is an input later.
         match effect:
             case SendFrame():
@@ -262,7 +262,7 @@ class ControlThread(Generic[Command]):
             case Renew():
                 self.transports.renew()
             case Examine():
-                self._prover.submit(effect.peer, effect.life)
+                self._proofs.submit(effect.peer, effect.life)
             case AddPeer():
                 self.transports.add_peer(effect.way, effect.peer, effect.metadata, effect.memory)
                 self._tell_parts(effect)
@@ -284,11 +284,11 @@ class ControlThread(Generic[Command]):
             do(effect)
 
 
-class Prover:
+class Proofs:
     """The kernel's part of proofs that a process is dead: there are none, so the fence of a peer is
     the word of the caller alone.
 
-    A part that looks at processes overrides these; `Transfers.prover` makes it.
+    A part that looks at processes overrides these; `Transfers.proofs` makes it.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ from typing import Final, NamedTuple
 from prefixkv.config import ControlConfig
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.messages import ProcessLife
-from prefixkv.runtime.control_thread import Prover
+from prefixkv.runtime.control_thread import Proofs
 
 _log = logging.getLogger("prefixkv.control")
 
@@ -218,7 +218,7 @@ def _began(pid: int) -> int | None:
     return int(stat.rpartition(")")[2].split()[19])
 
 
-class ProverThread(Prover):
+class ProverThread(Proofs):
     """The thread that proves deaths. `submit` and `close` are the control thread's.
 
     `tell` is called from the prover's own thread.
@@ -245,8 +245,9 @@ class ProverThread(Prover):
         return None if self._own_life is None else self._own_life.life
 
     def submit(self, peer: PeerId, life: ProcessLife) -> None:
-        """Have a peer's process looked at soon. No-op while it is queued or being looked at."""
-        if peer in self._asked:
+        """Have a peer's process looked at soon. No-op while it is queued or being
+        looked at, and where `prove_death` is off."""
+        if peer in self._asked or self._own_life is None:
             return
         # Started on the first use: most nodes never doubt a peer.
         if self._thread is None:

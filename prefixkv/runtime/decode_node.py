@@ -6,14 +6,14 @@ own threads (control, transport) are started here and joined by `close`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, ClassVar
 
-from prefixkv.config import DecodeConfig, HostConfig
+from prefixkv.config import DecodeConfig
 from prefixkv.decode.request import DecodeRequest, timeline
 from prefixkv.decode.scheduler import DecodeParts, DecodeScheduler
 from prefixkv.decode.waiting import Workers
-from prefixkv.errors import ConfigError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
@@ -23,9 +23,7 @@ from prefixkv.protocol.ids import PeerId
 from prefixkv.request import DeviceEvent, check_event
 from prefixkv.runtime.decode_transfers import DecodeTransfers
 from prefixkv.runtime.node import COUNTERS, Node, Ranks, check_windows
-from prefixkv.runtime.rank_spec import (
-    checked_config,
-)
+from prefixkv.runtime.rank_spec import RankSpec, checked_config
 from prefixkv.runtime.transfers import secret_number
 
 _COUNTERS = (
@@ -69,9 +67,12 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, DecodeEvent], DecodeSchedule
     side = "decode"
     config: DecodeConfig
     transfers: DecodeTransfers
-    # What makes the memory that the setting `host_memory` asks for (`assembly.py`).
-    make_host: ClassVar[Any] = None
-    _host: Any = None
+    # From pool, config and name: the memory behind the pool that a setting asks for, or None
+    # (`assembly.py`).
+    make_tier: ClassVar[Callable[..., Any]] = lambda *_: None
+    # Each raises ConfigError for settings that do not go with this rank, or with others besides.
+    refusals: ClassVar[list[Callable[[DecodeConfig, RankSpec, bool], None]]] = []
+    _tier: Any = None
     _counters = _COUNTERS
 
     def __init__(
@@ -85,66 +86,54 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, DecodeEvent], DecodeSchedule
         # 1. Everything that can be refused without undoing anything.
         config = checked_config(config, DecodeConfig)
         spec = self._spec(pool, config, mesh, state, ranks)
-        num_ranks = spec.mesh.num_ranks
-        # The other ranks would have to compute the same chunks, and no log tells them.
-        if config.compute is not None and ranks is not None:
-            raise ConfigError("compute: a decode worker with several ranks computes no prompts")
-        spec.check_checkpoints(config.checkpoints)
-        if config.compute is not None and not config.checkpoints and spec.has_points:
-            what = "extra state (state=)" if state is not None else "window groups"
-            raise ConfigError(f"compute: with {what} it needs checkpoints, which are 0")
-        # A log alone, without a mesh, makes no copies on other ranks.
-        if config.host_memory is not None and ranks is not None and num_ranks == 1:
-            raise ConfigError(
-                "host_memory: of a decode worker with ranks without a mesh nothing is kept"
-            )
-        if config.compute is not None and not all(group.window for group in pool.groups):
-            raise ConfigError("compute: not with a pool of aligned groups of layers")
+        layout = pool.layout
+        options = config.for_page_manager(layout.num_pages, spec.num_slots)
+        spec.check_saved(options.num_saved)
+        for check in self.refusals:
+            check(config, spec, ranks is not None)
         # 2. The pages, the tree, and the scheduler over them, then the transfer side, which starts
         # the threads, and last what observes all this. If one fails, those before it are undone:
         # the next node may have a policy object, and host memory is given back.
-        layout, host = pool.layout, None
+        organs, tier_pages = {}, 0
         with ExitStack() as undo:
-            if config.host_memory is not None:
-                self._host = memory = host_memory(pool, config.host_memory, config.name)
-                undo.callback(memory.close)
-                host = memory.pages(config.host_memory.policy or config.policy)
-            options = config.for_page_manager(layout.num_pages, spec.num_slots)
+            self._tier = tier = DecodeNode.make_tier(pool, config, config.name)
+            if tier is not None:
+                undo.callback(tier.close)
+                organs[tier.setting], tier_pages = tier.pages(config.policy), tier.num_pages
             pages = self._make_pages(spec, options)
             undo.callback(pages.cache.policy.release)
             check_windows(pages)
             share_pages = config.prefill_share * layout.num_pages
             workers = Workers(True, config.control.bootstrap_timeout_s, share_pages)
-            organs = {} if host is None else {"host_memory": host}
             parts = DecodeParts(workers, secret_number, organs)
-            undo.callback(self._release_host_policy)
+            undo.callback(self._release_tier_policy)
             DecodeScheduler.__init__(self, pages, config, parts)
             self.transfers = DecodeTransfers(spec, config)
             undo.callback(self.transfers.close)
-            if self._host is not None:
-                self._host.start(self.transfers.thread.events.put)
+            if tier is not None:
+                tier.start(self.transfers.thread.events.put)
             undo.callback(self.close)
-            self._lead(spec, 0 if host is None else host.num_pages)
+            self._lead(spec, tier_pages)
             self._observe(timeline)
             undo.pop_all()
 
     @property
-    def host(self) -> Any:
-        """The tier of host memory; None where there is none."""
+    def tier(self) -> Any:
+        """The pages behind the pool: its HostTier; None where there is none."""
         source = self.sources.get("loaded")
         return None if source is None else source.tier
 
-    def _release_host_policy(self) -> None:
+    def _release_tier_policy(self) -> None:
         """Also of a scheduler that is half made."""
-        if hasattr(self, "sources") and self.host is not None:
-            self.host.cache.policy.release()
+        if hasattr(self, "sources") and self.tier is not None:
+            self.tier.cache.policy.release()
 
     def close(self) -> None:
         """Close the node, the copies to and from host memory first: their ends come in an inbox
         that closes with the transfer side. See `Node.close`."""
         try:
-            if self._host is not None:
-                self._host.close()
+            if self._tier is not None:
+                self._tier.close()
         finally:
             super().close()
 
@@ -189,11 +178,11 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, DecodeEvent], DecodeSchedule
           number. A few after aborts are usual.
         """
         stats = super().stats()
-        host = self.host
+        tier = self.tier
         stats |= {
-            "host_pages": 0 if host is None else host.num_ready,
-            "host_pages_cached": 0 if host is None else host.allocator.cached_pages,
-            "host_copies": 0 if host is None else len(host),
+            "host_pages": 0 if tier is None else tier.num_ready,
+            "host_pages_cached": 0 if tier is None else tier.allocator.cached_pages,
+            "host_copies": 0 if tier is None else len(tier),
         }
         stats |= {f"aside_{why}": num for why, num in self.waiting.aside().items()}
         stats |= {f"stepped_aside_{why}": num for why, num in self.waiting.stepped_aside.items()}
@@ -220,16 +209,9 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, DecodeEvent], DecodeSchedule
         return self.transfers.peers()
 
     def _tell(self) -> None:
-        if self._host is not None:
+        if self._tier is not None:
             for order in self.take_orders():
-                self._host.submit(order)
+                self._tier.submit(order)
                 if self._ranks is not None:
                     self._ranks.copy(order)
         super()._tell()
-
-
-def host_memory(pool: KVPool, config: HostConfig, name: str) -> Any:
-    """Make the host memory of a rank. Raises ConfigError as `HostMemory`."""
-    if DecodeNode.make_host is None:
-        raise ConfigError("host_memory: this installation has no part for it")
-    return DecodeNode.make_host(pool, config, name)

@@ -76,7 +76,7 @@ class DecodeTransfers(Transfers[DecodeCommand, DecodeEvent]):
         model, spec = self._config.model, self._spec
         hello = Hello(
             spec.digest(model), spec.topology, spec.layout, offers.get("nixl", b""), spec.rank,
-            self._worker, self._area, spec.state_layout, life=life, shm=offers.get("shm", b""),
+            self._worker, self._area, spec.state_layout, life=life, mapping=offers.get("shm", b""),
             libraries=loaded_libraries() if "nixl" in offers else Libraries(),
             place=spec.place if offers.get("shm") else "", checksums=self._checksums,
         )  # fmt: skip

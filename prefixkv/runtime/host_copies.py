@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Final
 
 from prefixkv.cache.eviction.policy import Policy
-from prefixkv.config import HostConfig
+from prefixkv.config import DecodeConfig, HostConfig
 from prefixkv.decode.host_tier import HostPages
-from prefixkv.errors import PageStateError
+from prefixkv.errors import ConfigError, PageStateError
 from prefixkv.memory.host_pool import HostPool
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.kv_pool import KVPool
@@ -19,6 +19,7 @@ from prefixkv.memory.page_copy import page_copy
 from prefixkv.protocol.events import HostCopy, HostCopyDone
 from prefixkv.request import DeviceEvent
 from prefixkv.runtime.copies import CopyOrder, CopyThreads
+from prefixkv.runtime.rank_spec import RankSpec
 
 _log = logging.getLogger("prefixkv.host")
 
@@ -92,8 +93,10 @@ class HostMemory:
     memory than the host has, or less than a page.
     """
 
+    setting = "host_memory"
+
     def __init__(self, pool: KVPool, config: HostConfig, name: str) -> None:
-        self.num_pages = config.pages_of(pool.layout.num_pages, pool.layout.host_page_bytes)
+        self.num_pages = config.pages_of(pool.layout.num_pages, pool.layout.copied_page_bytes)
         self._device_pool, self._config, self._name = pool, config, name
         self._pool = HostPool(pool.layout, self.num_pages, pool.device)
         self._copies: HostCopies | None = None
@@ -121,7 +124,8 @@ class HostMemory:
         return self._pool.ready_pages
 
     def pages(self, policy: str | Policy) -> HostPages:
-        """Return what a scheduler needs to know of it."""
+        """Return what a scheduler needs to know of it. `policy`: where its setting names none."""
+        policy = self._config.policy or policy
         return HostPages(self.num_pages, policy, lambda: self.ready_pages)
 
     def submit(self, order: HostCopy, after: DeviceEvent | None = None) -> None:
@@ -134,3 +138,16 @@ class HostMemory:
         if self._copies is not None:
             self._copies.close()
         self._pool.close()
+
+
+def make_tier(pool: KVPool, config: DecodeConfig, name: str) -> HostMemory | None:
+    """Make the host memory of a rank, if it is to have some. Raises ConfigError."""
+    return None if config.host_memory is None else HostMemory(pool, config.host_memory, name)
+
+
+def check_node(config: DecodeConfig, spec: RankSpec, has_log: bool) -> None:
+    # A log alone, without a mesh, makes no copies on other ranks.
+    if config.host_memory is not None and has_log and spec.mesh.num_ranks == 1:
+        raise ConfigError(
+            "host_memory: of a decode worker with ranks without a mesh nothing is kept"
+        )

@@ -108,7 +108,7 @@ def _decode_queues(node: DecodeNode) -> Samples:
 
 
 def _host_pages(node: DecodeNode) -> Samples:
-    if (host := node.host) is not None:
+    if (host := node.tier) is not None:
         for state in ("free", "owned", "cached"):
             yield (state,), getattr(host.allocator, f"{state}_pages")
 

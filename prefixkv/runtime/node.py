@@ -227,8 +227,8 @@ class Node(OfTransfers, PagedScheduler[Req, Command], Generic[Req, Command, E]):
         check_flag("snapshot", snapshot)
         self._pump()
         batch, *behind = [feed.take(snapshot) for feed in self._feeds]
-        for host in behind:
-            batch = msgspec.structs.replace(batch, events=batch.events + host.events)
+        for more in behind:
+            batch = msgspec.structs.replace(batch, events=batch.events + more.events)
         return batch
 
     @property
@@ -367,11 +367,11 @@ class Node(OfTransfers, PagedScheduler[Req, Command], Generic[Req, Command, E]):
         self._check_open()
         self._command(Fence(peer_id(peer, incarnation)))
 
-    def _lead(self, spec: RankSpec, host_pages: int = 0) -> None:
+    def _lead(self, spec: RankSpec, tier_pages: int = 0) -> None:
         self.peer_id = self.transfers.peer_id
         self.leader = OneRank(self.transfers.submit, self.hear)
         if self._ranks is not None and self.lead is not None:
-            self.lead[1](self, spec, self._ranks, host_pages)
+            self.lead[1](self, spec, self._ranks, tier_pages)
         self._command = self.leader.command
 
     def _take(self, event: E, now_s: float) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from prefixkv.config import PageOptions, PrefillConfig, check_reserved
+from prefixkv.config import PrefillConfig
 from prefixkv.errors import ConfigError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
@@ -20,9 +20,7 @@ from prefixkv.protocol.events import PrefillEvent
 from prefixkv.protocol.ids import PeerId
 from prefixkv.runtime.node import COUNTERS, Node, Ranks, check_windows
 from prefixkv.runtime.prefill_transfers import PrefillTransfers
-from prefixkv.runtime.rank_spec import (
-    checked_config,
-)
+from prefixkv.runtime.rank_spec import checked_config
 
 _COUNTERS = (
     *COUNTERS, "bytes_sent", "decode_hit_tokens", "followed", "hit_tokens",
@@ -68,18 +66,13 @@ class PrefillNode(Node[PrefillRequest, PrefillCommand, PrefillEvent], PrefillSch
         # The same order as in `DecodeNode`: refuse, build, start threads, observe.
         config = checked_config(config, PrefillConfig)
         spec = self._spec(pool, config, mesh, state, ranks)
-        spec.check_checkpoints(config.checkpoints)
-        if config.usable_prefix is not None and (config.checkpoints or spec.windows):
+        options = config.for_page_manager(pool.layout.num_pages)
+        spec.check_saved(options.num_saved)
+        if config.usable_prefix is not None and (options.num_saved or spec.windows):
             why = "usable_prefix: it says where the engine goes on, and so do checkpoints"
             raise ConfigError(f"{why}, at which alone a pool with window groups does")
-        options = PageOptions(
-            config.cache,
-            config.policy,
-            reserved_pages=check_reserved(config.reserved_pages, pool.layout.num_pages),
-            num_saved=config.checkpoints,
-        )
         pages = self._make_pages(spec, options)
-        num_slots = max(0, spec.num_slots - config.checkpoints)
+        num_slots = max(0, spec.num_slots - options.num_saved)
         with ExitStack() as undo:
             undo.callback(pages.cache.policy.release)  # the next node may have it
             check_windows(pages)

@@ -43,7 +43,7 @@ from prefixkv.runtime.transfers import (
 )
 from prefixkv.transport.nixl.ucx import loaded_libraries
 
-_STAGING_WINDOW = 4  # leases under way at once, per room and pair of ranks
+_RELAY_WINDOW = 4  # leases under way at once, per room and pair of ranks
 
 
 def _key(room: int, generation: int, decode: str) -> RoomKey:
@@ -108,8 +108,8 @@ class PrefillTransfers(Transfers[PrefillCommand, PrefillEvent]):
         )
         slots: RelaySlots | None = None
         if self._area is not None:
-            num_slots = sizes.staging_bytes // sizes.lease_bytes
-            slots = RelaySlots(num_slots, sizes.lease_bytes, _STAGING_WINDOW)
+            num_slots = self._area.num_bytes // sizes.lease_bytes
+            slots = RelaySlots(num_slots, sizes.lease_bytes, _RELAY_WINDOW)
         where, version = ("", *self._endpoints), config.model.weights_version
         return PrefillControl(self.peer_id, ours, self._control, where, slots, version)
 

@@ -90,19 +90,19 @@ class RankSpec:
         return place_of() if self.layout.device == "cpu" else ""
 
     @property
-    def has_points(self) -> bool:
-        """True if requests have more than pages: what only checkpoints go on from."""
+    def has_more(self) -> bool:
+        """True if requests have more than pages: what only a save goes on from."""
         return self.state is not None or bool(self.windows)
 
-    def check_checkpoints(self, num_checkpoints: int) -> None:
+    def check_saved(self, num_saved: int) -> None:
         """Raise ConfigError where there is nothing to keep, or no slot is left for requests."""
-        if num_checkpoints and not self.has_points:
+        if num_saved and not self.has_more:
             why = "they are of extra state (state=) or of window groups, and there is neither"
-        elif self.state is not None and self.num_slots <= num_checkpoints:
+        elif self.state is not None and self.num_slots <= num_saved:
             why = f"the extra state has {self.num_slots} slots, and requests need some"
         else:
             return
-        raise ConfigError(f"checkpoints: {num_checkpoints}: {why}")
+        raise ConfigError(f"checkpoints: {num_saved}: {why}")
 
     def check_own_memory(self) -> None:
         """Raise ConfigError for a group in the memory of the first one: the node takes their page

@@ -32,7 +32,7 @@ from prefixkv.protocol.ids import PeerId
 from prefixkv.ranks.leader import RankLeader, pack_rank_events
 from prefixkv.ranks.row_log import RankLog, RankSizes, RowFollower
 from prefixkv.request import DeviceEvent, check_event
-from prefixkv.runtime.decode_node import DecodeNode, host_memory
+from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.runtime.decode_transfers import DecodeTransfers
 from prefixkv.runtime.node import E, Node, OneRank
 from prefixkv.runtime.prefill_node import PrefillNode
@@ -80,11 +80,12 @@ class FollowingRank(OfTransfers, RowFollower):
         spec.check_own_memory()
         self.pool, self.state, self.rank = spec.pool, spec.state, spec.rank
         self._num_messages = 0  # counts batches of events, so that rank 0 notices a missing one
-        host = config.host_memory if isinstance(config, DecodeConfig) else None
         # If a part fails, those before it are undone.
         with ExitStack() as undo:
-            if host is not None:
-                self._host = host_memory(spec.pool, host, f"{config.name}/{spec.rank}")
+            if isinstance(config, DecodeConfig):
+                name = f"{config.name}/{spec.rank}"
+                self._host = DecodeNode.make_tier(spec.pool, config, name)
+            if self._host is not None:
                 undo.callback(self._host.close)
                 # Rank 0 knows of its own memory only, and orders copies once that can be used.
                 self._host.wait_until_ready()

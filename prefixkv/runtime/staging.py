@@ -12,7 +12,7 @@ from prefixkv.control.decode.control import DecodeControl
 from prefixkv.control.effects import RELAYS, AddPeer, CopyDone, Relay, RemovePeer
 from prefixkv.control.prefill.control import PrefillControl
 from prefixkv.memory.kv_layout import KVLayout
-from prefixkv.memory.kv_pool import StagingBuffer
+from prefixkv.memory.kv_pool import RelayBuffer
 from prefixkv.memory.mesh import Shard
 from prefixkv.memory.stage_copy import StagingCopy, scatter_together, staging_copy
 from prefixkv.protocol.ids import PeerId
@@ -26,7 +26,7 @@ CopySink = Callable[[CopyDone], None]
 
 
 def make_copies(
-    layout: KVLayout, buffer: StagingBuffer, config: TransportConfig, name: str, sink: CopySink
+    layout: KVLayout, buffer: RelayBuffer, config: TransportConfig, name: str, sink: CopySink
 ) -> StagingCopies:
     workers = CopyPool(config.copy_threads, sink, buffer.device, name)
     return StagingCopies(layout, buffer, config.lease_bytes, workers)
@@ -59,7 +59,7 @@ class StagingCopies:
     """
 
     def __init__(
-        self, layout: KVLayout, buffer: StagingBuffer, slot_bytes: int, workers: CopyPool
+        self, layout: KVLayout, buffer: RelayBuffer, slot_bytes: int, workers: CopyPool
     ) -> None:
         self.buffer = buffer
         self._layout = layout

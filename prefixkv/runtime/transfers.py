@@ -22,8 +22,8 @@ from prefixkv.config import DecodeConfig, PrefillConfig, Way, check_version, is_
 from prefixkv.control.effects import RELAYS
 from prefixkv.control.lives import LostPeers
 from prefixkv.errors import ClosedError, ConfigError, InternalError, RequestError, shown, travels
-from prefixkv.memory.kv_pool import KVPool, StagingBuffer
-from prefixkv.memory.staging_area import StagingArea
+from prefixkv.memory.kv_pool import KVPool, RelayBuffer
+from prefixkv.memory.staging_area import RelayArea
 from prefixkv.protocol.commands import Fence, MoveWeights
 from prefixkv.protocol.events import RoomEvent
 from prefixkv.protocol.ids import PeerId, RoomKey
@@ -34,7 +34,7 @@ from prefixkv.runtime.control_thread import (
     Control,
     ControlFailed,
     ControlThread,
-    Prover,
+    Proofs,
 )
 from prefixkv.runtime.rank_spec import RankSpec
 from prefixkv.settings import check_timeout
@@ -73,7 +73,7 @@ class Transfers(OneThread, Generic[C, E]):
 
     any_thread = frozenset({"check_open", "fileno", "lost_peers", "peers", "stats"})
 
-    prover: ClassVar[type[Prover]] = Prover
+    proofs: ClassVar[type[Proofs]] = Proofs
 
     _is_written_to: ClassVar[bool]  # by peers
     peer_id: PeerId
@@ -100,11 +100,11 @@ class Transfers(OneThread, Generic[C, E]):
             )
         if self._transport.checksums and not CHECKS:
             raise ConfigError("checksums: this installation has no part for them")
-        self._buffer: StagingBuffer | None = None
+        self._buffer: RelayBuffer | None = None
         if self._transport.staging_bytes:
             if not RELAYS:
                 raise ConfigError("staging_bytes: this installation has no part for it")
-            self._buffer = StagingBuffer(
+            self._buffer = RelayBuffer(
                 self._transport.staging_bytes,
                 self._transport.lease_bytes,
                 layout.device,
@@ -118,8 +118,8 @@ class Transfers(OneThread, Generic[C, E]):
 
     # --- the parts of the control thread, which has them made -------------------------------------
 
-    def _make_prover(self) -> Prover:
-        return self.prover(self._name, self._control, self._is_written_to, self._proved)
+    def _make_proofs(self) -> Proofs:
+        return self.proofs(self._name, self._control, self._is_written_to, self._proved)
 
     def _make_control(self, offers: Mapping[Way, bytes], life: ProcessLife | None) -> Control:
         """`offers`: the transports'; `life`: what is said of this process."""
@@ -129,7 +129,7 @@ class Transfers(OneThread, Generic[C, E]):
         raise NotImplementedError
 
     @property
-    def _area(self) -> StagingArea | None:
+    def _area(self) -> RelayArea | None:
         return None if self._buffer is None else self._buffer.area
 
     def _make_transports(self, sink: Sink) -> Transports:

@@ -56,8 +56,8 @@ class WorkerIndex:
 
     def forget(self) -> None:
         self.num_pages = 0  # a page in both kinds of memory counts twice
-        # By kind of memory (`is_host`) and namespace, then by page key: until when the page counts;
-        # `_STORED` once it was reported. Whole prefixes, so a match is found by bisection.
+        # By kind of memory (`is_behind`) and namespace, then by page key: until when the page
+        # counts; `_STORED` once it was reported. Whole prefixes, so a match is found by bisection.
         self._held: dict[tuple[bool, Hashable], dict[bytes, float]] = {}
         # By kind of memory; of host memory once the worker has told of it.
         self._in_sync = {False: False}
@@ -87,27 +87,27 @@ class WorkerIndex:
         elif batch.seq != self.next_seq:
             self._in_sync = dict.fromkeys(self._in_sync, False)
         self.next_seq = batch.seq + 1
-        self._at_checkpoints |= batch.at_checkpoints
+        self._at_checkpoints |= batch.at_saves
         for event in batch.events:
             if isinstance(event, CheckpointStored | CheckpointRemoved):
                 self._note_checkpoint(event)
             elif isinstance(event, Cleared):
-                self._clear(event.is_host)
-            elif self._in_sync.get(event.is_host):
+                self._clear(event.is_behind)
+            elif self._in_sync.get(event.is_behind):
                 self._change(event)
         return self.in_sync
 
-    def _clear(self, is_host: bool) -> None:
+    def _clear(self, is_behind: bool) -> None:
         """Repairs any gap: all that there is follows it."""
-        for place in [place for place in self._held if place[0] == is_host]:
+        for place in [place for place in self._held if place[0] == is_behind]:
             self.num_pages -= len(self._held.pop(place))
-        self._in_sync[is_host] = True
-        if not is_host:
+        self._in_sync[is_behind] = True
+        if not is_behind:
             self._expected.clear()
             self._ends.clear()
 
     def _change(self, event: Stored | Removed) -> None:
-        place = event.is_host, event.namespace
+        place = event.is_behind, event.namespace
         held = self._held.get(place, _NOTHING)
         if isinstance(event, Stored):
             # A parent that is not known lies beyond the bound, and so do the pages behind it.
@@ -149,7 +149,7 @@ class WorkerIndex:
         """Count how many of these pages, from the first on, are held or expected. O(log pages). Of
         a worker that goes on at checkpoints alone those up to the deepest of them; O(pages behind
         it). What is expected counts in full: a checkpoint is saved at a prompt's end."""
-        pool, host = (self._held.get((is_host, namespace), _NOTHING) for is_host in (False, True))
+        pool, host = (self._held.get((behind, namespace), _NOTHING) for behind in (False, True))
         depth = _depth(pool, keys)
         # What is expected lies behind all that is stored.
         if self._at_checkpoints and depth and pool[keys[depth - 1]] == _STORED:

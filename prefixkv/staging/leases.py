@@ -28,7 +28,7 @@ from typing import Final, NamedTuple
 from prefixkv.errors import HandshakeError, LeaseError, check_laws
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.mesh import Mesh, sent_shares
-from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea, stage_unit_bytes, whole_blocks
+from prefixkv.memory.staging_area import BLOCK_BYTES, RelayArea, stage_unit_bytes, whole_blocks
 from prefixkv.protocol.ids import RoomKey
 
 
@@ -52,7 +52,7 @@ class LeaseCut:
     @classmethod
     def into(
         cls, writers: Mesh, readers: Mesh, reader: int, layout: KVLayout, unit_tokens: int,
-        area: StagingArea,
+        area: RelayArea,
     ) -> LeaseCut:  # fmt: skip
         """Compute the cut for rank `reader`, which has a pool of this layout, whose aligned groups
         are staged with the pages, and the staging area `area`. The meshes have passed
@@ -65,11 +65,11 @@ class LeaseCut:
         return cls.of(shares, area)
 
     @classmethod
-    def of(cls, shares: tuple[tuple[int, int], ...], area: StagingArea) -> LeaseCut:
+    def of(cls, shares: tuple[tuple[int, int], ...], area: RelayArea) -> LeaseCut:
         """Compute the cut for these shares. O(log units per lease), with a sum over the writers
         each. Raises HandshakeError where a lease cannot take one unit page.
 
-        >>> area = StagingArea(base=4096, num_bytes=65536, lease_bytes=32768)
+        >>> area = RelayArea(base=4096, num_bytes=65536, lease_bytes=32768)
         >>> LeaseCut.of(((0, 4096), (1, 4096)), area)
         LeaseCut(shares=((0, 4096), (1, 4096)), units_per_piece=4, area_bytes=65536)
         """

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from prefixkv.errors import LeaseError, ProtocolError, TransferError, check_laws
 from prefixkv.memory.mesh import Shard, sent_shares
-from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
+from prefixkv.memory.staging_area import BLOCK_BYTES, RelayArea
 from prefixkv.paging import Pages, pages_for, unit_pages
 from prefixkv.protocol.events import RoomDrained, RoomEnded, RoomOverdue
 from prefixkv.protocol.ids import ChunkTag, KVPoll, RoomKey
@@ -40,13 +40,13 @@ class StagingPlan(NamedTuple):
     def of(cls, hello: Hello, reply: HelloReply) -> StagingPlan:
         """Compute the plan from our Hello and the worker's answer. Raises HandshakeError where a
         lease takes no unit page."""
-        assert hello.staging is not None
+        assert hello.relay is not None
         readers = hello.topology.mesh(hello.digest)
         writers = reply.topology.mesh(reply.digest)
         unit_tokens = min(hello.topology.page_size, reply.topology.page_size)
         shares = sent_shares(writers, readers, hello.rank).items()
         parts = {rank: share.inside(readers.shard(hello.rank)) for rank, share in shares}
-        cut = LeaseCut.into(writers, readers, hello.rank, hello.layout, unit_tokens, hello.staging)
+        cut = LeaseCut.into(writers, readers, hello.rank, hello.layout, unit_tokens, hello.relay)
         return cls(cut, parts, unit_tokens, reply.checksum)
 
 
@@ -137,7 +137,7 @@ class StagingReceiver:
     the leases are held until it comes.
     """
 
-    def __init__(self, area: StagingArea, say: Callable[[StagedRoomAction], None]) -> None:
+    def __init__(self, area: RelayArea, say: Callable[[StagedRoomAction], None]) -> None:
         """Begin with a free area. `leases` is only for reading."""
         self._say = say
         self.counters: Counter[str] = Counter()

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.mesh import Shard
-from prefixkv.memory.staging_area import StagingArea
+from prefixkv.memory.staging_area import RelayArea
 from prefixkv.memory.state_layout import StateLayout, StateLink
 from prefixkv.paging import Pages
 from prefixkv.protocol.ids import ChunkTag, PeerId
@@ -38,7 +38,7 @@ class RankMemory(NamedTuple):
     """What a rank writes from, and is written to: pages, staging area and state, on one device."""
 
     layout: KVLayout
-    staging: StagingArea | None = None
+    relay: RelayArea | None = None
     state: StateLayout | None = None
 
     def validate(self) -> None:
@@ -51,8 +51,8 @@ class RankMemory(NamedTuple):
     def ranges(self) -> list[tuple[int, int]]:
         """Address and bytes of each stretch."""
         ranges = [*self.layout.regions]
-        if self.staging is not None:
-            ranges.append((self.staging.base, self.staging.num_bytes))
+        if self.relay is not None:
+            ranges.append((self.relay.base, self.relay.num_bytes))
         return ranges if self.state is None else [*ranges, *self.state.regions]
 
 
@@ -64,7 +64,7 @@ class PeerMemory(NamedTuple):
 
     layout: KVLayout
     parts: tuple[Shard, Shard] | None = None
-    staging: StagingArea | None = None
+    relay: RelayArea | None = None
     state: StateLink | None = None
     checksum: str = ""
 
@@ -72,7 +72,7 @@ class PeerMemory(NamedTuple):
     def ranges(self) -> list[tuple[int, int]]:
         """As `RankMemory.ranges`."""
         state = None if self.state is None else self.state.layout
-        return RankMemory(self.layout, self.staging, state).ranges
+        return RankMemory(self.layout, self.relay, state).ranges
 
 
 @dataclass(frozen=True, slots=True, eq=False)

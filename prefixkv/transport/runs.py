@@ -27,7 +27,7 @@ import numpy.typing as npt
 from prefixkv.errors import ConfigError
 from prefixkv.memory.kv_layout import KVLayout, PageGroup
 from prefixkv.memory.mesh import GROUPS_NEED_IT, Shard, check_equal, check_page_sizes, group_part
-from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
+from prefixkv.memory.staging_area import BLOCK_BYTES, RelayArea
 from prefixkv.memory.state_layout import StateLayout, StateLink
 from prefixkv.paging import MAX_INDEX, Pages
 from prefixkv.transport.base import PeerMemory, RankMemory, Route, WriteJob, window_route
@@ -440,10 +440,10 @@ def routes_to(ours: RankMemory, peer: PeerMemory) -> Routes:
     routes["pages"] = pages
     devices = layout.device_id, peer.layout.device_id
     # The peer's word: validated before addresses are taken from it.
-    if peer.staging is not None:
-        peer.staging.validate()
+    if peer.relay is not None:
+        peer.relay.validate()
         if staging is not None:
-            routes["staging"] = staging_runs(staging, peer.staging, devices)
+            routes["staging"] = relay_runs(staging, peer.relay, devices)
     if state and peer.state:
         routes["state"] = state_runs(state, peer.state, devices)
     return routes
@@ -458,7 +458,7 @@ def _paired_groups(src: KVLayout, dst: KVLayout) -> list[tuple[PageGroup, PageGr
     return list(zip(src.groups, dst.groups, strict=True))
 
 
-def staging_runs(src: StagingArea, dst: StagingArea, devices: tuple[int, int]) -> Runs:
+def relay_runs(src: RelayArea, dst: RelayArea, devices: tuple[int, int]) -> Runs:
     """Return one run: block i of either area. ConfigError for more than an int32 names."""
     sides = [
         ([(area.base, BLOCK_BYTES, device, BLOCK_BYTES)], area.num_bytes // BLOCK_BYTES)

@@ -282,7 +282,7 @@ class FakeFabric:
             elif self.window_guard is not None:
                 self.window_guard(peer, job.route, write.job.room, pages)
             return
-        area = self.transports[peer].memory.staging
+        area = self.transports[peer].memory.relay
         blocks_of_job = job.dst_pages.tolist()
         # Addresses of the job's blocks in the area that the target has now.
         first = (
@@ -533,8 +533,8 @@ class FakeTransport:
                 raise HandshakeError("agent name in the metadata", target.metadata, peer.metadata)
             routes = routes_to(self.memory, peer.memory)
             theirs, own = peer.memory, target.memory
-            if "staging" in routes and theirs.staging != own.staging:
-                raise HandshakeError("staging", own.staging, theirs.staging, "is not registered")
+            if "staging" in routes and theirs.relay != own.relay:
+                raise HandshakeError("staging", own.relay, theirs.relay, "is not registered")
             if theirs.state is not None and theirs.state.layout != own.state:
                 raise HandshakeError("state", own.state, theirs.state.layout, "is not registered")
         except Exception as error:

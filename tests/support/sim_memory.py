@@ -10,7 +10,7 @@ import torch
 from prefixkv.conformance.pattern import KVPattern
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.mesh import Mesh
-from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
+from prefixkv.memory.staging_area import BLOCK_BYTES, RelayArea
 from tests.support.mesh_pools import mesh_layout, moved, slab_views
 
 CANARY = 0xA5
@@ -56,7 +56,7 @@ class Memory:
 
 
 class Buffer:
-    """A StagingBuffer with a canary before and behind it."""
+    """A RelayBuffer with a canary before and behind it."""
 
     device = "cpu"
 
@@ -65,7 +65,7 @@ class Buffer:
             CANARY
         )
         self._first = BLOCK_BYTES + -self._all.data_ptr() % BLOCK_BYTES
-        self.area = StagingArea(self._all.data_ptr() + self._first, num_bytes, lease_bytes)
+        self.area = RelayArea(self._all.data_ptr() + self._first, num_bytes, lease_bytes)
 
     def slice(self, offset: int, num_bytes: int) -> torch.Tensor:
         assert 0 <= offset <= offset + num_bytes <= self.area.num_bytes

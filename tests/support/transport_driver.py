@@ -13,7 +13,7 @@ import numpy as np
 
 from prefixkv.config import TransportConfig
 from prefixkv.memory.mesh import Shard
-from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
+from prefixkv.memory.staging_area import BLOCK_BYTES, RelayArea
 from prefixkv.memory.state_layout import StateLink
 from prefixkv.protocol.ids import ChunkTag, PeerId
 from prefixkv.transport.base import (
@@ -47,7 +47,7 @@ class Staging:
         self.memory = zeros((num_blocks + 2, BLOCK_BYTES), np.uint8)
         self.memory[:] = np.random.default_rng(seed).integers(1, 256, self.memory.shape, np.uint8)
         num_bytes = num_blocks * BLOCK_BYTES
-        self.area = StagingArea(self.memory[1:].ctypes.data, num_bytes, lease_bytes=num_bytes)
+        self.area = RelayArea(self.memory[1:].ctypes.data, num_bytes, lease_bytes=num_bytes)
 
     @property
     def blocks(self) -> Any:
@@ -74,7 +74,7 @@ class Node:
         return RankMemory(self.pool.layout, self.area, state)
 
     @property
-    def area(self) -> StagingArea | None:
+    def area(self) -> RelayArea | None:
         return None if self.staging is None else self.staging.area
 
     def ends(self, *job_ids: int) -> list[WriteDone | WriteFailed]:

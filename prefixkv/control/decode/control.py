@@ -104,7 +104,7 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
         born_s: float | None = None,
     ) -> None:
         super().__init__(me, timing, option_names)
-        area = hello.staging
+        area = hello.relay
         self.relay = None if area is None else RELAYS[0].receiver(area, self.say)
         self._page_size = hello.topology.page_size
         self._links = Links(hello, self, born_s)
@@ -133,7 +133,7 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
     @property
     def wake_s(self) -> float:
         """Time at which the next Tick is wanted, infinity if never."""
-        return min(self.timers.next_s, self._links.deaths.due_s)
+        return min(self.timers.next_s, self._links.watch.due_s)
 
     @property
     def num_rooms(self) -> int:
@@ -215,7 +215,7 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
         it for `fence_settle_s`."""
         peer, how = command.peer, FENCED_DEAD if command.proved else FENCED
         # Before links lose it, which has it examined.
-        if self._links.deaths.fenced(peer) and command.proved:
+        if self._links.watch.fenced(peer) and command.proved:
             self.counters["peers_proved_dead"] += 1
         # 1. Over first: what ends below may send frames, and answers of this life must not count.
         self._lives.end(peer, how)
@@ -276,7 +276,7 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
                 self._rooms.on(room, RoomTick(room.heard_s), now_s)
 
         self.timers.visit(now_s, look)
-        self._links.deaths.tick(now_s)
+        self._links.watch.tick(now_s)
 
     # --- frames -----------------------------------------------------------------------------------
 
@@ -461,7 +461,7 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
         """End and drain what was promised to this rank here. Only here: any process may answer
         under any name, so its word proves nothing about the process that answers elsewhere."""
         if not self._is_elsewhere(peer, link):
-            self._links.deaths.fenced(peer)
+            self._links.watch.fenced(peer)
             self._lives.end(peer, LEFT)
         error = PeerLostError(f"{peer} {LEFT}", peer)
         self._rooms.fail_of(peer, error, now_s, link.address)

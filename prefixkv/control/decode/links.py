@@ -23,7 +23,7 @@ from prefixkv.control.effects import (
     Unreached,
 )
 from prefixkv.control.inbox import ControlInbox
-from prefixkv.control.lives import DeathWatch, PeerClock
+from prefixkv.control.lives import LifeWatch, PeerClock
 from prefixkv.errors import FormerLifeError, PeerLostError
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.messages import (
@@ -95,7 +95,7 @@ class Links(dict[str, Link]):
         self.news = inbox.news
         self._say = inbox.say
         self._send = inbox.send
-        self.deaths = DeathWatch(inbox.timing, inbox.lost_peers, self._current, inbox.say)
+        self.watch = LifeWatch(inbox.timing, inbox.lost_peers, self._current, inbox.say)
         self._hello = hello
         self.offers_checksums = bool(hello.checksums)
         self._timing = inbox.timing
@@ -169,7 +169,7 @@ class Links(dict[str, Link]):
             # The first failure counts: attempts go on, and each is reported.
             link.gone_s = min(link.gone_s, now_s)
             link.gone_why, link.gone_guess = what.why, what.guess
-            self.deaths.doubt(link.peer, now_s)
+            self.watch.doubt(link.peer, now_s)
             self._timers.wake(link.address, link.gone_s + self._timing.connect_timeout_s)
 
     def gone(
@@ -216,7 +216,7 @@ class Links(dict[str, Link]):
             if self.news.silent(link.peer, is_silent):
                 self.note_change(link)
                 if is_silent:
-                    self.deaths.doubt(link.peer, now_s)
+                    self.watch.doubt(link.peer, now_s)
         if not link.ready and link.hello.take(now_s):
             self._say_hello(link, now_s)
         elif link.ready and now_s >= link.live.heartbeat_due_s(self._timing):
@@ -266,7 +266,7 @@ class Links(dict[str, Link]):
         link.ready = True
         link.reply = reply
         self.note_change(link)
-        self.deaths.met(frame.sender, reply.life, link.is_local, now_s)
+        self.watch.met(frame.sender, reply.life, link.is_local, now_s)
         # Its leaders plan from the replies of their ranks: this one's may say something else now.
         for address in (link.address, *link.leaders):
             if address in self:
@@ -293,7 +293,7 @@ class Links(dict[str, Link]):
         self.note_change(link)
         if former is not None:
             self.news.forget(former)
-            self.deaths.doubt(former, now_s)
+            self.watch.doubt(former, now_s)
         return former
 
     def _current(self) -> list[PeerId]:

@@ -133,7 +133,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
     @property
     def wake_s(self) -> float:
         """Time at which the next Tick is wanted, infinity if never."""
-        wake_s = min(self.timers.next_s, self._peers.deaths.due_s, self._tombs.due_s)
+        wake_s = min(self.timers.next_s, self._peers.watch.due_s, self._tombs.due_s)
         return wake_s if self.relay is None else min(wake_s, self.relay.wake_s)
 
     @property
@@ -298,7 +298,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         peer_id, how = command.peer, FENCED_DEAD if command.proved else FENCED
         # First: forgetting the peer below drops what is known of its process, and the death would
         # not be counted.
-        if self._peers.deaths.fenced(peer_id) and command.proved:
+        if self._peers.watch.fenced(peer_id) and command.proved:
             self.counters["peers_proved_dead"] += 1
         # Known before: what was added since then is for the next life.
         was_over = self._peers.lives.how(peer_id)
@@ -331,7 +331,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
 
         self.timers.visit(now_s, look)
         self._tombs.expire(now_s)
-        self._peers.deaths.tick(now_s)
+        self._peers.watch.tick(now_s)
         # Behind what rooms cancel now, so that the relay repeats no ask for that.
         if self.relay is not None:
             self.say(RelayTick())
@@ -476,7 +476,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
             lost = PeerLostError(f"{peer.id} was replaced by life {frame.incarnation:x}", peer.id)
             self._lose_peer(peer, lost, now_s)
         self._peers.add(accepted, frame, received, hello, now_s)
-        self._peers.deaths.met(frame.sender, hello.life, received.is_local, now_s)
+        self._peers.watch.met(frame.sender, hello.life, received.is_local, now_s)
         # 5. The transport before the reply: decode promises pages as soon as it has the reply, and
         # a write must not be asked for before its target is known.
         if accepted.added is not None:
@@ -769,7 +769,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
 
     def _unreachable(self, what: PeerUnreachable, now_s: float) -> None:
         self.counters["peers_unreachable"] += 1
-        self._peers.deaths.doubt(what.peer, now_s)
+        self._peers.watch.doubt(what.peer, now_s)
         peer = self._peers.find(what.peer)
         # Memory that was mapped once can be mapped: then its process is gone.
         if peer is not None and peer.accepted.instead is not None and not what.was_reached:

@@ -18,7 +18,7 @@ from prefixkv.config import short_key
 from prefixkv.control.effects import FrameReceived, RemovePeer
 from prefixkv.control.handshake import Accepted, OurSide, checksum_for
 from prefixkv.control.inbox import ControlInbox
-from prefixkv.control.lives import DeathWatch, IncarnationHistory, PeerClock, nonce
+from prefixkv.control.lives import IncarnationHistory, LifeWatch, PeerClock, nonce
 from prefixkv.errors import (
     FormerLifeError,
     HandshakeError,
@@ -178,7 +178,7 @@ class Peers(dict[str, Peer]):
         self.lives = IncarnationHistory(self.news)
         self._say = inbox.say
         self._send = inbox.send
-        self.deaths = DeathWatch(inbox.timing, inbox.lost_peers, self._current, inbox.say)
+        self.watch = LifeWatch(inbox.timing, inbox.lost_peers, self._current, inbox.say)
         self._ours = ours
         self._endpoints = endpoints
         self._timing = inbox.timing
@@ -350,7 +350,7 @@ class Peers(dict[str, Peer]):
         known, checksum = (0, "") if hello is None else (hello.known, checksum_for(ours, hello))
         body = HelloReply(
             ours.digest, ours.topology, self._endpoints, refused[:1000], ours.rank,
-            staged=relayed, known=known, life=ours.life, max_tokens=ours.max_tokens,
+            relayed=relayed, known=known, life=ours.life, max_tokens=ours.max_tokens,
             checksum=checksum,
         )  # fmt: skip
         self._send(route, body)
@@ -389,7 +389,7 @@ class Peers(dict[str, Peer]):
         # Every look repeats the question; only the change from heard to silent starts an
         # examination.
         if self.news.silent(peer.id, is_silent) and is_silent:
-            self.deaths.doubt(peer.id, now_s)
+            self.watch.doubt(peer.id, now_s)
         if now_s >= peer.live.heartbeat_due_s(self._timing):
             self.send(peer, Heartbeat(), now_s)
         self._timers.wake(name, peer.live.heartbeat_due_s(self._timing))
@@ -397,7 +397,7 @@ class Peers(dict[str, Peer]):
     def leave(self, peer: Peer) -> None:
         """Know a peer no more: nothing is sent to it from now on."""
         self.news.forget(peer.id)
-        self.deaths.forget(peer.id)
+        self.watch.forget(peer.id)
         del self[peer.id.name]
         self._timers.forget(peer.id.name)
 

@@ -37,7 +37,7 @@ def _right(world: World, reference: Reference, aborted: Collection[str] = ()) ->
 
 def _written(world: World) -> None:
     """Until what has ended is in host memory."""
-    host = world.decode.node.host
+    host = world.decode.node.tier
     assert host is not None
     world.until(lambda: not host.has_due and not len(host))
 

@@ -14,7 +14,7 @@ from prefixkv.control.effects import FrameReceived, RelaySlots, SendFrame
 from prefixkv.control.handshake import OurSide
 from prefixkv.control.prefill.control import PrefillControl
 from prefixkv.memory.mesh import Mesh
-from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
+from prefixkv.memory.staging_area import BLOCK_BYTES, RelayArea
 from prefixkv.protocol import messages
 from prefixkv.protocol.commands import AddRoom, OpenRoom
 from prefixkv.protocol.ids import PeerId, RoomKey
@@ -39,7 +39,7 @@ PAGE_SIZE = 4
 NUM_PAGES = 16
 DIGEST = ModelDigest("m", "none", "uint8", "mha", 2, 4, HEAD_BYTES)
 KEY, SENT = RoomKey(7, 0), RoomKey(7, 0, "d")  # as decode and prefill know it
-AREA = StagingArea(BLOCK_BYTES * 10, 8 * BLOCK_BYTES, 4 * BLOCK_BYTES)
+AREA = RelayArea(BLOCK_BYTES * 10, 8 * BLOCK_BYTES, 4 * BLOCK_BYTES)
 SLOTS = RelaySlots(2, 4 * BLOCK_BYTES, 2)
 ADDRESSES = ("tcp://p0", "tcp://p1", "tcp://p2", "tcp://p3")
 
@@ -94,12 +94,12 @@ class Writers(_Ranks):
     control: DecodeControl
 
     def __init__(
-        self, prefill_tp: int = 2, tp: int = 1, rank: int = 0, staging: StagingArea | None = None
+        self, prefill_tp: int = 2, tp: int = 1, rank: int = 0, staging: RelayArea | None = None
     ) -> None:
         super().__init__(me := PeerId(f"d/{rank}", 5))
         self.prefill_tp = prefill_tp
         self.expected = 0  # as the transport was told last
-        self.control = DecodeControl(me, hello(tp, rank, me, staging=staging), TIMING)
+        self.control = DecodeControl(me, hello(tp, rank, me, relay=staging), TIMING)
         self.peers = [PeerId(f"p/{i}", 5) for i in range(prefill_tp)]
         self.known = [0] * prefill_tp  # by rank, as the last Hello said
 

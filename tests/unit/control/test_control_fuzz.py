@@ -190,13 +190,15 @@ class DecodeWorld:
 
     def __init__(self, *, staged: bool, settles: bool) -> None:
         timing = dataclasses.replace(TIMING, fence_settle_s=0.5 if settles else 0.0)
-        hello = mesh_wire.hello(2, 0, DECODE, staging=AREA) if staged else HELLO
+        hello = mesh_wire.hello(2, 0, DECODE, relay=AREA) if staged else HELLO
         self.sums = b"" if settles else bytes(8)  # two, of each chunk
         if self.sums:
             hello = msgspec.structs.replace(hello, checksums=("crc32",))
         self.peer = PrefillPeer(timing, hello)
         checksum = "crc32" if self.sums else ""
-        self.peer.reply = msgspec.structs.replace(self.peer.reply, staged=staged, checksum=checksum)
+        self.peer.reply = msgspec.structs.replace(
+            self.peer.reply, relayed=staged, checksum=checksum
+        )
         self.looks: dict[int, tuple[RoomKey, int]] = {}  # by room and its use, not ended
         self.control = self.peer.control
         self.me = PREFILL
@@ -222,7 +224,7 @@ class DecodeWorld:
             "reply": reply,
             "reply of another mesh": replace(reply, topology=Topology(8)),
             "reply that refuses": replace(reply, refused="no"),
-            "reply that does not stage": replace(reply, staged=False),
+            "reply that does not stage": replace(reply, relayed=False),
         }
         return named[body] if isinstance(body, str) else body
 
@@ -438,7 +440,7 @@ class PrefillWorld:
 
     def __init__(self, *, staged: bool) -> None:
         if staged:
-            hello = mesh_wire.hello(1, 0, DECODE, staging=AREA)
+            hello = mesh_wire.hello(1, 0, DECODE, relay=AREA)
             self.peer = DecodePeer(hello=hello, topology=Topology(PAGE_SIZE, 2), staging=SLOTS)
         else:
             self.peer = DecodePeer()

@@ -134,10 +134,9 @@ def test_an_operators_fence_is_no_proof_and_ends_the_looking(kind: Any) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("why", ["not of this machine", "it says nothing", "switched off"])
+@pytest.mark.parametrize("why", ["not of this machine", "it says nothing"])
 def test_what_is_no_evidence_is_not_looked_at(kind: Any, why: str) -> None:
-    timing = replace(ON, prove_death=False) if why == "switched off" else ON
-    peer = kind(timing, None if why == "it says nothing" else LIFE)
+    peer = kind(ON, None if why == "it says nothing" else LIFE)
     peer.is_local = why != "not of this machine"
     doubt(begun(peer))
     assert looks(peer, 30.0) == 0
@@ -226,7 +225,7 @@ def test_lives_that_are_of_no_use_are_forgotten() -> None:
         peer.on(Fence(life))
         looks(peer, 1.0)
         life = newer(life)
-    assert len(peer.control._links.deaths._lives) <= 2
+    assert len(peer.control._links.watch._lives) <= 2
 
 
 # --- prefill's ------------------------------------------------------------------------------------
@@ -248,7 +247,7 @@ def test_a_life_is_of_a_peer_that_was_let_in() -> None:
     refused = msgspec.structs.replace(HELLO, life=OTHER_LIFE, digest=msgspec.structs.replace(
         HELLO.digest, model="another"))  # fmt: skip
     peer.say(refused, stranger)
-    assert set(peer.control._peers.deaths._lives) == {DECODE}
+    assert set(peer.control._peers.watch._lives) == {DECODE}
 
 
 def test_what_one_has_said_is_kept_while_others_come_and_go() -> None:

@@ -12,7 +12,7 @@ import pytest
 from prefixkv.config import CurveConfig
 from prefixkv.control.effects import AddPeer, Cancel, CopyDone, RemovePeer, Renew
 from prefixkv.errors import AbortedError, PromptMismatchError, RequestError, TransferError
-from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
+from prefixkv.memory.staging_area import BLOCK_BYTES, RelayArea
 from prefixkv.protocol.commands import Fence
 from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
 from prefixkv.protocol.ids import ChunkTag, KVPoll, PeerId, RoomKey
@@ -292,19 +292,19 @@ def test_what_was_under_way_to_the_process_before_is_waited_for() -> None:
 
 LEASE = 4 * BLOCK_BYTES  # one unit page of our part of the model, and as large as a slot
 BAD_AREAS = {
-    "no memory": (StagingArea(0, 2 * LEASE, LEASE), "is no memory"),
-    "negative": (StagingArea(-BLOCK_BYTES, 2 * LEASE, LEASE), "is no memory"),
-    "beyond all memory": (StagingArea(2**63 - 1, 2 * LEASE, LEASE), "is no memory"),
-    "no bytes": (StagingArea(BLOCK_BYTES, 0, 0), "num_bytes is 0"),
-    "an area of no whole blocks": (StagingArea(BLOCK_BYTES, 2 * LEASE + 1, LEASE), "num_bytes"),
-    "leases of no whole blocks": (StagingArea(BLOCK_BYTES, 2 * LEASE, LEASE + 1), "lease_bytes"),
-    "a lease larger than the area": (StagingArea(BLOCK_BYTES, LEASE, 2 * LEASE), "the area has"),
+    "no memory": (RelayArea(0, 2 * LEASE, LEASE), "is no memory"),
+    "negative": (RelayArea(-BLOCK_BYTES, 2 * LEASE, LEASE), "is no memory"),
+    "beyond all memory": (RelayArea(2**63 - 1, 2 * LEASE, LEASE), "is no memory"),
+    "no bytes": (RelayArea(BLOCK_BYTES, 0, 0), "num_bytes is 0"),
+    "an area of no whole blocks": (RelayArea(BLOCK_BYTES, 2 * LEASE + 1, LEASE), "num_bytes"),
+    "leases of no whole blocks": (RelayArea(BLOCK_BYTES, 2 * LEASE, LEASE + 1), "lease_bytes"),
+    "a lease larger than the area": (RelayArea(BLOCK_BYTES, LEASE, 2 * LEASE), "the area has"),
     "a unit that does not fit a lease": (
-        StagingArea(BLOCK_BYTES, 2 * LEASE, BLOCK_BYTES),
+        RelayArea(BLOCK_BYTES, 2 * LEASE, BLOCK_BYTES),
         "cannot take one unit page",
     ),
     "a lease that does not fit a slot": (
-        StagingArea(BLOCK_BYTES, 2**40, 2**40),
+        RelayArea(BLOCK_BYTES, 2**40, 2**40),
         "cannot take our section",
     ),
 }
@@ -312,15 +312,15 @@ BAD_AREAS = {
 
 @pytest.mark.parametrize(("area", "text"), BAD_AREAS.values(), ids=BAD_AREAS)
 def test_a_staging_area_that_cannot_be_is_refused_with_the_reason(
-    area: StagingArea, text: str
+    area: RelayArea, text: str
 ) -> None:
     peer = Readers(page_size=16, staging=SLOTS)
-    why = refused(peer.say(A, hello(2, 0, A, page_size=16, staging=area)))
+    why = refused(peer.say(A, hello(2, 0, A, page_size=16, relay=area)))
     assert "staging" in why
     assert text in why
     assert peer.control.counters["handshakes_refused"] == 1
-    fitting = StagingArea(BLOCK_BYTES, 2 * LEASE, LEASE)
-    assert not refused(peer.say(A, hello(2, 0, A, page_size=16, staging=fitting)))
+    fitting = RelayArea(BLOCK_BYTES, 2 * LEASE, LEASE)
+    assert not refused(peer.say(A, hello(2, 0, A, page_size=16, relay=fitting)))
 
 
 @pytest.mark.parametrize(
@@ -329,10 +329,10 @@ def test_a_staging_area_that_cannot_be_is_refused_with_the_reason(
      (2, SLOTS, AREA, False)],  # a whole rank needs no staging
 )  # fmt: skip
 def test_slices_are_staged_where_both_can(tp: int, slots: Any, area: Any, staged: bool) -> None:
-    said = Readers(tp=tp, staging=slots).say(A, hello(2, 0, A, staging=area))
+    said = Readers(tp=tp, staging=slots).say(A, hello(2, 0, A, relay=area))
     (added,) = of(said, AddPeer)
-    assert (added.relayed, bodies(said, HelloReply)[0][1].staged) == (staged, staged)
-    assert added.memory.staging == (area if staged else None)
+    assert (added.relayed, bodies(said, HelloReply)[0][1].relayed) == (staged, staged)
+    assert added.memory.relay == (area if staged else None)
 
 
 @pytest.mark.parametrize(
@@ -362,7 +362,7 @@ def staged() -> tuple[Readers, PeerId, PeerId]:
     """A room that two readers have promised and the engine has added; what goes to either is a
     slice."""
     peer = Readers(staging=SLOTS)
-    a, b = peer.greet(2, staging=AREA)
+    a, b = peer.greet(2, relay=AREA)
     peer.on(add_room())
     for reader in (a, b):
         peer.say(reader, promise())
@@ -476,7 +476,7 @@ def test_a_staged_reader_that_goes_takes_its_jobs_with_it(how: str) -> None:
     said = {
         "fence": lambda: peer.on(Fence(b)),
         "farewell": lambda: peer.say(b, Fenced()),
-        "restart": lambda: peer.say(newer, hello(2, 1, a, staging=AREA)),
+        "restart": lambda: peer.say(newer, hello(2, 1, a, relay=AREA)),
     }[how]()
     assert Cancel(write.job_id) in said
     assert RemovePeer(b) in said

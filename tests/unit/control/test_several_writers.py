@@ -109,9 +109,9 @@ LIES: dict[str, tuple[list[tuple[int, dict[str, Any]]], str]] = {
     "another rank": ([(0, {}), (1, {"rank": 0})], "rank"),
     "another topology": ([(0, {}), (1, {"topology": Topology(PAGE_SIZE, 4)})], "topology"),
     "one that stages and one that does not": (
-        [(0, {"staged": True}), (1, {"staged": False})], "staging",
+        [(0, {"relayed": True}), (1, {"relayed": False})], "staging",
     ),
-    "staging, where decode has none": ([(0, {"staged": True}), (1, {"staged": True})], "staging"),
+    "staging, where decode has none": ([(0, {"relayed": True}), (1, {"relayed": True})], "staging"),
 }  # fmt: skip
 
 
@@ -119,7 +119,7 @@ LIES: dict[str, tuple[list[tuple[int, dict[str, Any]]], str]] = {
 def test_ranks_that_cannot_be_of_one_worker_are_refused(
     replies: list[tuple[int, dict[str, Any]]], text: str
 ) -> None:
-    pair = Writers(staging=AREA if text == "staging" and not replies[1][1]["staged"] else None)
+    pair = Writers(staging=AREA if text == "staging" and not replies[1][1]["relayed"] else None)
     pair.open()
     for rank, changes in replies:
         said = pair.reply(rank, **changes)
@@ -215,7 +215,7 @@ def whole(pair: Writers, rank: int, piece: int, lease_id: int) -> Arrived:
 
 
 def staged() -> Writers:
-    return Writers(staging=AREA).opened(staged=True)
+    return Writers(staging=AREA).opened(relayed=True)
 
 
 def test_a_grant_goes_to_all_writers_and_a_lease_is_scattered_by_their_sections() -> None:
@@ -242,7 +242,7 @@ def test_restarted_writers_without_staging_write_directly() -> None:
     pair = staged()
     for rank in (0, 1):
         pair.peers[rank] = PeerId(f"p/{rank}", 6)
-        pair.reply(rank, staged=False)
+        pair.reply(rank, relayed=False)
     assert of(pair.on(Fence(PeerId("p/0", 5))), RoomDrained) == []
     assert of(pair.on(Fence(PeerId("p/1", 5))), RoomDrained) == [RoomDrained(KEY)]
     assert len(bodies(pair.open(promise(2)), Promise)) == 2

@@ -40,7 +40,7 @@ class Told(Tree):
         self.cache = RadixCache(page_size=self.page_size, policy="lru", pool_pages=POOL)
         self.points = Checkpoints(self.cache, POOL, SLOTS, NO_WINDOWS)
         self.free = list(range(POOL))
-        self.feed = EventFeed(self.cache, "prefill-0", 7, at_checkpoints=True)
+        self.feed = EventFeed(self.cache, "prefill-0", 7, at_saves=True)
         self.log = self.cache.record()
         self.index = WorkerIndex(10_000)
         assert self.index.apply(self.feed.take())
@@ -94,7 +94,7 @@ class Told(Tree):
 
 def told(seed: int, **more: Any) -> tuple[Told, World, Follower]:
     tree = Told(seed)
-    world = World(seed, pool=tree, at_checkpoints=True, **more)
+    world = World(seed, pool=tree, at_saves=True, **more)
     return tree, world, Follower(tree.page_size, world.media, groups=True, next_seq=FIRST)
 
 
@@ -152,9 +152,9 @@ def test_a_worker_that_is_expected_to_save_one_counts_in_full() -> None:
     cache.insert(range(12), range(6))
     points.save(1, 2, points.take())
     keys = page_keys(RadixKey(range(16)).data, 2)
-    for at_checkpoints, depth in ((True, 2), (False, 6)):
+    for at_saves, depth in ((True, 2), (False, 6)):
         index = WorkerIndex(100)
-        feed = EventFeed(cache, "w", 1, at_checkpoints=at_checkpoints)
+        feed = EventFeed(cache, "w", 1, at_saves=at_saves)
         assert index.apply(feed.take())
         assert index.depth(None, keys) == depth
         index.expect(None, keys, 5.0)

@@ -71,12 +71,12 @@ class World:
 
     def __init__(
         self, seed: int, page_size: int = 2, keep: int = 8, *, has_host: bool = False,
-        num_bytes: int = 1 << 20, pool: Tree | None = None, at_checkpoints: bool = False,
+        num_bytes: int = 1 << 20, pool: Tree | None = None, at_saves: bool = False,
     ) -> None:  # fmt: skip
         self.pool = pool or Tree(seed, page_size)
         self.tiers = [self.pool, *([Tree(seed + 1000)] if has_host else [])]
         self.media = MEDIA[: len(self.tiers)]
-        words = [BlockEvents(page_size, medium, at_checkpoints) for medium in (*self.media, None)]
+        words = [BlockEvents(page_size, medium, at_saves) for medium in (*self.media, None)]
         self.stream = EventStream(
             page_size,
             words[0],

@@ -12,7 +12,7 @@ import torch
 from prefixkv.errors import CapacityError, ConfigError, PageStateError
 from prefixkv.memory import host_pool
 from prefixkv.memory.host_pool import HostPool
-from prefixkv.memory.kv_pool import KVPool, PoolGroup, StagingBuffer, shared_bytes
+from prefixkv.memory.kv_pool import KVPool, PoolGroup, RelayBuffer, shared_bytes
 from prefixkv.memory.mesh import Mesh, Shard
 from prefixkv.memory.page_copy import page_copy
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagePlan
@@ -225,10 +225,10 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     # Shared memory, staging, host memory.
     (lambda: shared_bytes(0), "num_bytes"),
     (lambda: shared_bytes(-1), "num_bytes"),
-    *[(lambda at=at: StagingBuffer(BLOCK_BYTES, BLOCK_BYTES).slice(*at),  # type: ignore[misc]
+    *[(lambda at=at: RelayBuffer(BLOCK_BYTES, BLOCK_BYTES).slice(*at),  # type: ignore[misc]
        "of a staging area of 4096")
       for at in ((-1, 1), (0, -1), (0, BLOCK_BYTES + 1), (BLOCK_BYTES, 1))],
-    *[(lambda sizes=sizes: StagingBuffer(*sizes), "_bytes") for sizes in (  # type: ignore[misc]
+    *[(lambda sizes=sizes: RelayBuffer(*sizes), "_bytes") for sizes in (  # type: ignore[misc]
         (0, 0), (100, 100), (BLOCK_BYTES, 2 * BLOCK_BYTES))],
     (lambda: plan(Shard(0, 4, 0, 4)), "not inside"),
     (lambda: plan(Shard(0, 3, 1, 4)), "not inside"),
@@ -260,7 +260,7 @@ def test_pages_outside_the_pool_are_neither_read_nor_written(page: int) -> None:
     ("make_it", "why"),
     [
         (lambda: make(num_pages=2**31 - 1, page_size=2**20), "do not fit on cpu"),
-        (lambda: StagingBuffer(1 << 60, BLOCK_BYTES), "do not fit on cpu"),
+        (lambda: RelayBuffer(1 << 60, BLOCK_BYTES), "do not fit on cpu"),
         (lambda: host_pool._host_bytes(1 << 60, "cpu"), "bytes of host memory"),
     ],
 )

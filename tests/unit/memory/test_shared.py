@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from prefixkv.errors import CapacityError
-from prefixkv.memory.kv_pool import SEALS, KVPool, StagingBuffer, block_of, blocks_of, shared_bytes
+from prefixkv.memory.kv_pool import SEALS, KVPool, RelayBuffer, block_of, blocks_of, shared_bytes
 from prefixkv.memory.staging_area import BLOCK_BYTES
 from prefixkv.memory.state_layout import StateTensor
 from prefixkv.memory.state_pool import StatePool
@@ -116,7 +116,7 @@ def test_an_engines_own_tensors_may_be_shared() -> None:
 
 def test_state_and_staging_may_be_shared() -> None:
     state = StatePool.create([StateTensor("conv", 0, 2, (3,))], 4, shared=True)
-    staging = StagingBuffer(8192, 4096, shared=True)
+    staging = RelayBuffer(8192, 4096, shared=True)
     assert blocks_of(state.layout.regions) is not None
     assert block_of(staging.area.base, staging.area.num_bytes) is not None
 
@@ -124,7 +124,7 @@ def test_state_and_staging_may_be_shared() -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
 def test_the_area_describes_aligned_memory_and_slices_are_views(device: str) -> None:
     sizes = 5 * BLOCK_BYTES, 2 * BLOCK_BYTES
-    for buffer in [StagingBuffer(*sizes, device) for _ in range(3)]:
+    for buffer in [RelayBuffer(*sizes, device) for _ in range(3)]:
         buffer.area.validate()
         assert buffer.area.base % BLOCK_BYTES == 0
         assert (buffer.area.num_bytes, buffer.area.lease_bytes) == sizes

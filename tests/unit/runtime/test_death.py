@@ -252,6 +252,13 @@ def test_a_process_that_lives_is_not_told() -> None:
     assert told == [dead]
 
 
+def test_switched_off_it_tells_and_looks_at_nothing() -> None:
+    off = ProverThread("p", ControlConfig(prove_death=False), False, lambda peer: None)
+    off.submit(PeerId("d", 2), a_dead_life())
+    assert (off.life, off._thread) == (None, None)
+    off.close()
+
+
 @pytest.mark.parametrize("is_written_to", [True, False])
 def test_what_the_dead_may_still_write_is_waited_for_where_they_write(
     monkeypatch: pytest.MonkeyPatch, is_written_to: bool

@@ -57,7 +57,7 @@ def test_routers_know_what_is_in_host_memory(make_pair: MakePair) -> None:
     decode = {"kv_events": EVENTS, "host_memory": host, "reserve_tokens": 0}
     pair = make_pair(pool={"num_pages": 40}, decode=decode)
     node, index = pair.decode, WorkerIndex(1000)
-    caches = {"GPU": node.pages.cache, "CPU": node.host.cache}
+    caches = {"GPU": node.pages.cache, "CPU": node.tier.cache}
     prompts = [tokens_of(seed, 50) for seed in range(1, 8)]  # more than the pool has pages
 
     def all_agree() -> None:

@@ -82,7 +82,7 @@ def test_what_is_in_host_memory_counts_as_what_is_in_the_pool(seed: int) -> None
     """Each has its own events in a worker's batches; a gap is mended for both."""
     life, host = Life(seed), Life(seed)
     host.rng = random.Random(seed + 1000)
-    host.worker.feed = EventFeed(host.worker.cache, "w", 1, is_host=True)
+    host.worker.feed = EventFeed(host.worker.cache, "w", 1, is_behind=True)
     index = WorkerIndex(1000)
 
     def take(snapshot: bool = False) -> EventBatch:

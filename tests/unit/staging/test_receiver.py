@@ -10,7 +10,7 @@ import pytest
 
 from prefixkv.errors import LeaseError, ProtocolError, TransferError
 from prefixkv.memory.mesh import Shard
-from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
+from prefixkv.memory.staging_area import BLOCK_BYTES, RelayArea
 from prefixkv.protocol.ids import ChunkTag, KVPoll, PeerId, RoomKey
 from prefixkv.protocol.machine import Fail
 from prefixkv.protocol.messages import Hello, HelloReply, LeaseAsk, Promise, Topology
@@ -35,11 +35,11 @@ PARTS = {0: Shard(0, 1, 0, 1), 2: Shard(0, 1, 1, 1)}
 LEASE = 2 * BLOCK_BYTES
 
 
-def area_of(num_bytes: int) -> StagingArea:
-    return StagingArea(BLOCK_BYTES, num_bytes, num_bytes)
+def area_of(num_bytes: int) -> RelayArea:
+    return RelayArea(BLOCK_BYTES, num_bytes, num_bytes)
 
 
-def receiver(area: StagingArea) -> Any:
+def receiver(area: RelayArea) -> Any:
     return Saying(lambda say: StagingReceiver(area, say))
 
 
@@ -385,7 +385,7 @@ def test_rooms_that_are_not_staged_pass() -> None:
 
 def plan(page_size: int = 4, writers_page_size: int = 4) -> StagingPlan:
     """Two writers; a lease takes two units of each."""
-    mine: Hello = hello(1, 0, PeerId("d", 5), page_size=page_size, staging=AREA)
+    mine: Hello = hello(1, 0, PeerId("d", 5), page_size=page_size, relay=AREA)
     return StagingPlan.of(mine, HelloReply(DIGEST, Topology(writers_page_size, 2), ()))
 
 

@@ -12,7 +12,7 @@ import pytest
 from prefixkv.control.effects import Cancel, RelaySlots
 from prefixkv.errors import AbortedError, HandshakeError, InternalError, PeerLostError
 from prefixkv.memory.mesh import Mesh, sent_shares, writers_to
-from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea, whole_blocks
+from prefixkv.memory.staging_area import BLOCK_BYTES, RelayArea, whole_blocks
 from prefixkv.protocol.ids import ChunkTag, PeerId, RoomKey
 from prefixkv.protocol.messages import LeaseGrant
 from prefixkv.protocol.sender_machine import JobDrained, JobEnded, PostWrite
@@ -137,7 +137,7 @@ def asks(actions: list[StagedWriteAction]) -> list[tuple[int, int, int]]:
 def test_the_cut_is_the_writers_shares_in_the_largest_lease_that_fits(
     writers: Mesh, readers: Mesh, unit_head_bytes: int
 ) -> None:
-    area = StagingArea(BLOCK_BYTES, 1 << 21, 1 << 20)
+    area = RelayArea(BLOCK_BYTES, 1 << 21, 1 << 20)
     for reader in range(readers.num_ranks):
         shares = sent_shares(writers, readers, reader).items()
         heads = {rank: share.num_layers * share.num_heads for rank, share in shares}
@@ -165,7 +165,7 @@ def test_the_cut_is_the_writers_shares_in_the_largest_lease_that_fits(
 
 
 def test_a_lease_that_takes_no_unit_is_refused_with_both_sizes() -> None:
-    area = StagingArea(BLOCK_BYTES, 8 * BLOCK_BYTES, 2 * BLOCK_BYTES)
+    area = RelayArea(BLOCK_BYTES, 8 * BLOCK_BYTES, 2 * BLOCK_BYTES)
     with pytest.raises(
         HandshakeError, match=r"lease_bytes cannot take one unit page: ours 12288, theirs 8192"
     ):

@@ -77,7 +77,7 @@ def test_nixl_is_told_where_our_memory_is_and_where_the_peers_is(
     config, area = TransportConfig(), staging[0].area
     loop = NixlLoop(PeerId("us", 1), RankMemory(ours, area, state[0].layout), events.append, config)
     link = StateLink(state[1].layout, state_blocks(TENSORS, mesh, 0, mesh, 0))
-    memory = PeerMemory(theirs, staging=staging[1].area, state=link)
+    memory = PeerMemory(theirs, relay=staging[1].area, state=link)
     loop.add_peer(PeerId("them", 2), THEIRS, memory)
     assert not events
     api = loop._agent.api

@@ -15,7 +15,7 @@ from prefixkv.config import TransportConfig
 from prefixkv.errors import ConfigError, HandshakeError, PageStateError, PeerLostError
 from prefixkv.memory.kv_pool import KVPool, PoolGroup
 from prefixkv.memory.mesh import Mesh, Shard
-from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
+from prefixkv.memory.staging_area import BLOCK_BYTES, RelayArea
 from prefixkv.memory.state_layout import (
     StateBlock,
     StateEntry,
@@ -249,12 +249,12 @@ def lies_of(target: Node) -> list[tuple[dict[str, Any], Any]]:
     far = StateLayout(4, (StateEntry(first.base + (1 << 40), 500, 120), *rest), layout.regions)
     long, block = StateLayout(5, layout.entries, layout.regions), StateBlock(0, 0, 0, 0, 120)
     return [
-        *(({"staging": StagingArea(*wrong)}, ConfigError) for wrong in (
+        *(({"relay": RelayArea(*wrong)}, ConfigError) for wrong in (
             (base, size + 1, size), (0, size, size), (base, size, 2 * size), (base, 0, 0),
             (4096, BLOCK_BYTES << 33, BLOCK_BYTES),  # more blocks than an index reaches
         )),
-        ({"staging": StagingArea(base, size + BLOCK_BYTES, size)}, Exception),
-        ({"staging": StagingArea(base - BLOCK_BYTES, size, size)}, Exception),
+        ({"relay": RelayArea(base, size + BLOCK_BYTES, size)}, Exception),
+        ({"relay": RelayArea(base - BLOCK_BYTES, size, size)}, Exception),
         ({"state": StateLink(far, (block,))}, ConfigError),
         ({"state": StateLink(long, (block,))}, ConfigError),
         ({"state": StateLink(layout, (StateBlock(0, 0, 0, 1, 120),))}, ConfigError),

@@ -16,7 +16,7 @@ from prefixkv.errors import (
     TransferError,
     TransferTimeoutError,
 )
-from prefixkv.memory.staging_area import StagingArea
+from prefixkv.memory.staging_area import RelayArea
 from prefixkv.memory.state_layout import StateLayout
 from prefixkv.protocol.ids import PeerId
 from prefixkv.transport import loop as transport_loop
@@ -86,7 +86,7 @@ def test_memory_that_breaks_its_laws_is_refused(kind: Kind, what: str) -> None:
     good = a_memory()
     wrong: dict[str, Any] = {
         "layout": msgspec.structs.replace(good.layout, num_pages=5),
-        "staging": StagingArea(4096, 4096, 4097),
+        "staging": RelayArea(4096, 4096, 4097),
         "state": StateLayout(0, (), ()),
     }
     before = set(os.listdir("/proc/self/fd"))

@@ -79,7 +79,7 @@ class Thread(ControlThread[Any]):
         self.name = name
         self.inbox, self.events = Inbox(), Inbox()
         self.num_errors = self.num_log_errors = 0
-        self._closed, self._prover = False, None
+        self._closed, self._proofs = False, None
         self._parts, self._does = [], {}
         self.transports = side._make_transports(self.inbox.put)
         self.control = side._make_control(self.transports.offers, None)
@@ -240,7 +240,7 @@ class Copies:
 
 def put_in_place() -> None:
     """From now on transfer sides and connectors are made of these parts, in this process."""
-    transfers.Transfers.prover = _Prover  # type: ignore[assignment]
+    transfers.Transfers.proofs = _Prover  # type: ignore[assignment]
     vars(transfers).update(check_interface=lambda *_: None)
     MAKERS["nixl"] = lambda *what: Thread.world.transport(*what)
     vars(decode_transfers).update(ControlThread=Thread, DealerChannel=_dealer)

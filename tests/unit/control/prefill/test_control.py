@@ -213,7 +213,7 @@ def test_other_versions_of_the_libraries_that_write_are_refused_by_name(
 ) -> None:
     """Where shm writes they do not matter, but then NIXL does not take its place."""
     place = "elsewhere" if writes_by_nixl else "here"
-    hello = msgspec.structs.replace(HELLO, libraries=theirs, shm=b"pkvshm1|", place=place)
+    hello = msgspec.structs.replace(HELLO, libraries=theirs, mapping=b"pkvshm1|", place=place)
     peer = DecodePeer(libraries=Libraries("1.5.1", "1.23.0"), backend="auto", place="here")
     [reply] = of(peer.say(hello), HelloReply)
     assert (text in reply.refused) if writes_by_nixl else not reply.refused
@@ -248,7 +248,7 @@ NIXL, SHM = HELLO.agent_metadata, b"pkvshm1|"
 def test_a_peer_is_written_by_what_both_sides_have_or_told_what_they_lack(
     backend: Any, nixl: bytes, shm: bytes, place: str, way: str
 ) -> None:
-    hello = msgspec.structs.replace(HELLO, agent_metadata=nixl, shm=shm, place=place)
+    hello = msgspec.structs.replace(HELLO, agent_metadata=nixl, mapping=shm, place=place)
     said = DecodePeer(backend=backend, place="here" if place else "").say(hello)
     if " " in way:
         [reply] = of(said, HelloReply)
@@ -260,7 +260,7 @@ def test_a_peer_is_written_by_what_both_sides_have_or_told_what_they_lack(
 
 def test_a_peer_whose_memory_cannot_be_mapped_is_written_by_nixl_from_then_on() -> None:
     peer = DecodePeer(backend="auto", place="here")
-    hello = msgspec.structs.replace(HELLO, shm=SHM, place="here")
+    hello = msgspec.structs.replace(HELLO, mapping=SHM, place="here")
     [added] = of(peer.say(hello), AddPeer)
     lost = PeerUnreachable(DECODE, OSError("cannot be mapped"))
     assert peer.on(PeerUnreachable(OTHER, lost.error)) == []
