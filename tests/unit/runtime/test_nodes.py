@@ -10,7 +10,7 @@ import pytest
 
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.conformance.hashing import PrefixHasher
-from prefixkv.errors import PromptMismatchError
+from prefixkv.errors import PromptMismatchError, TransferError
 from prefixkv.protocol.ids import PeerId
 from tests.support.gates import Gate
 from tests.support.node_pair import NodePair, first_token, tokens_of
@@ -174,7 +174,9 @@ def test_an_event_that_raises_fails_its_request_only(pair: NodePair) -> None:
     pair.run("bad", "good")
     assert pair.d.ended["good"] is None
     assert "the device is gone" in str(pair.d.ended["bad"])
-    assert isinstance(pair.p.failed["bad"], RuntimeError)
+    failed = pair.p.failed["bad"]
+    assert isinstance(failed, TransferError)
+    assert isinstance(failed.__cause__, RuntimeError)
 
 
 # --- calls return at once, and what they refuse ---------------------------------------------------

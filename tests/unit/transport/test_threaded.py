@@ -81,12 +81,12 @@ def test_a_thread_that_does_not_end_is_said_and_closed_later(
 
 
 @kinds
-@pytest.mark.parametrize("what", ["layout", "staging", "state"])
+@pytest.mark.parametrize("what", ["layout", "relay", "state"])
 def test_memory_that_breaks_its_laws_is_refused(kind: Kind, what: str) -> None:
     good = a_memory()
     wrong: dict[str, Any] = {
         "layout": msgspec.structs.replace(good.layout, num_pages=5),
-        "staging": RelayArea(4096, 4096, 4097),
+        "relay": RelayArea(4096, 4096, 4097),
         "state": StateLayout(0, (), ()),
     }
     before = set(os.listdir("/proc/self/fd"))
