@@ -167,33 +167,33 @@ class EngineSides(Protocol):
     """
 
     @property
-    def decode(self) -> DecodeNode: ...
+    def decode(self) -> DecodeNode:
+        """The present node: another one after `restart`."""
+
     @property
-    def prefill(self) -> PrefillNode | None: ...
+    def prefill(self) -> PrefillNode | None:
+        """Likewise."""
+
     @property
     def vocabulary(self) -> range:
-        """Token ids that prompts may have."""
-        ...
+        """Token ids that prompts may have, `range(1000)` for instance."""
 
     def submit(self, prompt: Prompt, answer: AnswerLog) -> None:
         """Give a prompt to both sides; `answer` hears each token and the end."""
-        ...
 
     def abort(self, rid: str, side: Side) -> None:
-        """End a prompt's request on one side, as when its client leaves. It may have ended."""
-        ...
+        """End a prompt's request on one side, as when its client leaves; on prefill each attempt at
+        it. It may have ended."""
 
     def step(self) -> object:
-        """Make one pass of both loops. A true value: there was something to do."""
-        ...
+        """Make one pass of both loops, without waiting. A true value: there was something to do."""
 
     def expected(self, tokens: Sequence[int], num_tokens: int) -> list[int]:
         """Return the tokens that the model says after these, by itself, without pages."""
-        ...
 
     def restart(self, side: Side) -> None:
-        """End a worker without a drain, and start it again under its name, with an empty pool."""
-        ...
+        """End a worker without a drain, and start it again under its name, with an empty pool.
+        Prefill may have another endpoint then; what was under way there may end with an error."""
 
     def close(self) -> None: ...
 

@@ -45,6 +45,10 @@ ACTIVE = CAN_RUN | {DecodeState.PREALLOCATED}
 class DecodeRequest(PagedRequest[DecodeState]):
     """One request on a decode worker. Made by `add`; the engine reads its fields, and changes none.
 
+    `rid`, `request` (as added), `state`, `error` (why it ended early), `prompt_len`,
+    `max_new_tokens`; `output`, a list of the answer's tokens so far; `kv_len`, tokens with KV, the
+    first `prefix_len` of them found here; `aux`, prefill's bytes; `resumed`: it ran before.
+
     Up to `output_limit` tokens its pages suffice. It is 0 while the request does not run, so that
     `append_many` looks, and refuses it. `prefill` is the worker that it goes to, until `retarget`
     names another. With checkpoints, a request of `pop_local` goes on from the state in

@@ -168,6 +168,8 @@ class PrefillState(enum.Enum):
 class PrefillRequest(PagedRequest[PrefillState]):
     """One request on a prefill worker. Made by `add`; its fields are for the engine to read.
 
+    `rid`, `request` (as added), `state`, `error` (why it failed), `num_tokens` of its prompt.
+
     `decode_prefix_len` tokens are on the decode worker. `prefix_len` tokens have their KV in
     `pages` already, so the engine computes from there. With checkpoints it copies the state in
     `checkpoint_slot` (-1 where `prefix_len` is 0) before the first chunk, ends chunks at `stops`
