@@ -17,12 +17,12 @@ import weakref
 from dataclasses import dataclass
 from typing import Any, Final
 
-from prefixkv.errors import MetadataError, TransferError
+from prefixkv.errors import MetadataError, PeerLostError, TransferError
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.protocol.ids import PeerId
 from prefixkv.transport.base import PeerMemory, RankMemory
 from prefixkv.transport.jobs import ActiveJob
-from prefixkv.transport.loop import LoopPeer
+from prefixkv.transport.loop import LoopPeer, bare
 from prefixkv.transport.nixl.ucx import ucx_options
 from prefixkv.transport.runs import Part, Routes, Runs
 
@@ -131,6 +131,15 @@ class NixlAgent:
 
 def memory_type_of(layout: KVLayout) -> str:
     return "DRAM" if layout.device == "cpu" else "VRAM"
+
+
+def error_by_name(failure: Exception, peer: PeerId) -> Exception:
+    """Return what NIXL raised for a post to `peer` as an error of ours, whose cause it is."""
+    error = bare(failure)
+    if isinstance(failure, nixl_errors.nixlRemoteDisconnectError):
+        error = PeerLostError(f"{peer} broke the connection", peer)
+        error.__cause__ = failure
+    return error
 
 
 def error_of(state: str) -> Exception | None:

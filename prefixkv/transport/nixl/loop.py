@@ -44,6 +44,7 @@ from prefixkv.transport.nixl.agent import (
     NixlAgent,
     NixlPeer,
     Post,
+    error_by_name,
     error_of,
     nixl_name,
 )
@@ -263,7 +264,7 @@ class NixlLoop(TransportLoop[NixlPeer]):
             may_land = True
             state = self._agent.api.transfer(handle, tag)
         except Exception as refusal:
-            state, error = "", bare(refusal)
+            state, error = "", error_by_name(refusal, peer.peer)
             may_land = may_land and not isinstance(refusal, NEVER_POSTED)
         else:
             error = error_of(state)
@@ -280,7 +281,7 @@ class NixlLoop(TransportLoop[NixlPeer]):
             try:
                 state = post.agent.api.check_xfer_state(post.handle)
             except Exception as failure:
-                ended.append((post, bare(failure)))
+                ended.append((post, error_by_name(failure, post.peer.peer)))
             else:
                 if state == "PROC":
                     going.append(post)

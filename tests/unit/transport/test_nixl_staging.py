@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from prefixkv.config import TransportConfig
+from prefixkv.errors import PeerLostError
 from prefixkv.memory.staging_area import BLOCK_BYTES
 from prefixkv.transport.base import (
     PeerMemory,
@@ -150,6 +151,8 @@ def test_a_lost_peer_and_a_renewed_agent_have_staging_again(
     nixl_driver.until(lambda: writer.ends(1) and writer.of(PeerUnreachable))
     (failed,) = writer.ends(1)
     assert isinstance(failed, WriteFailed)
+    assert isinstance(failed.error, PeerLostError)
+    assert failed.error.peer == target.me
     assert not failed.drained
     written(nixl_driver, 2, writer, target, staged=True)
     written(nixl_driver, 3, writer, target, staged=False)

@@ -16,7 +16,12 @@ import numpy as np
 import pytest
 
 from prefixkv.config import TransportConfig
-from prefixkv.errors import ClosedError, InternalError, TransferError, TransferTimeoutError
+from prefixkv.errors import (
+    ClosedError,
+    InternalError,
+    TransferError,
+    TransferTimeoutError,
+)
 from prefixkv.protocol.ids import ChunkTag, PeerId
 from prefixkv.transport.base import (
     PeerMemory,
@@ -139,7 +144,7 @@ def test_only_what_nixl_refuses_before_it_begins_is_drained(
 def is_of_nixl(error: BaseException) -> bool:
     """An engine tells errors apart by ours: the library's own is the cause."""
     cause = error.__cause__
-    return type(error) is TransferError and type(cause).__module__.startswith("nixl")
+    return isinstance(error, TransferError) and type(cause).__module__.startswith("nixl")
 
 
 def test_the_versions_of_the_libraries_are_known_once_an_agent_is_there(
