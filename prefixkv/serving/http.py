@@ -252,12 +252,12 @@ class Stream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await _first_of(asyncio.create_task(self._send(send)), receive)
+            await _first_of(asyncio.create_task(self._send(scope, send)), receive)
         finally:
             if self._end is not None:
                 await self._end()
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, scope: Scope, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         async with contextlib.aclosing(self._pieces):
             await send(start)
@@ -268,7 +268,9 @@ class Stream(Response):
                     async with asyncio.timeout(self._limits.write_timeout_s):
                         await send({"type": "http.response.body", "body": piece, "more_body": True})
                 except TimeoutError:
-                    return  # uvicorn closes the connection
+                    # Closed by uvicorn, it would last until all that was sent is read.
+                    scope["state"]["abort"]()
+                    return
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -410,6 +412,7 @@ class _Protocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.app_state["abort"] = transport.abort
         self._wait()
 
     def data_received(self, data: bytes) -> None:
