@@ -420,9 +420,11 @@ class _Protocol(H11Protocol):
         # 1. The head is complete: `read_body` has the time-out from here on.
         # 2. A later head on a kept connection has begun: its time starts with its first byte, since
         #    uvicorn's idle time-out covers only a connection without any.
-        if self.conn.their_state is not h11.IDLE:
+        # 3. So does that of a body whose request is answered already: nothing reads it.
+        is_answered = self.cycle is not None and self.cycle.response_complete
+        if self.conn.their_state is not h11.IDLE and not is_answered:
             self._stop_waiting()
-        elif self._late is None and self.conn.trailing_data[0]:
+        elif self._late is None and (is_answered or self.conn.trailing_data[0]):
             self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:

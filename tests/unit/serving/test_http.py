@@ -443,6 +443,24 @@ async def test_what_does_not_come_is_not_waited_for(site: Site, client: httpx.As
     writer.close()
 
 
+@served(replace(LIMITS, head_timeout_s=0.2))
+async def test_the_body_of_a_request_that_is_answered_is_not_waited_for(
+    site: Site, client: httpx.AsyncClient
+) -> None:
+    head, body = b"GET /refuse HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n\r\n", bytes(10)
+    for num in (1, 10):  # without its end; with it, but no further request follows
+        told = b""
+        while not told.endswith(b"teapot"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", site.server.port)
+            writer.write(head)
+            with contextlib.suppress(asyncio.IncompleteReadError):
+                told = await reader.readuntil(b"teapot")
+        writer.write(body[:num])
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
+        writer.close()
+
+
 @in_loop
 async def test_stopping_waits_for_what_is_answered_and_then_cuts() -> None:
     site = Site()
