@@ -427,6 +427,13 @@ class _Protocol(H11Protocol):
         elif self._late is None and (is_answered or self.conn.trailing_data[0]):
             self._wait()
 
+    def send_400_response(self, msg: str) -> None:
+        # Where another answer has begun there is no place for this one.
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.abort()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
         super().connection_lost(exc)

@@ -461,6 +461,22 @@ async def test_the_body_of_a_request_that_is_answered_is_not_waited_for(
         writer.close()
 
 
+@pytest.mark.parametrize("path", ["stream", "refuse"])
+@served()
+async def test_what_is_no_body_behind_an_answer_costs_no_line_of_the_log(
+    site: Site, client: httpx.AsyncClient, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", site.server.port)
+    head = f"GET /{path} HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+    writer.write(head.encode())
+    await reader.readuntil(b"\r\n\r\n")
+    writer.write(b"no number\r\n")
+    with contextlib.suppress(ConnectionError):
+        await reader.read()
+    writer.close()
+    assert not caplog.records
+
+
 @in_loop
 async def test_stopping_waits_for_what_is_answered_and_then_cuts() -> None:
     site = Site()
