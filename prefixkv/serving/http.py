@@ -252,12 +252,12 @@ class Stream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await _first_of(asyncio.create_task(self._send(send)), receive)
+            await _first_of(asyncio.create_task(self._send(scope, send)), receive)
         finally:
             if self._end is not None:
                 await self._end()
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, scope: Scope, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         async with contextlib.aclosing(self._pieces):
             await send(start)
@@ -268,7 +268,9 @@ class Stream(Response):
                     async with asyncio.timeout(self._limits.write_timeout_s):
                         await send({"type": "http.response.body", "body": piece, "more_body": True})
                 except TimeoutError:
-                    return  # uvicorn closes the connection
+                    # Closed by uvicorn, it would last until all that was sent is read.
+                    scope["state"]["abort"]()
+                    return
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -410,6 +412,7 @@ class _Protocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.app_state["abort"] = transport.abort
         self._wait()
 
     def data_received(self, data: bytes) -> None:
@@ -417,10 +420,19 @@ class _Protocol(H11Protocol):
         # 1. The head is complete: `read_body` has the time-out from here on.
         # 2. A later head on a kept connection has begun: its time starts with its first byte, since
         #    uvicorn's idle time-out covers only a connection without any.
-        if self.conn.their_state is not h11.IDLE:
+        # 3. So does that of a body whose request is answered already: nothing reads it.
+        is_answered = self.cycle is not None and self.cycle.response_complete
+        if self.conn.their_state is not h11.IDLE and not is_answered:
             self._stop_waiting()
-        elif self._late is None and self.conn.trailing_data[0]:
+        elif self._late is None and (is_answered or self.conn.trailing_data[0]):
             self._wait()
+
+    def send_400_response(self, msg: str) -> None:
+        # Where another answer has begun there is no place for this one.
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()

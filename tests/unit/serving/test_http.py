@@ -339,6 +339,9 @@ async def test_a_client_that_reads_no_more_is_cut_without_a_line_of_the_log(
     for is_answered in (True, False):
         while bool(server.state.tasks) != is_answered:
             await asyncio.sleep(0.001)
+    # It holds its connection no longer either, though it never reads the rest.
+    while server.state.connections:
+        await asyncio.sleep(0.001)
     writer.transport.abort()
     await server.stop()
     assert not caplog.records
@@ -438,6 +441,40 @@ async def test_what_does_not_come_is_not_waited_for(site: Site, client: httpx.As
     writer.write(b"GET /re")
     await reader.read()
     writer.close()
+
+
+@served(replace(LIMITS, head_timeout_s=0.2))
+async def test_the_body_of_a_request_that_is_answered_is_not_waited_for(
+    site: Site, client: httpx.AsyncClient
+) -> None:
+    head, body = b"GET /refuse HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n\r\n", bytes(10)
+    for num in (1, 10):  # without its end; with it, but no further request follows
+        told = b""
+        while not told.endswith(b"teapot"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", site.server.port)
+            writer.write(head)
+            with contextlib.suppress(asyncio.IncompleteReadError):
+                told = await reader.readuntil(b"teapot")
+        writer.write(body[:num])
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
+        writer.close()
+
+
+@pytest.mark.parametrize("path", ["stream", "refuse"])
+@served()
+async def test_what_is_no_body_behind_an_answer_costs_no_line_of_the_log(
+    site: Site, client: httpx.AsyncClient, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", site.server.port)
+    head = f"GET /{path} HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+    writer.write(head.encode())
+    await reader.readuntil(b"\r\n\r\n")
+    writer.write(b"no number\r\n")
+    with contextlib.suppress(ConnectionError):
+        await reader.read()
+    writer.close()
+    assert not caplog.records
 
 
 @in_loop
