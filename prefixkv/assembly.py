@@ -33,7 +33,8 @@ from prefixkv.transport.transports import MAKERS
 Node.installers["kv_events"] = publisher.install
 Node.installers["record"] = record.install
 DecodeNode.make_tier = host_copies.make_tier
-DecodeNode.refusals += [compute_source.check_node, host_copies.check_node]
+DecodeNode.refusals.append(compute_source.check_node)
+DecodeNode.refusals.append(host_copies.check_node)
 DecodeScheduler.source_makers.append(host_tier.make_host)
 DecodeScheduler.source_makers.append(compute_source.make_compute)
 compute_source.WITH_SAVES[:] = [CheckpointedCompute]

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
 from hashlib import blake2b
-from traceback import format_exception
+from traceback import format_exception, format_exception_only
 
 
 class PrefixKVError(Exception):
@@ -288,6 +288,20 @@ class NotFiniteError(TransferError):
 
 class InternalError(PrefixKVError, AssertionError):
     """An invariant of prefixkv is broken; the message carries the state."""
+
+
+def ours(error: BaseException) -> PrefixKVError:
+    """Return the error that ends a request: a foreign one (of the engine's event, of a library, of
+    the system) is the cause of a TransferError. Never raises.
+
+    >>> ours(OSError("gone"))
+    TransferError('OSError: gone')
+    """
+    if isinstance(error, PrefixKVError):
+        return error
+    wrapped = TransferError(format_exception_only(error)[0].strip())
+    wrapped.__cause__ = error
+    return wrapped
 
 
 # --- a user's code ------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import msgspec
 from prefixkv.config import ControlConfig
 from prefixkv.control.effects import FrameFailed, FrameReceived, Raised, SendFrame
 from prefixkv.control.lives import LostPeers, PeerChanges
-from prefixkv.errors import ChecksumError, InternalError, WeightsVersionError
+from prefixkv.errors import ChecksumError, InternalError, WeightsVersionError, ours
 from prefixkv.protocol.events import RoomEnded
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.messages import AnyBody, encode
@@ -98,12 +98,13 @@ class ControlInbox(Generic[Input, E]):
         self.say(SendFrame(to, encode(self.me, next(self._seq), body)))
 
     def _end(self, ended: RoomEnded, now_s: float) -> None:
-        if isinstance(ended.error, ChecksumError):
+        # Of a copy, of a look, of the engine's event it may be of any class.
+        error = ended.error and ours(ended.error)
+        if isinstance(error, ChecksumError):
             self.counters["checksum_mismatches"] += 1
-        if isinstance(ended.error, WeightsVersionError) and self.option_names:
-            error = ended.error.named(self.option_names)
-            ended = msgspec.structs.replace(ended, error=error)
-        self._out.append(ended)
+        if isinstance(error, WeightsVersionError) and self.option_names:
+            error = error.named(self.option_names)
+        self._out.append(msgspec.structs.replace(ended, error=error))
 
     def _ignore(self, item: Any, now_s: float) -> None:
         """Take an item that means nothing to this side."""

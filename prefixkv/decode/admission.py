@@ -256,6 +256,7 @@ class Admission(Waiting):
             return None
         if waiter.blocked_by:
             self._bring_back(self.most_pages)
+            self._note_overdue(now_s)
         if waiter.worker.is_open and not waiter.blocked_by and waiter.seen_at != version:
             plan = self._plan(waiter, self._look(waiter, now_s), now_s)
             if plan is not None:

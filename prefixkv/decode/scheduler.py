@@ -50,6 +50,7 @@ from prefixkv.errors import (
     TransferError,
     TransferTimeoutError,
     check_laws,
+    ours,
     shown,
 )
 from prefixkv.pages.manager import PageManager, RequestPages
@@ -200,7 +201,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
                 self._too_late(req, now_s)
         for source in self._organs:
             for req, error in source.new_pass(now_s):
-                self._fail(req, error, now_s)
+                self._fail(req, ours(error), now_s)
         # 2. Admit, and only then end what has waited too long: a request that fits just when its
         # wait is over is admitted. It has left the queue, so the next two loops do not see it.
         for plan in self.waiting.plans(now_s):
@@ -813,7 +814,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         except Exception as error:  # nothing would ever bring the rest
             if plan.segments[0].source.sends and self.prefill.may_have(req):
                 self._refuse_waiting(req, error)
-            self._fail(req, error, now_s)
+            self._fail(req, ours(error), now_s)
         else:
             self._admitted.append(req)
 

@@ -85,6 +85,8 @@ class FollowingRank(OfTransfers, RowFollower):
             if isinstance(config, DecodeConfig):
                 name = f"{config.name}/{spec.rank}"
                 self._host = DecodeNode.make_tier(spec.pool, config, name)
+                if config.host_memory is not None and self._host is None:
+                    raise ConfigError("host_memory: this installation has no part for it")
             if self._host is not None:
                 undo.callback(self._host.close)
                 # Rank 0 knows of its own memory only, and orders copies once that can be used.

@@ -21,9 +21,8 @@ from prefixkv.errors import (
     ClosedError,
     InternalError,
     PeerLostError,
-    PrefixKVError,
-    TransferError,
     TransferTimeoutError,
+    ours,
 )
 from prefixkv.protocol.ids import PeerId
 from prefixkv.threads import Inbox
@@ -257,19 +256,14 @@ class TransportLoop(ABC, Generic[P]):
 
 
 def bare(error: BaseException) -> Exception:
-    """Return an error without tracebacks: their frames would keep NIXL agents and mapped memory. A
-    foreign exception (of NIXL, of the system) comes back as the cause of a TransferError, so that a
-    request ends by no other than a PrefixKVError."""
+    """Return an error as `ours`, without tracebacks: their frames would keep NIXL agents and mapped
+    memory."""
     # Causes and contexts have tracebacks of their own.
     seen: BaseException | None = error
     while seen is not None:
         seen.__traceback__ = None
         seen = seen.__cause__ or seen.__context__
-    if isinstance(error, PrefixKVError):
-        return error
-    wrapped = TransferError(f"{type(error).__name__}: {error}")
-    wrapped.__cause__ = error
-    return wrapped
+    return ours(error)
 
 
 # --- in front of the thread ----------------------------------------------------------------------

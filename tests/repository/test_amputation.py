@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import os
 import re
 import shutil
@@ -134,6 +135,22 @@ def without(organs: Iterable[str], copy: Path) -> list[str]:
             file.write_text("")
         gone.append("benchmarks.policies.*.*")
     return gone + [setting for organ, setting in SETTINGS.items() if organ in organs]
+
+
+def test_each_statement_of_the_assembly_is_of_one_organ() -> None:
+    """One that names two goes with either, and the other would lose what it says."""
+    organs = {
+        f"prefixkv.{module_of(path)}.": organ for organ, paths in ORGANS.items() for path in paths
+    }
+    owner: dict[str, str] = {}
+    for node in ast.parse((ROOT / "prefixkv/assembly.py").read_text()).body:
+        used = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
+        assert len({owner[name] for name in used & owner.keys()}) <= 1, ast.unparse(node)
+        if isinstance(node, ast.ImportFrom):
+            modules = {alias.name: f"{node.module}.{alias.name}." for alias in node.names}
+            for (name, module), path in itertools.product(modules.items(), organs):
+                if module.startswith(path):
+                    owner[name] = organs[path]
 
 
 def test_nothing_but_the_assembly_and_the_waist_imports_an_organ_of_the_core() -> None:

@@ -432,6 +432,7 @@ def test_a_gather_that_fails_fails_the_room_and_nothing_else_of_it_is_posted() -
     said = peer.on(CopyDone(first.gather_id, OSError("no such page")))
     (failed,) = of(said, RoomEnded)
     assert "no such page" in str(failed.error)
+    assert isinstance(failed.error, TransferError)
     assert of(said, SourceFree) == [], "the other gather reads the source"
     said = peer.on(CopyDone(second.gather_id))
     assert of(said, WriteJob) == []

@@ -8,7 +8,13 @@ import msgspec
 import pytest
 
 from prefixkv.control.effects import Connect, CopyDone
-from prefixkv.errors import AbortedError, HandshakeError, PeerLostError, TransferTimeoutError
+from prefixkv.errors import (
+    AbortedError,
+    HandshakeError,
+    PeerLostError,
+    TransferError,
+    TransferTimeoutError,
+)
 from prefixkv.memory.staging_area import BLOCK_BYTES
 from prefixkv.protocol.commands import AbortRoom, Fence, MeetPrefill
 from prefixkv.protocol.events import PrefillReady, RoomDrained, RoomEnded
@@ -364,7 +370,10 @@ def test_a_scatter_that_fails_fails_the_room_even_where_success_was_held_back() 
         for rank in (0, 1) if held else ():
             pair.outcome(rank, units=3)
         said = pair.on(CopyDone(scatter.lease_id, OSError("no such page")))
-        assert "no such page" in str(ended(said).error)
+        error = ended(said).error
+        assert "no such page" in str(error)
+        assert isinstance(error, TransferError)
+        assert isinstance(error.__cause__, OSError)
         assert of(said, RoomDrained) == ([RoomDrained(KEY)] if held else [])
         assert pair.expected == (0 if held else 1)
 

@@ -11,7 +11,7 @@ import pytest
 from prefixkv.config import ComputeConfig
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.sources import Sources
-from prefixkv.errors import CallerError
+from prefixkv.errors import CallerError, PrefixKVError, TransferError
 from prefixkv.pages.allocator import PageState
 from tests.unit.decode.test_host_tier import HostDesk, prompt
 
@@ -188,6 +188,7 @@ def test_a_deadline_before_it_is_committed_ends_it(is_broken: bool) -> None:
     desk.admit(at_s=6.0)
     assert b.state is DecodeState.FAILED
     assert desk._checked(desk.scheduler.pop_failed(end)) == [b]
+    assert isinstance(b.error, PrefixKVError)
     assert own <= owned(desk)
     end.is_done = True
     desk.admit()
@@ -207,7 +208,9 @@ def test_a_prompt_that_waits_for_an_event_that_raises_fails_by_that() -> None:
     assert desk.transferred() == []
     with pytest.raises(RuntimeError, match="the device is lost"):
         desk.admit()
-    assert (b.state, b.error) == (DecodeState.FAILED, event.error)
+    assert b.state is DecodeState.FAILED
+    assert isinstance(b.error, TransferError)
+    assert b.error.__cause__ is event.error
     assert desk._checked(desk.scheduler.pop_failed(end)) == [b]
     assert own <= owned(desk)
     end.is_done = True

@@ -105,6 +105,15 @@ def test_it_comes_back_with_its_place_in_time_as_soon_as_the_pages_are_proved_fr
     assert late.state is not DecodeState.FAILED
 
 
+def test_one_that_comes_back_alone_after_its_patience_ends_no_sleep() -> None:
+    """`admit` looks at the time of the next wake-up."""
+    desk = with_held_pages()
+    desk.add("B", 50, 2)
+    assert desk.admit(at_s=50.0) == []
+    desk.drain(RoomKey(1, 0))
+    assert desk.admit() == ["B"]
+
+
 @pytest.mark.parametrize("admission", POLICIES)
 def test_pages_that_come_to_be_held_while_it_is_first_let_the_others_pass(admission: str) -> None:
     desk = Desk(16, rows=16, admission=admission, patience_s=0.0)

@@ -12,7 +12,7 @@ from prefixkv.config import ComputeConfig, DecodeConfig, HostConfig
 from prefixkv.decode.flights import Flight, Need, Segment, Source
 from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.scheduler import DecodeParts, DecodeScheduler
-from prefixkv.errors import ConfigError
+from prefixkv.errors import ConfigError, TransferError
 from tests.unit.decode.desk import PAGE_SIZE, Desk, OpenRoom, RefuseRoom
 
 KV = np.zeros((16, PAGE_SIZE), np.int32)  # the pool: of each token a number
@@ -90,6 +90,7 @@ def test_a_request_fails_whose_source_raises_as_it_begins(tmp_path: Path) -> Non
     other = desk.add("c", 8)
     assert desk.admit() == ["c"]
     assert desk.pop_failed() == [req]
+    assert isinstance(req.error, TransferError)
     assert "the file is gone" in str(req.error)
     refused, opened = desk.commands()
     assert isinstance(refused, RefuseRoom)

@@ -15,6 +15,7 @@ from prefixkv.decode.host_tier import HostTier, make_host
 from prefixkv.errors import ConfigError
 from prefixkv.memory.host_pool import HostPool
 from prefixkv.memory.mesh import Mesh
+from prefixkv.protocol.ids import PeerId
 from prefixkv.ranks.row_log import RankLog
 from prefixkv.runtime.host_copies import HostCopies
 from prefixkv.spi import DecodeRank
@@ -105,6 +106,15 @@ def test_a_rank_with_other_host_memory_is_refused() -> None:
         alike.apply(message)
         with pytest.raises(ConfigError, match="host_pages is 9 on this rank, 8 on rank 0"):
             unlike.apply(message)
+
+
+def test_a_rank_without_the_part_for_host_memory_refuses_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(DecodeNode, "make_tier", lambda *_: None)
+    config = DecodeConfig(host_memory=HostConfig(num_pages=8))
+    with pytest.raises(ConfigError, match="host_memory: this installation has no part"):
+        DecodeRank(make_pool(16, num_kv_heads=1), config, Mesh(2, 2, tp_size=2), 1, PeerId("d", 1))
 
 
 def test_an_inbox_is_closed_once_no_copy_writes_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
