@@ -77,8 +77,10 @@ def broken_law(policy: Policy) -> str:
         ranks = [policy.rank(mark) for mark in marks]
         # A queue of the policy's own need not go by rank.
         by_rank = type(policy).make_queue is Policy.make_queue
-        if by_rank and (same := [a for a, b in combinations(ranks, 2) if a == b]):
+        if by_rank and (same := [a for a, b in combinations(ranks, 2) if not (a < b or b < a)]):
             return f"gives two leaves the same rank, {same[0]!r:.60}: no two may be equal"
+        if by_rank and any(a < b or b < a for a, b in zip(ranks, map(policy.rank, marks))):  # noqa: B905
+            return "has a rank that is another one when asked for again"
         for number in range(64):
             at = [0, 1, 2] if number == 0 else draw.sample(range(16), 3)
             one, two, three = (marks[index] for index in at)

@@ -77,6 +77,9 @@ class Guard:
             said = getattr(self.asked, method)(*args)
             if method in ("mark", "fold") and said is None:  # which stands for no use at all
                 raise ValueError(f"{method} has returned no mark")
+            # Above the first step it may be outside the leaf, below the last it may take nothing.
+            if method == "floor" and said not in (None, *(depth for depth, _ in args[0])):
+                raise ValueError(f"floor of the steps {args[0]} is {said!r}")
             return said
         except Exception as error:
             self.fall(error)
@@ -117,7 +120,10 @@ class _GuardedQueue:
         fallen = self._guard.queue
         if fallen is None:
             try:
-                return getattr(self._queue, method)(*args)
+                said = getattr(self._queue, method)(*args)
+                if said and method == "first" and (said.lock_ref or said.children or said.end < 0):
+                    raise ValueError(f"first has returned {said}, which is no evictable leaf")
+                return said
             except Exception as error:
                 fallen = self._guard.fall(error)
         return getattr(fallen, method)(*args)

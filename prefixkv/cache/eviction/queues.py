@@ -88,7 +88,7 @@ class LeafHeap:
             # 3. A dead entry is dropped.
             if node.entry is entry and not node.lock_ref and not node.children:
                 rank = self._rank(node.mark)
-                if rank == entry[0]:
+                if not entry[0] < rank:  # not `==`: of ranks with `<` alone, or NaN, none is equal
                     return node
                 node.entry = moved = (rank, node, self)
                 heapreplace(heap, moved)

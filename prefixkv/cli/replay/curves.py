@@ -116,8 +116,8 @@ def makers_of(policies: Any) -> Makers:
 
 
 def check_policy(policy: str | MakePolicy) -> None:
-    """Check an eviction policy of your own, a class or what `replay_curves` takes: its laws in four
-    uses, then those of a small cache, after each of 300 prompts with common beginnings.
+    """Check an eviction policy of your own, a class or what `replay_curves` takes: its laws in
+    sixteen uses, then those of a small cache, after each of 300 prompts with common beginnings.
 
     Raises ConfigError for what is no policy or breaks a law, InternalError with the laws that the
     cache breaks under it, and whatever it raises itself.

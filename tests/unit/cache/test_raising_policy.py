@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from benchmarks.policies.gated import Gated
 from prefixkv.cache.eviction.plain import LeastRecentlyUsed
 from prefixkv.cache.eviction.policy import Policy, Use
 from prefixkv.cache.eviction.queues import LeafHeap, LeafRank
-from prefixkv.cache.node import Mark
+from prefixkv.cache.node import Mark, TreeNode
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.config import PageOptions
@@ -183,3 +184,64 @@ def test_after_what_no_policy_may_say_the_cache_is_lru(said: Any) -> None:
     assert "Error" in line
     order = [cache.evict(1).tolist() for _ in range(6)]
     assert order[-3:] == [[5], [6], [7]]
+
+
+class Says(LeastRecentlyUsed):
+    """Says what no policy may where it is asked for `what`, and keeps its marks apart."""
+
+    supersedes = False
+
+    def __init__(self, what: str, said: Any) -> None:
+        self.what, self.said = what, said
+
+    def rank(self, history: Mark) -> LeafRank:
+        return self.said(history) if self.what == "rank" else super().rank(history)
+
+    def floor(self, steps: Sequence[tuple[int, Mark]], mark: Mark, low: int) -> int | None:
+        return self.said if self.what == "floor" else super().floor(steps, mark, low)
+
+    def make_queue(self) -> LeafHeap:
+        return self.said(self.rank) if self.what == "queue" else LeafHeap(self.rank)
+
+
+class Later:
+    """A rank with `<` alone."""
+
+    def __init__(self, tick: int) -> None:
+        self.tick = tick
+
+    def __lt__(self, other: Later) -> bool:
+        return self.tick < other.tick
+
+
+class Stale(LeafHeap):
+    def first(self, now_s: float = 0.0) -> TreeNode | None:
+        return self._heap[0][1] if self._heap else None
+
+
+def full_cache(policy: Policy) -> RadixCache:
+    """Of three prompts, each with its beginnings used later."""
+    cache = RadixCache(1, policy, 40, UserErrors(lambda line: None))
+    for number in (1, 2, 3):
+        path = [*range(10 * number, 10 * number + 5)]
+        cache.insert(path, path)
+        for end in (4, 2):
+            cache.unlock(cache.lock(cache.match_prefix(path[:end])))
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [*product(["floor"], [10**9, -5, 0, 0.5]), ("queue", Stale), ("rank", Later),
+     ("rank", lambda history: float("nan"))],
+)  # fmt: skip
+def test_an_eviction_ends_and_takes_each_page_once_whatever_a_policy_says(
+    what: str, said: Any
+) -> None:
+    cache = full_cache(Says(what, said))
+    taken: list[int] = []
+    for num in (1, 3, 2, 9):
+        taken += cache.evict(num).tolist()
+        cache.check_invariants()
+    assert sorted(taken) == [*range(10, 15), *range(20, 25), *range(30, 35)]
+    assert (cache.policy.error is None) is (what == "rank")

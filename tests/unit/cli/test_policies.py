@@ -91,6 +91,17 @@ class Raises(Lawful):
     def rank(self, history):
         return history[7]
 
+class NoNumber(Lawful):
+    def rank(self, history):
+        return float("nan")
+
+class Unsure(Lawful):
+    asked = 0.0
+
+    def rank(self, history):
+        self.asked += 1
+        return self.asked
+
 class Picky(Whole):
     def __init__(self, size=0):
         if size != 4:
@@ -152,6 +163,8 @@ def test_a_class_of_a_module_in_the_current_folder_is_a_policy(modules: None) ->
         ("own_policies:Picky", "own_policies:Picky cannot be made: ValueError: only 4 will do"),
         ("own_policies:Nameless", "own_policies:Nameless has no name"),
         ("own_policies:Equal", "Equal gives two leaves the same rank, 1: no two may be equal"),
+        ("own_policies:NoNumber", "NoNumber gives two leaves the same rank, nan: no two may be"),
+        ("own_policies:Unsure", "Unsure has a rank that is another one when asked for again"),
         ("own_policies:Unfair", "Unfair has a fold that is not associative: of three marks it"),
         ("own_policies:Lies", "Lies has a last_tick of 1 for a history whose last is 4"),
         ("own_policies:Forgets", "Forgets has a last_tick of "),
