@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from prefixkv.config import ComputeConfig, ModelConfig
+from prefixkv.decode.flights import Segment
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.sources import Sources
 from prefixkv.decode.waiting import Workers
@@ -416,6 +417,27 @@ def test_one_that_carries_on_alone_and_lacks_too_much_by_then_is_asked_of_its_wo
     assert desk.scheduler.workers.of("p").num_pages == 3
     desk.arrive(req)
     assert desk.scheduler.workers.of("p").num_pages == 0
+
+
+def test_one_that_is_alone_waits_for_the_pages_of_its_own_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As behind a state before what is cached. Sent it would fit, and its worker answers."""
+    desk = _gone(num_pages=7, ask="both")
+    holds = desk.admitted("w1", 12)
+    desk.arrive(holds)
+    req = desk.admitted("w2", 16)
+    desk.fail(req.room_key, drained=True)
+    assert req.is_alone
+    monkeypatch.setattr(
+        "prefixkv.decode.compute_source.ComputeSource.reach",
+        lambda source, need: Segment(source, 0, need.end),
+    )
+    desk.commands()
+    assert desk.admit() == []
+    desk.finish(holds)
+    assert desk.admit() == desk.local() == ["w2"]
+    assert desk.commands() == []
 
 
 def test_what_waits_goes_back_to_prefill_when_it_answers_again() -> None:

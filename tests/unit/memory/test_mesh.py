@@ -58,6 +58,9 @@ def test_each_layer_and_head_is_held_by_as_many_ranks_as_it_has_replicas() -> No
                 count[at] += 1
         assert np.all(count == mesh.replicas)
         assert mesh.replicas == max(1, mesh.tp_size // mesh.num_kv_heads)
+        if mesh.stage_layers:
+            firsts = range(0, mesh.num_ranks, mesh.tp_size)
+            assert tuple(mesh.shard(first).num_layers for first in firsts) == mesh.stage_layers
 
 
 @pytest.mark.slow

@@ -150,8 +150,8 @@ def find_each(pair: MeshPair, wires: FaultyWires, rooms: range = range(1, 7)) ->
     pair.prefill.audit()
 
 
-def mesh(tp: int, pp: int = 1) -> Mesh:
-    return Mesh(4, 4, tp, pp)
+def mesh(tp: int) -> Mesh:
+    return Mesh(4, 4, tp)
 
 
 FAULTS = [swapped, repeated, dropped, another]
@@ -164,7 +164,7 @@ PAIRS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "sliced": ((2, 1), checked()),
     "sliced, shm": ((1, 2), checked("shm")),
     "staged": ((2, 1), checked(staging=8 * LEASE)),
-    "staged, in many parts": ((1, 2), checked(staging=8 * LEASE, **SMALL)),
+    "staged, 1.5 leases, in many parts": ((1, 2), checked(staging=LEASE * 3 // 2, **SMALL)),
 }
 ORDERS = ("page_major", "layer_major")
 
@@ -193,15 +193,18 @@ def test_pages_of_other_sizes_are_compared_in_units_of_the_smaller_one(
 
 
 @pytest.mark.parametrize(
-    ("sizes", "more"),
-    [((2, 1), {"attention": "mla"}), ((2, 2), {"opaque": "amx"})],
-    ids=["mla", "opaque"],
+    ("meshes", "more"),
+    [
+        ((Mesh(4, 1, 2), Mesh(4, 1)), {"attention": "mla"}),
+        ((mesh(2), mesh(2)), {"opaque": "amx"}),
+        ((Mesh(4, 4, 1, 2, (1, 3)), mesh(2)), {}),
+    ],
+    ids=["mla", "opaque", "uneven stages"],
 )
 def test_pages_of_each_kind(
-    sizes: tuple[int, int], more: dict[str, Any], wires: FaultyWires
+    meshes: tuple[Mesh, Mesh], more: dict[str, Any], wires: FaultyWires
 ) -> None:
     wires.fault = repeated
-    meshes = [Mesh(4, 1 if "attention" in more else 4, size) for size in sizes]
     with MeshPair(*meshes, num_pages=256, **checked("shm"), **more) as pair:
         find_each(pair, wires)
 

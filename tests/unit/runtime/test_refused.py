@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from prefixkv import DecodeNode, PrefillNode
+from prefixkv.cache.eviction.plain import LeastRecentlyUsed
 from prefixkv.config import (
     ComputeConfig,
     CurveConfig,
@@ -156,14 +157,19 @@ def test_it_is_refused_by_name_and_leaves_nothing(make: Callable[[], Any], why: 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "why"),
-    [(lambda: prefill(bind="nonsense"), "bind is"), (lambda: decode(on("cuda:900")), "NIXL")],
+    [
+        (lambda policy: prefill(bind="nonsense", policy=policy), "bind is"),
+        (lambda policy: decode(on("cuda:900"), policy=policy), "NIXL"),
+    ],
 )
-def test_a_node_that_fails_gives_its_descriptors_back(make: Callable[[], Any], why: str) -> None:
+def test_a_node_that_fails_gives_its_descriptors_and_its_policy_back(
+    make: Callable[[Any], Any], why: str
+) -> None:
     """The second one's transport does not start."""
-    before = -1
+    before, policy = -1, LeastRecentlyUsed()
     for _ in range(2):
         with pytest.raises(Exception, match=why):
-            make()
+            make(policy)
         assert before in (-1, open_descriptors())
         before = open_descriptors()
     assert not node_threads()

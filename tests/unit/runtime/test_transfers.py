@@ -15,6 +15,7 @@ from prefixkv.control import inbox
 from prefixkv.errors import (
     AbortedError,
     AuxTooLargeError,
+    CallerError,
     PageStateError,
     PeerLostError,
     RequestError,
@@ -376,6 +377,39 @@ def test_what_is_refused_changes_nothing(pair: Pair) -> None:
     pair.until(lambda: len(pair.ends()) == 2)
     assert [end.poll for end in pair.ends()] == [KVPoll.SUCCESS] * 2
     pair.check_arrived()
+
+
+def test_each_argument_of_each_call_is_looked_at_before_anything_is_changed(pair: Pair) -> None:
+    pair.add()
+    where, here, windows = pair.prefill.endpoint, {"decode": DECODE}, {"windows": ()}
+    more = {"aux": b"", "ready": None, "state_slot": -1, "generation": 0, **here, **windows}
+    calls: list[tuple[Callable[..., Any], list[Any], dict[str, Any]]] = [
+        (pair.decode.open, [9, 0, NUM_TOKENS, 0, DST, where, PROMPT, -1, 7], windows),
+        (pair.decode.refuse, [9, 0, where, "why", 7, PROMPT], {}),
+        (pair.prefill.add, [9, 0, NUM_TOKENS, DECODE, PROMPT], {}),
+        (pair.prefill.send_chunk, [7, 9, SRC], more),
+        (pair.prefill.refuse, [9, 0, "why"], here),
+        (pair.prefill.offer, [9, 0, NUM_TOKENS, PROMPT, 1.0], {}),
+        (pair.prefill.withdraw, [9, 0, "why"], {}),
+        (pair.prefill.abort, [7, 0, "why"], here),
+        (pair.decode.abort, [9, 0, "why"], {}),
+        *((call, args, {}) for side in (pair.decode, pair.prefill) for call, args in (
+            (side.fence, ["nobody", 7]), (side.move_weights, ["new"]), (side.wait, [0.0]))),
+    ]  # fmt: skip
+    told: list[Any] = []
+    for side in (pair.decode, pair.prefill):
+        side.submit = told.append  # type: ignore[method-assign]
+    before = set(pair.decode._rooms), set(pair.prefill._rooms)
+    for call, args, named in calls:
+        for place in (*range(len(args)), *named):
+            args_of, named_of = dict(enumerate(args)), dict(named)
+            (args_of if isinstance(place, int) else named_of)[place] = object()  # type: ignore[index]
+            with pytest.raises(CallerError):
+                call(*args_of.values(), **named_of)
+            assert (set(pair.decode._rooms), set(pair.prefill._rooms)) == before
+    assert not told
+    for side in (pair.decode, pair.prefill):
+        del side.submit
 
 
 def test_an_engine_waits_with_its_own_poller(pair: Pair) -> None:

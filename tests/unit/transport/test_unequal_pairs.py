@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import prefixkv.transport.nixl.loop  # noqa: F401  (sets up logging before nixl is loaded)
 from prefixkv.errors import ConfigError, HandshakeError
 from prefixkv.memory.kv_layout import KVLayout, Slab
 from prefixkv.memory.mesh import Mesh, Shard, check_meshes
@@ -33,6 +34,7 @@ from tests.support.mesh_pools import (
     Side,
     elements,
     mesh_layout,
+    moved,
     routes,
     shards,
 )
@@ -242,6 +244,35 @@ def test_a_descriptor_ends_where_a_large_page_does() -> None:
         runs = paired_runs(*pair)
         parts = cut_parts(runs, src, dst, max_bytes=2**30, max_descriptors=1)
         assert [part.stop - part.start for part in parts] == [4, 3] * 4
+
+
+@pytest.mark.parametrize("orders", [("layer_major",) * 2, ("layer_major", "page_major")])
+@pytest.mark.parametrize(("pages_of", "sizes"), [(FRESH, (2, 2)), (FRESH, (2, 8)), (PAGES, (8, 2))])
+def test_nixl_merges_what_is_taken_for_one_descriptor(
+    orders: tuple[str, str], pages_of: dict[int, tuple[int, ...]], sizes: tuple[int, int]
+) -> None:
+    """NIXL's own count of what an agent writes to itself."""
+    from nixl._api import nixl_agent, nixl_agent_config
+
+    agent = nixl_agent("us", nixl_agent_config(backends=["UCX"], capture_telemetry=True))
+    sides, held = [], []
+    for order, size in zip(orders, sizes, strict=True):
+        layout, num_bytes = mesh_layout(order, 9, size, 2, 4)
+        held.append(np.zeros(num_bytes, np.uint8))
+        sides.append(moved(layout, held[-1].ctypes.data))
+        regions = [(*region, 0, "") for region in sides[-1].regions]
+        agent.register_memory(regions, "DRAM", backends=["UCX"])
+    runs = paired_runs(*sides)
+    lists = [agent.prep_xfer_dlist(*one, "DRAM") for one in (("", runs.src), ("us", runs.dst))]
+    pages = [unit_pages(np.array(pages_of[size], np.int32), size // 2, 0, 7) for size in sizes]
+    for group in runs.groups:
+        part = Part(group, 0, group.num_runs * 7)
+        src, dst = part_indices(runs, part, *pages)
+        write = agent.make_prepped_xfer("WRITE", lists[0], src, lists[1], dst)
+        state = agent.transfer(write)
+        while state == "PROC":
+            state = agent.check_xfer_state(write)
+        assert agent.get_xfer_telemetry(write).descCount == _num_descriptors(runs, part, pages)
 
 
 # --- what is refused, and what a lie costs --------------------------------------------------------
