@@ -21,7 +21,7 @@ BENCHMARKS = {
     "host": "agents that come back, with host memory; its copies beside a memcpy",
     "own_compute": "decode's own compute on and off; its rule on traces",
     "replay": "hits of each eviction policy on a trace, with hints and host tiers",
-    "serve": "prefixkv serve: chats at once, and what waiting costs",
+    "serve": "prefixkv serve: chats at once, agents with hints, and what waiting costs",
     "vllm": "our connector beside vLLM's own, in real vLLM servers; host memory there",
     "sglang": "the tree under SGLang's scheduler, beside SGLang's own",
     "gpu": "host copies on one GPU, and writes behind its stream",

@@ -9,6 +9,7 @@
 - `stream`: writes to host memory behind work of the engine's stream. A page is written by a stream
   that is kept busy; the copy is ordered at once with the event behind that work. No old byte may
   reach host memory. It says how long after the event the copy ended.
+
 The parts come in this order, so that what is most wanted is there if the time ends: a part is begun
 only if `--minutes` have not passed. What failed is told in the place of its figures.
 """

@@ -34,10 +34,10 @@ def config_digest(config: Any) -> str:
 
 def weights_digest(model: Any) -> str:
     """Return a digest of the names, dtypes, shapes and bytes of all tensors. Reads all weights, by
-    several threads; from a GPU they are copied to the host."""
+    several threads; from a GPU each copies a tensor to the host at a time."""
     # Sorted by name: the order of a state dict is that of the model's construction.
     entries = sorted(model.state_dict().items())
-    with ThreadPoolExecutor(thread_name_prefix="prefixkv-digest") as pool:
+    with ThreadPoolExecutor(4, "prefixkv-digest") as pool:
         return _digest(b"".join(pool.map(_hash_entry, entries)))
 
 

@@ -496,10 +496,10 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         self._req: Any = None
         self._has_prompt = False
         self._ticket = 0
-        own, refusal = mgr.claim_room(bootstrap_room, self)
+        own, self._refusal = mgr.claim_room(bootstrap_room, self)
         super().__init__(mgr, bootstrap_addr, own, *more, **named)
-        if refusal:
-            self._fail(refusal)
+        if self._refusal:
+            self._fail(self._refusal)
 
     @property
     def receives(self) -> Receives:
