@@ -14,7 +14,7 @@ from prefixkv.config import DecodeConfig
 from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.plan import Look, Plan, Planner
 from prefixkv.decode.request import DecodeRequest
-from prefixkv.decode.waiting import ALONE, PAGES, Waiter, Waiting
+from prefixkv.decode.waiting import PAGES, Waiter, Waiting
 from prefixkv.errors import check_laws
 from prefixkv.pages.groups import GroupStart
 
@@ -65,7 +65,7 @@ class Admission(Waiting):
             waiter.rank = self._rank(waiter)
         self._num_arrivals += 1
         self._spent_at = -1
-        waiter.worker = self._workers.of(ALONE if req.is_alone else req.prefill)
+        waiter.worker = self._workers.of(req.asks)
         # What could be taken now can come back in any case.
         available = self._pages.available_pages
         self._enter(waiter, available if req.max_pages <= available else self.most_pages)
@@ -92,11 +92,12 @@ class Admission(Waiting):
         if waiter.want:
             self._pages.cache.unwant(waiter.want)
 
-    def move(self, req: DecodeRequest, prefill: str) -> None:
-        """Let a request wait for another worker. It keeps its place in time."""
+    def move(self, req: DecodeRequest, asks: str) -> None:
+        """Let a request wait for another worker, or for none. It keeps its place in time."""
         waiter = self._waiters[req]
         self._exit(waiter)
-        waiter.worker = self._workers.of(prefill)
+        req.asks = asks
+        waiter.worker = self._workers.of(asks)
         self._enter(waiter, self.most_pages)
         self.look_again()
 
@@ -126,7 +127,7 @@ class Admission(Waiting):
         if waiter.blocked_by == PAGES:
             pages = f"{req.max_pages} of the pool's {self._pages.num_pages} pages"
             return f"{waited} pages: it may need {pages}, and {self._why_unproved()}"
-        if worker.address == ALONE:
+        if not worker.address:
             return f"{waited} pages, to be computed here"
         if not worker.is_open:
             return f"{waited} prefill worker {worker.address}, which does not answer"
@@ -200,7 +201,7 @@ class Admission(Waiting):
     def _look(self, waiter: Waiter, now_s: float) -> Look:
         """Look at a request again, and note in the waiter the pages that admitting it takes."""
         req = waiter.req
-        look = self._planner.look(req, waiter.match, now_s, can_ask=not req.is_alone)
+        look = self._planner.look(req, waiter.match, now_s, can_ask=bool(req.asks))
         waiter.match, waiter.new_pages = look.match, look.new_pages
         waiter.needed_pages, waiter.most_pages = look.needed_pages, look.most_pages
         return look

@@ -80,7 +80,7 @@ class Source:
     brings_pages_only = False  # and no token to go on with: something else has to come behind it
     outlives_request = True  # goes on for those that joined, when the request ends
     is_own = False  # the engine computes it: it has the calls that are for that
-    fails_over = False  # brings what a prefill worker that does not answer was to send
+    fails_over = False  # takes requests that name no prefill worker
     asks_late = False  # the engine submits a request to prefill once `pop_needs_prefill` returns it
 
     def reach(self, need: Need) -> Segment | None:
@@ -195,9 +195,17 @@ class Source:
     def dropped(self, req: DecodeRequest) -> None:
         """A request's pages, or those of its flight, go elsewhere than to the tree."""
 
-    def most_alone(self) -> int:
-        """Return the most tokens that it brings of a request without prefill; -1: none."""
-        return -1
+    # It may also take what a prefill worker was to send. `kernel`: the `DecodeScheduler`.
+
+    def prefill_away(self, kernel: Any, address: str) -> None:
+        """A worker does not answer any more."""
+
+    def prefill_back(self, kernel: Any, address: str) -> None:
+        """A worker answers."""
+
+    def stands_in(self, kernel: Any, req: DecodeRequest) -> bool:
+        """Let a request ask no prefill worker, if it may. Return whether."""
+        return False
 
     def has_work(self, now_s: float) -> None:
         """The engine gets something to do."""

@@ -58,8 +58,8 @@ class DecodeRequest(PagedRequest[DecodeState]):
     """
 
     __slots__ = (
-        "_key", "admitted_s", "aux", "brought", "committed_s",
-        "first_token_s", "hit_tokens", "is_alone", "max_new_tokens",
+        "_key", "admitted_s", "asks", "aux", "brought", "committed_s",
+        "first_token_s", "hit_tokens", "max_new_tokens",
         "may_load", "new_pages", "output", "output_limit", "prefill", "prompt_len",
         "retractions", "retries", "shared_tokens", "transferred_s", "unwritten",
     )  # fmt: skip
@@ -79,8 +79,8 @@ class DecodeRequest(PagedRequest[DecodeState]):
         # Tokens with KV. `_key` lags behind `output` until `key` is read; see there.
         self._key = RadixKey(request.key)
         self.prefill = request.prefill
-        # No prefill worker is to be asked at its next admission: see `waiting.ALONE`.
-        self.is_alone = not request.prefill
+        # The worker in whose line it waits, and that its next admission may ask; "": none.
+        self.asks = request.prefill
         self.may_load = True  # from host memory; False once such a copy has failed
         self.max_new_tokens = request.max_new_tokens
         self.prompt_len = len(request.key)  # tokens

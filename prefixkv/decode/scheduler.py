@@ -39,7 +39,7 @@ from prefixkv.decode.request import (
     PrefillAsk,
 )
 from prefixkv.decode.rooms import Rooms
-from prefixkv.decode.waiting import ALONE, Workers
+from prefixkv.decode.waiting import Workers
 from prefixkv.errors import (
     AbortedError,
     AdmissionTimeoutError,
@@ -134,14 +134,13 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._organs += [source for source in made if source is not None]
         self.sources: dict[str, Any] = {source.name: source for source in self._organs}
         self._own = self.ledger.own = next(filter(lambda one: one.is_own, self._organs), Source())
-        self._fails_over = any(source.fails_over for source in self._organs)
         for setting in config.source_settings - {source.setting for source in self._organs}:
             raise ConfigError(f"{setting}: this installation has no part for it")
         self.prefill = PrefillSource(self.ledger)
-        self._planner = Planner(self.ledger, self.prefill)
+        self.planner = Planner(self.ledger, self.prefill)
         self._ending = Ending(self.ledger, self._ask_again)
         self._growth = BatchGrowth(self.ledger, self._ending)
-        self.waiting = Admission(self.ledger, config, self._planner)
+        self.waiting = Admission(self.ledger, config, self.planner)
         self._max_retries, self._retarget = config.num_retries, config.retarget
         self._admitted: list[DecodeRequest] = []  # to be returned by `pop_preallocated`
 
@@ -179,7 +178,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.requests[req.rid] = req
         self.rooms.add(req.room)
         self._note_deadline(req)
-        self._meet(req, now_s)
+        self._meet(req)
         self._tell()
         return req
 
@@ -198,23 +197,23 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.release_deferred(now_s)
         if self._deadlines.next_s <= now_s:
             for req in self._deadlines.due(now_s):
-                self._too_late(req, now_s)
+                self._too_late(req)
         for source in self._organs:
             for req, error in source.new_pass(now_s):
-                self._fail(req, ours(error), now_s)
+                self._fail(req, ours(error))
         # 2. Admit, and only then end what has waited too long: a request that fits just when its
         # wait is over is admitted. It has left the queue, so the next two loops do not see it.
         for plan in self.waiting.plans(now_s):
             if plan.segments:
                 self._admit(plan, now_s)
             else:
-                self._fail(plan.req, self._lacks_source(plan), now_s)
+                self._fail(plan.req, self._lacks_source(plan))
         for req in self.waiting.unanswered(now_s):
             late = TransferTimeoutError(f"request {req.rid!r} {self.waiting.why(req, now_s)}")
-            self._retry_unanswered(req, late, now_s)
+            self._retry_unanswered(req, late)
         for req, why in self.waiting.expired(now_s):
             error = AdmissionTimeoutError(f"request {req.rid!r} {why}")
-            self._fail(req, error, now_s)
+            self._fail(req, error)
         # 3. Raise last: by now every admitted request has its room, and the next call returns it,
         # unless it has failed or completed since.
         try:
@@ -351,16 +350,16 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         False if nothing is asked of prefill for it, or no more.
         """
         check_reason(reason)
-        now_s = self._pump()
+        self._pump()
         check_rid(rid)
         req, error = self.requests.get(rid), TransferError(reason)
         flight = None if req is None else self.flights.of(req)
-        is_asked = req is not None and req in self.waiting and not req.is_alone
+        is_asked = req is not None and req in self.waiting and bool(req.asks)
         if flight is not None:
             if is_asked := flight.room_key in self.prefill.open:
-                self._fail_room(flight, error, error, now_s)
+                self.fail_room(flight, error, error)
         elif is_asked and req is not None:
-            self._retry_unanswered(req, error, now_s)
+            self._retry_unanswered(req, error)
         self._tell()
         return is_asked
 
@@ -429,7 +428,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         turn. The prompt stays cached in any case, as it was since it arrived. Raises RequestError
         if the request does not run.
         """
-        now_s = self._pump()
+        self._pump()
         check_event("after", after)
         check_continues(continues)
         if keep_tokens is not None:
@@ -438,32 +437,24 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # The last call that may raise: `query` is the user's. Everything below only changes our own
         # state.
         after = not_done(after)
-        req.become(DecodeState.FINISHED)
-        self._leave(req, now_s)
-        self.counters["finished"] += 1
         if continues is None:
             continues = req.request.hints.continues
-        self._ending.release_after(after, End(req, continues, keep_tokens), now_s)
+        self._end(End(req, continues, keep_tokens), DecodeState.FINISHED, after, None)
         self._tell()
 
     def retract(self, rid: str, after: DeviceEvent | None = None) -> None:
         """Take a running request's pages back; it queues again, in front, and resumes where it was.
         Raises RequestError if it does not run, or is the oldest that does: so one always makes
         progress."""
-        now_s = self._pump()
+        self._pump()
         check_event("after", after)
         req = self._named(rid)
         self._check_runs(req)
         if req is next(self._growth.running()):
             raise RequestError(f"request {rid!r} is the oldest that runs; it is never retracted")
         after = not_done(after)
-        req.become(DecodeState.RETRACTED)
-        # It leaves the budget, but not `requests`, and its room number stays in use: it comes back.
-        # `Ending` queues it again when its pages are released, since a queued request holds none.
-        self.budget.stop(req.rid)
-        self.counters["retracted"] += 1
         req.retractions += 1
-        self._ending.release_after(after, End(req), now_s)
+        self._end(End(req), DecodeState.RETRACTED, after, None)
         self._tell()
 
     def announce(self, session: str, namespace: Hashable = None) -> None:
@@ -495,7 +486,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def _cut_short_named(
         self, rid: str, state: DecodeState, error: Exception | None, after: DeviceEvent | None
     ) -> bool:
-        now_s = self._pump()
+        self._pump()
         check_rid(rid)
         check_event("after", after)
         if (req := self.requests.get(rid)) is None:
@@ -504,7 +495,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             error = error or AbortedError(f"request {rid!r} was aborted")
             # `not_done` is evaluated before the call, so an event that raises leaves the request as
             # it was.
-            self._cut_short(req, state, error, now_s, not_done(after))
+            self._end(End(req), state, not_done(after), error)
         self._tell()
         return req is not None
 
@@ -523,12 +514,12 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             raise RequestError(f"request {rid!r} is on its way from {req.prefill!r}")
         if prefill != req.prefill:
             self._check_still_holds(req, prefill)
-            # The former worker may have computed the prompt, and waits for a promise that will not
-            # come: a refusal ends it there. A retracted request has no open attempt.
-            if req.state is DecodeState.QUEUED:
-                moved = AbortedError(f"request {rid!r} goes to another prefill worker")
-                self._withdraw(req, moved)
-            self._go_to(req, prefill)
+            req.prefill = prefill
+            if req in self.waiting:
+                self.move(req, prefill, "goes to another prefill worker")
+                self._meet(req)
+            else:  # it enters under the new address when it queues, and the worker is met then
+                req.asks = prefill
         self._tell()
 
     def refuse(self, request: Request, reason: str = "refused") -> None:
@@ -576,17 +567,17 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # aborted.
         self.ledger.weights_version = self.weights_version
         self._commands.append(MoveWeights(self.weights_version))
-        self._cut_all_short(error, now_s, after, but_waiting=True)
+        self._cut_all_short(error, after, but_waiting=True)
 
     def end_all(self, error: Exception, now_s: float, after: DeviceEvent | None = None) -> None:
         """Take no new request, and abort all with `error`: its worker computes no more. `after` is
         as for `abort`."""
         after = not_done(after)
         self.draining = True
-        self._cut_all_short(error, now_s, after, but_waiting=False)
+        self._cut_all_short(error, after, but_waiting=False)
 
     def _cut_all_short(
-        self, error: Exception, now_s: float, after: DeviceEvent | None, but_waiting: bool
+        self, error: Exception, after: DeviceEvent | None, but_waiting: bool
     ) -> None:
         """Abort all; `but_waiting`: those stay that wait and have no output."""
         # Whole flights before requests: a request that is cut short alone would make those that
@@ -595,7 +586,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self._ending.end(flight, error)
         for req in list(self.requests.values()):
             if not (but_waiting and req.state in _WAITS) or req.output:
-                self._cut_short(req, DecodeState.ABORTED, error, now_s, after)
+                self._end(End(req), DecodeState.ABORTED, after, error)
 
     @property
     def has_results(self) -> bool:
@@ -663,7 +654,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         elif (flight := self.prefill.open.get(key)) is not None:
             self.journal.transfer_ended(flight.prefill, "failed")
             error = error or InternalError(f"{key} failed without a reason")
-            self._fail_room(flight, error, None, now_s)
+            self.fail_room(flight, error, None)
 
     def prefill_ready(self, address: str, max_tokens: int, now_s: float) -> None:
         """A prefill worker answers. Fail its requests that its pool of `max_tokens` cannot hold,
@@ -671,26 +662,19 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if (worker := self.workers.get(address)) is None:
             return
         self.waiting.opens(worker, max_tokens)
-        # Requests that went alone, and were not admitted since, need not be computed here.
-        for req in self.waiting.at(ALONE):
-            if req.prefill == address:
-                req.is_alone = False
-                self.waiting.move(req, address)
+        self._own.prefill_back(self, address)
         for req in self.waiting.at(address):
             try:
                 self._check_still_holds(req, address)
             except RequestError as error:
-                self._fail(req, error, now_s)
+                self._fail(req, error)
 
     def prefill_away(self, address: str, now_s: float) -> None:
         """A worker does not answer any more: its requests hold up no others."""
         if (worker := self.workers.get(address)) is None:
             return
         self.waiting.closes(worker, now_s)
-        if self._fails_over:
-            self._recall(address, now_s)
-        for req in self.waiting.at(address):
-            self._go_alone(req, now_s)
+        self._own.prefill_away(self, address)
 
     def prefill_lost(self, address: str, error: Exception, now_s: float) -> None:
         """Try again, or fail, requests for an address where no worker answers, or one is
@@ -702,7 +686,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # more.
         worker.is_met = False
         for req in self.waiting.at(address):
-            self._retry_unanswered(req, error, now_s)
+            self._retry_unanswered(req, error)
 
     def take_orders(self) -> list[Any]:
         """Return the copies that sources want to be made, and forget them; `hear` takes the end of
@@ -800,88 +784,71 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def _admit(self, plan: Plan, now_s: float) -> None:
         """Carry out a plan."""
         req = plan.req
-        flights = self._planner.take(plan, now_s)
+        flights = self.planner.take(plan, now_s)
         req.become(DecodeState.PREALLOCATED)
         self.waiting.remove(req)
         self.journal.admitted(req, now_s, *plan.counts(self.pages.page_size))
-        # A worker may have the first attempt, where that is not asked late.
-        if not plan.segments[0].source.sends and not req.is_alone and self.prefill.may_have(req):
-            self._refuse_waiting(req, AbortedError(f"request {req.rid!r} is computed by decode"))
-        req.is_alone = not req.prefill  # the next admission is decided by what is known then
+        sends = plan.segments[0].source.sends
+        fault: Exception | None = None
         try:
             for flight, segment in flights:
                 flight.source.begin(flight, segment, now_s)
         except Exception as error:  # nothing would ever bring the rest
-            if plan.segments[0].source.sends and self.prefill.may_have(req):
-                self._refuse_waiting(req, error)
-            self._fail(req, ours(error), now_s)
-        else:
+            fault = error
+        # A worker may have the first attempt, where that is not asked late.
+        if (fault or not sends) and self.prefill.may_have(req):
+            here = AbortedError(f"request {req.rid!r} is computed by decode")
+            self._refuse_waiting(req, fault or here)
+        req.asks = req.prefill  # the next admission is decided by what is known then
+        if fault is None:
             self._admitted.append(req)
+        else:
+            self._fail(req, ours(fault))
 
     def _lacks_source(self, plan: Plan) -> Exception:
-        req, look = plan.req, plan.look
-        missing = req.fill_len - look.start
+        req, missing = plan.req, plan.req.fill_len - plan.look.start
         worker = f"prefill worker {req.prefill} does not answer" if req.prefill else "it names none"
-        most = self._own.most_alone()
-        why = f"lacks {missing} tokens, decode computes {most} of one alone, and {worker}"
+        why = f"lacks {missing} tokens, more than decode may compute of one, and {worker}"
         return PeerLostError(f"request {req.rid!r} {why}")
 
-    def _meet(self, req: DecodeRequest, now_s: float) -> None:
+    def _meet(self, req: DecodeRequest) -> None:
         """Find out, once, whether the worker of a request that has just queued answers."""
         worker = self.workers.get(req.prefill)
         if self.workers.gated and req.prefill and worker is not None and not worker.is_met:
             worker.is_met = True
             self._commands.append(MeetPrefill(req.prefill))
         if self.workers.is_down(req.prefill):
-            self._go_alone(req, now_s)
+            self._own.stands_in(self, req)
 
     # --- other attempts ---------------------------------------------------------------------------
 
     # A worker that may have a request already is told when that request goes elsewhere, since it
     # waits for a promise; what it still answers then is of a former generation.
 
-    def _withdraw(self, req: DecodeRequest, error: Exception) -> None:
-        self._refuse_waiting(req, error)
-        req.generation += 1
+    def move(self, req: DecodeRequest, asks: str, why: str) -> None:
+        """Let a waiting request ask another worker, or none (""). `why`, to the former one."""
+        if req.state is DecodeState.QUEUED:  # else it has no open attempt
+            self._refuse_waiting(req, AbortedError(f"request {req.rid!r} {why}"))
+            req.generation += 1
+        self.waiting.move(req, asks)
 
     def _refuse_waiting(self, req: DecodeRequest, error: Exception) -> None:
-        if not req.is_alone and req.prefill and not self.prefill.asks_late:
-            self.rooms.refuse(req.room_key, req.prefill, error, req.request.digest)
+        if req.asks and not self.prefill.asks_late:
+            self.rooms.refuse(req.room_key, req.asks, error, req.request.digest)
 
-    def _go_alone(self, req: DecodeRequest, now_s: float) -> None:
-        """Let a request, whose worker does not answer, wait to be computed here, if it may."""
-        if req.is_alone or not self._planner.needs_no_prefill(req, now_s):
-            return
-        # The worker may have it, and may be back before this request is done.
-        if req.state is DecodeState.QUEUED:
-            self._withdraw(req, AbortedError(f"request {req.rid!r} is computed by decode"))
-        req.is_alone = True
-        self.waiting.move(req, ALONE)
-        self.counters["failovers"] += 1
-
-    def _go_to(self, req: DecodeRequest, prefill: str) -> None:
-        req.prefill, req.is_alone = prefill, False
-        # A request that runs, or still has to queue again, is in no line: when it queues it enters
-        # under the new address, and the worker is met then.
-        if req in self.waiting:
-            self.waiting.move(req, prefill)
-            self._meet(req, self.now_s)
-
-    def _fail_room(
-        self, flight: Flight, cause: Exception, told: Exception | None, now_s: float
-    ) -> None:
+    def fail_room(self, flight: Flight, cause: Exception, told: Exception | None) -> None:
         """End a flight whose room has failed; `told`: what prefill is to be told."""
         req = flight.owner
         self.counters["transfers_failed"] += 1
         self._ending.cancel(flight, told)
         if req is not None:
-            self._try_again(req, cause, now_s)
+            self._try_again(req, cause)
 
-    def _retry_unanswered(self, req: DecodeRequest, error: Exception, now_s: float) -> None:
+    def _retry_unanswered(self, req: DecodeRequest, error: Exception) -> None:
         self.waiting.remove(req)
-        self._try_again(req, error, now_s)
+        self._try_again(req, error)
 
-    def _try_again(self, req: DecodeRequest, error: Exception, now_s: float) -> None:
+    def _try_again(self, req: DecodeRequest, error: Exception) -> None:
         """Ask again after an attempt that failed, or could not begin; else end the request."""
         if req.retries < self._max_retries:
             self.counters["retries"] += 1
@@ -899,67 +866,58 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
                 self.pages.errors.caught(fault)
                 prefill = None
             if prefill is not None:
-                self._go_to(req, prefill)
+                req.prefill = req.asks = prefill
             # The worker may be another one now, or its size be known only since the request came.
             try:
                 self._check_still_holds(req, req.prefill)
                 return self._ask_again(req)
             except RequestError as too_long:
                 error = too_long
-        # No other attempt at prefill: decode may carry on alone.
-        fails_over = self._fails_over or self.workers.is_down(req.prefill)
-        if fails_over and self._planner.needs_no_prefill(req, now_s):
-            self.counters["failovers"] += 1
-            req.error, req.is_alone = error, True
+        req.error = error
+        if self._own.stands_in(self, req):
             return self._ask_again(req)
-        return self._fail(req, error, now_s)
-
-    def _recall(self, address: str, now_s: float) -> None:
-        error = PeerLostError(f"prefill worker {address} does not answer")
-        # Each goes to the front of the queue, so the last one first. It may have ended with one
-        # before it. Those that joined one without an owner ask again; what is more than may be
-        # computed here waits for its end.
-        for flight in reversed(list(self.prefill.open.values())):
-            req, is_open = flight.owner, self.prefill.open.get(flight.room_key) is flight
-            if (
-                flight.prefill == address
-                and is_open
-                and (req is None or self._planner.needs_no_prefill(req, now_s, joins=False))
-            ):
-                self._fail_room(flight, error, error, now_s)
+        return self._fail(req, error)
 
     # --- ends -------------------------------------------------------------------------------------
 
-    def _fail(self, req: DecodeRequest, error: Exception, now_s: float) -> None:
+    def _fail(self, req: DecodeRequest, error: Exception) -> None:
         # Where its engine was computing it, `pop_failed` tells when the device is done.
-        self._cut_short(req, DecodeState.FAILED, error, now_s, UNTOLD)
+        self._end(End(req), DecodeState.FAILED, UNTOLD, error)
 
-    def _cut_short(
-        self, req: DecodeRequest, state: DecodeState, error: Exception, now_s: float,
-        after: DeviceEvent | None,
-    ) -> None:  # fmt: skip
-        """End as aborted or failed, and hand on its flight, its place in the queue, its pages.
-        `after`: None if the device is done."""
-        # The flight, or the queue, gives the request up before anything is released: pages of an
-        # open room go to that room, and `pages_held` is None afterwards. What the request then
-        # still holds is its own.
+    def _end(
+        self, end: End, state: DecodeState, after: DeviceEvent | None, error: Exception | None
+    ) -> None:
+        """End a request, or retract it, and hand on its flight, its place in the queue, its pages.
+        `after`: None if the device is done. `error`: why it is cut short."""
+        req = end.req
         before = req.state
-        req.error = error
         req.become(state)
         self.counters[state.value] += 1
-        self._failed.append(req)
-        if (flight := self.flights.of(req)) is not None:
-            self._ending.leave(flight, error)
-        elif before in _WAITS and req in self.waiting:
-            self.waiting.remove(req)
-            if before is DecodeState.QUEUED:  # else no prefill worker waits for it
-                self._refuse_waiting(req, error)
-        self._leave(req, now_s)
-        # One that was retracted, and waits for the device, is released by that entry.
+        # 1. The flight, or the queue, gives the request up before anything is released: pages of an
+        # open room go to that room, and `pages_held` is None afterwards. What the request then
+        # still holds is its own.
+        if error is not None:
+            req.error = error
+            self._failed.append(req)
+            if (flight := self.flights.of(req)) is not None:
+                self._ending.leave(flight, error)
+            elif req in self.waiting:
+                self.waiting.remove(req)
+                if before is DecodeState.QUEUED:  # else no prefill worker waits for it
+                    self._refuse_waiting(req, error)
+        # 2. One that was retracted comes back: it stays in `requests`, and its number is in use.
+        self.budget.stop(req.rid)
+        if state.ended:
+            self._deadlines.forget(req)
+            self.rooms.remove(req.room)  # not free where a room of it is not drained; see `Rooms`
+            self.requests.pop(req.rid, None)
+            self.journal.ended(req, self.now_s)
+        # 3. One that was retracted, and waits for the device, is released by that entry. `Ending`
+        # queues it again then, since a queued request holds nothing.
         if req.pages_held is not None and req not in self.ledger.deferred:
-            self._ending.release_after(after, End(req), now_s)
+            self._ending.release_after(after, end, self.now_s)
 
-    def _too_late(self, req: DecodeRequest, now_s: float) -> None:
+    def _too_late(self, req: DecodeRequest) -> None:
         flight = self.flights.of(req)
         complete = self.flights.complete
         if flight is not None and flight in complete and flight.source.may_commit(flight):
@@ -967,9 +925,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         by = f"by its deadline_s, {req.request.deadline_s}"
         error: Exception = TransferTimeoutError(f"request {req.rid!r}: its KV was not here {by}")
         if req in self.waiting:
-            why = self.waiting.why(req, now_s)
+            why = self.waiting.why(req, self.now_s)
             error = AdmissionTimeoutError(f"request {req.rid!r} was not admitted {by}: {why}")
-        self._fail(req, error, now_s)
+        self._fail(req, error)
 
     def _check_can_open(self, request: Request, to_refuse: bool = False) -> None:
         """Raise RequestError if the room of `request` cannot be taken; or refused, which it can be
@@ -977,7 +935,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if request.room in self.rooms and (not to_refuse or self.rooms.is_live(request.room)):
             raise RequestError(f"room {request.room} is in use")
         # Decode may carry on without any prefill worker, where it is told so.
-        if request.prefill or to_refuse or not self._fails_over or not request.may_compute:
+        if request.prefill or to_refuse or not (self._own.fails_over and request.may_compute):
             check_prefill(request.rid, request.prefill)
         if request.decode not in ("", self.name):
             named = f"{request.decode!r}, this one is {self.name!r}"
@@ -996,15 +954,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         req.fill_len = req.kv_len
         req.prefix_len, req.aux = 0, b""
         self.waiting.add(req, self.now_s, first=True)
-        self._meet(req, self.now_s)
-
-    def _leave(self, req: DecodeRequest, now_s: float) -> None:
-        self.budget.stop(req.rid)
-        self._deadlines.forget(req)
-        # The number stays in use where a room of it is not drained; see `Rooms`.
-        self.rooms.remove(req.room)
-        self.requests.pop(req.rid, None)
-        self.journal.ended(req, now_s)
+        self._meet(req)
 
     def _named(self, rid: str) -> DecodeRequest:
         check_rid(rid)

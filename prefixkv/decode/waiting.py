@@ -52,17 +52,13 @@ RETURNED, OVERDUE, RANKED = range(3)
 
 _MOST_IDLE: Final = 64  # workers above which those without requests are forgotten
 
-ALONE: Final = ""
-"""In place of a prefill worker's address: of those requests for which none is to be asked. This
-worker computes what they lack. It always answers."""
-
 
 @dataclass(slots=True, eq=False)
 class Worker:
     """A prefill worker, as decode knows it, and its line.
 
     `max_tokens` is the size of its pool, 0 where that is not known. `away_s` is the time since when
-    it does not answer.
+    it does not answer. The line of "" has those that ask none: it always answers.
     """
 
     address: str
@@ -116,7 +112,7 @@ class Workers:
         if (worker := self._workers.get(address)) is None:
             if len(self._workers) >= _MOST_IDLE:
                 self._workers = {one.address: one for one in self.all() if one.is_needed}
-            worker = Worker(address, not self.gated or address == ALONE)
+            worker = Worker(address, not (self.gated and address))
             self._workers[address] = worker
         return worker
 

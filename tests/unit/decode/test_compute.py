@@ -408,7 +408,7 @@ def test_one_that_carries_on_alone_and_lacks_too_much_by_then_is_asked_of_its_wo
     desk = _gone(ask="both", down_below=8)
     req = desk.admitted("w2", 12)
     desk.fail(req.room_key, drained=True)
-    assert req.is_alone
+    assert not req.asks
     desk.scheduler.flush()
     desk.commands()
     assert desk.admit() == ["w2"]
@@ -428,7 +428,7 @@ def test_one_that_is_alone_waits_for_the_pages_of_its_own_way(
     desk.arrive(holds)
     req = desk.admitted("w2", 16)
     desk.fail(req.room_key, drained=True)
-    assert req.is_alone
+    assert not req.asks
     monkeypatch.setattr(
         "prefixkv.decode.compute_source.ComputeSource.reach",
         lambda source, need: Segment(source, 0, need.end),

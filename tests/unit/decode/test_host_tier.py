@@ -680,7 +680,7 @@ def test_host_memory_counts_where_the_prefill_worker_goes_while_it_waits(has_it:
     desk.evict(16)
     req = desk.add("b", prompt("a", 22))
     desk.scheduler.prefill_away("p", desk.now_s)
-    assert req.is_alone == has_it
+    assert (not req.asks) == has_it
     assert desk.admit() == ["b"] * has_it
 
 
