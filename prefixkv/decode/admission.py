@@ -113,8 +113,6 @@ class Admission(Waiting):
     def expired(self, now_s: float) -> list[tuple[DecodeRequest, str]]:
         """Return the requests that have waited too long, each with the reason in words. They still
         have to be removed. O(1) if there are none."""
-        if self._late.next_s > now_s:
-            return []
         # The reasons are read before any is removed: they name what holds the pages now.
         return [(req, self.why(req, now_s)) for req in self._late.due(now_s)]
 

@@ -233,6 +233,15 @@ class ComputeSource(MeasuringSource):
             if isinstance(before, BrokenEvent):
                 req.unwritten = BrokenEvent(req.unwritten, before.error)
 
+    def still_writes(self, req: DecodeRequest, after: DeviceEvent | None) -> DeviceEvent | None:
+        if req.unwritten is None:
+            return after
+        unwritten = still_pending(req.unwritten, self._ledger.pages.errors)
+        if after is None or unwritten is None:
+            return after or unwritten
+        # Where its own has raised, a later one counts.
+        return after if isinstance(unwritten, BrokenEvent) else AllOf(after, unwritten)
+
     def _progressed(self, req: DecodeRequest, end: int) -> None:
         pass
 

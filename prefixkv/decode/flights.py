@@ -195,6 +195,11 @@ class Source:
     def dropped(self, req: DecodeRequest) -> None:
         """A request's pages, or those of its flight, go elsewhere than to the tree."""
 
+    def still_writes(self, req: DecodeRequest, after: DeviceEvent | None) -> DeviceEvent | None:
+        """Return the event of all that the device may still write of a request that is cut short:
+        `after`, and what it has computed of it."""
+        return after
+
     # It may also take what a prefill worker was to send. `kernel`: the `DecodeScheduler`.
 
     def prefill_away(self, kernel: Any, address: str) -> None:

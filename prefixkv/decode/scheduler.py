@@ -195,9 +195,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # 1. Pages come back before any decision: what the device is done with, and what requests
         # hold that are past their deadlines.
         self.release_deferred(now_s)
-        if self._deadlines.next_s <= now_s:
-            for req in self._deadlines.due(now_s):
-                self._too_late(req)
+        for req in self._deadlines.due(now_s):
+            self._too_late(req)
         for source in self._organs:
             for req, error in source.new_pass(now_s):
                 self._fail(req, ours(error))
@@ -659,9 +658,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def prefill_ready(self, address: str, max_tokens: int, now_s: float) -> None:
         """A prefill worker answers. Fail its requests that its pool of `max_tokens` cannot hold,
         before any page is promised. 0 if the worker does not say."""
-        if (worker := self.workers.get(address)) is None:
-            return
-        self.waiting.opens(worker, max_tokens)
+        self.waiting.opens(self.workers.of(address), max_tokens)
         self._own.prefill_back(self, address)
         for req in self.waiting.at(address):
             try:
@@ -671,16 +668,13 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def prefill_away(self, address: str, now_s: float) -> None:
         """A worker does not answer any more: its requests hold up no others."""
-        if (worker := self.workers.get(address)) is None:
-            return
-        self.waiting.closes(worker, now_s)
+        self.waiting.closes(self.workers.of(address), now_s)
         self._own.prefill_away(self, address)
 
     def prefill_lost(self, address: str, error: Exception, now_s: float) -> None:
         """Try again, or fail, requests for an address where no worker answers, or one is
         refused."""
-        if (worker := self.workers.get(address)) is None:
-            return
+        worker = self.workers.of(address)
         self.waiting.closes(worker, now_s)
         # Before the requests try again: one that comes back to this address has to ask for it once
         # more.

@@ -483,36 +483,28 @@ class Waiting:
 
     def check_invariants(self) -> None:
         """Check lines, orders and those aside against the waiters. Raises InternalError."""
-        waiters, workers = set(self._waiters.values()), self._workers.all()
-        lines = [(worker, waiter) for worker in workers for waiter in worker.line]
-        ordered = {one: {place[-1] for place in one.order} for one in workers}
-        aside = {waiter for places in self._aside.values() for *_, waiter in places}
-        in_line = {waiter for _, waiter in lines}
+        waiters = [*self._waiters.values()]
+        of = {one: [w for w in waiters if w.worker is one] for one in self._workers.all()}
+        lines = {one: {w for w in ones if not w.blocked_by} for one, ones in of.items()}
         laws = {
-            "every request waits once, in line or aside": len(lines) + len(aside) == len(waiters)
-            and in_line | aside == waiters,
-            "those that are aside know it": aside == {one for one in waiters if one.blocked_by},
-            "each stands in its own worker's line": all(
-                waiter.worker is worker for worker, waiter in lines
+            "the worker of each is known": all(waiter.worker in of for waiter in waiters),
+            "a worker counts its waiters": all(one.num_waiters == len(of[one]) for one in of),
+            "all that are not aside stand in its line": all(
+                {*one.line} == line and list(one.order) == sorted(waiter.place for waiter in line)
+                for one, line in lines.items()
             ),
-            "every place is that of a waiting request": all(
-                list(worker.order) == sorted(waiter.place for waiter in ordered[worker])
-                for worker in workers
+            "the others are aside, for a reason": all(
+                list(places) == sorted(w.place_aside for w in waiters if w.blocked_by == why)
+                for why, places in self._aside.items()
             ),
-            "each in a line has its place there": all(
-                ordered[worker] == {*worker.line} for worker in workers
-            ),
-            "a worker counts its waiters": all(
-                worker.num_waiters == sum(waiter.worker is worker for waiter in waiters)
-                for worker in workers
-            ),
-            "lines are of workers where somebody stands": set(self._lines)
-            == {worker for worker in workers if worker.line},
+            "lines are of workers where somebody stands": {*self._lines}
+            == {one for one, line in lines.items() if line},
             "deadlines are of waiting requests": len(self._late) <= len(waiters),
             "a wait for an answer ends in time": all(
                 self._answer_due_s(waiter) >= self._unanswered.next_s
-                for worker, waiter in lines
-                if not worker.is_open
+                for one, line in lines.items()
+                for waiter in line
+                if not one.is_open
             ),
-        }  # fmt: skip
-        check_laws(laws, list(self._waiters), [waiter.req for waiter in aside])
+        }
+        check_laws(laws, list(self._waiters))
