@@ -6,7 +6,6 @@ Source: SGLang's `DecodePreallocQueue`, which admits first come, first served.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
 from typing import Final
 
 from prefixkv.cache.results import MatchResult, Releases
@@ -19,9 +18,6 @@ from prefixkv.errors import check_laws
 from prefixkv.pages.groups import GroupStart
 
 MAX_LOOKS: Final = 16
-
-MAX_WANTS: Final = 128
-"""Wanted prefixes that the tree learns of at once."""
 
 HELD = "are held for failed rooms until it is proved that nothing writes them"
 AWAY = "are promised to prefill workers that do not answer"
@@ -46,14 +42,13 @@ class Admission(Waiting):
         super().__init__(ledger.workers, config, ledger.pages.errors)
         self._ledger, self._pages = ledger, ledger.pages
         self._planner = planner
-        self._unwanted: dict[Waiter, None] = {}  # not entered in the tree yet
         self._num_changes = 0
         self._spent_at = -1  # version at which a pass left nothing to look at
 
     def add(self, req: DecodeRequest, now_s: float, *, first: bool = False) -> None:
         """Queue a request. With `first` it was admitted before: it goes before all others.
 
-        Cost: O(log waiting), and a match where the policy lets requests overtake. Raises what the
+        The tree evicts last what it has of it. Cost: O(log waiting), and a match. Raises what the
         policy raises, with nothing changed.
         """
         waiter = Waiter(req, self._num_arrivals + 1, first, now_s)
@@ -69,8 +64,8 @@ class Admission(Waiting):
         # What could be taken now can come back in any case.
         available = self._pages.available_pages
         self._enter(waiter, available if req.max_pages <= available else self.most_pages)
-        if self._pages.caching and req.request.cacheable:
-            self._unwanted[waiter] = None
+        if req.request.cacheable and (match := self.match_of(req)) is not None:
+            waiter.want = self._pages.cache.want(match)
         # Its own deadline_s was for its KV to come the first time.
         if req.request.deadline_s is None or req.committed_s is not None:
             self._late.wake(req, now_s + self._timeout_s)
@@ -88,7 +83,6 @@ class Admission(Waiting):
         waiter = self._waiters[req]
         self._exit(waiter)
         self._late.forget(req)
-        self._unwanted.pop(waiter, None)
         if waiter.want:
             self._pages.cache.unwant(waiter.want)
 
@@ -167,32 +161,11 @@ class Admission(Waiting):
             missing += f"; prefill workers that have pages in their power: {of}"
         return missing
 
-    # --- prefixes that the tree evicts last -------------------------------------------------------
-
-    # Entered before an admission evicts, and after a pass that leaves requests waiting. A request
-    # that is admitted from free pages in the first pass after it came is never entered.
-
-    def _enter_wants(self) -> None:
-        """Tell the tree which prefixes are wanted. O(1) or a match for each."""
-        pages = self._pages
-        # At most `MAX_WANTS` per call, which bounds the cost of a pass; the rest follow with later
-        # passes.
-        for waiter in list(islice(self._unwanted, MAX_WANTS)):
-            match = self.match_of(waiter.req)  # of what it may share: a look goes on from it
-            assert match is not None
-            waiter.want = pages.cache.want(match)
-            del self._unwanted[waiter]
-
     def check_invariants(self) -> None:
         super().check_invariants()
-        waiters = [one for one in self._waiters.values() if one.req.request.cacheable]
-        laws = {
-            "what waits is wanted, or not entered yet": not self._pages.caching
-            or {one for one in waiters if not one.want} == {*self._unwanted},
-            "only what waits here is wanted": self._pages.cache.num_wants
-            == sum(one.want > 0 for one in waiters),
-        }
-        check_laws(laws, waiters)
+        cached = [one for one in self if self._pages.caching and one.request.cacheable]
+        laws = {"what waits here is wanted": self._pages.cache.num_wants == len(cached)}
+        check_laws(laws, cached)
 
     # --- one waiter -------------------------------------------------------------------------------
 
@@ -219,11 +192,6 @@ class Admission(Waiting):
             plan = self._planner.plan(waiter.req, look, limits, now_s)
         if plan is None:
             waiter.seen_at = self._version
-        # Before an eviction the tree has to know what the others wait for, or it evicts just that.
-        elif self._unwanted and plan.num_taken > pages.allocator.free_pages:
-            # Its own match is about to be locked, so it needs no protection.
-            self._unwanted.pop(waiter, None)
-            self._enter_wants()
         return plan
 
     # --- a pass -----------------------------------------------------------------------------------
@@ -242,10 +210,6 @@ class Admission(Waiting):
                 self._spent_at = -1  # the next pass brings more of them back
         elif self._waiters and (plan := self._alone(now_s)) is not None:
             yield plan
-        # Only what still waits after the pass: telling the tree of one that was admitted would be
-        # for nothing.
-        if self._unwanted:
-            self._enter_wants()
 
     def _alone(self, now_s: float) -> Plan | None:
         """The common case: there is nothing to overtake, and no choice."""

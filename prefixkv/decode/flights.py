@@ -432,8 +432,8 @@ class Flights:
             "numbers count up, so that nothing waits for itself": all(
                 a.number < b.number for a, b in pairwise(flights)
             ),
-            "only owners have a flight": len(self._by_owner)
-            == sum(flight.owner is not None for flight in flights),
+            "a request has the flight that it owns": self._by_owner
+            == {one.owner: one for one in flights if one.owner is not None},
             "no two begin alike": all(
                 [*self.starts.at(one.key, one.start_pages)] == [one] for one in self.starts
             ),
@@ -465,6 +465,6 @@ class Flights:
                     owner or flight.waiters or flight.is_ahead
                 ),
                 "an owner's pages are the flight's": owner is None
-                or (owner.pages_held is flight.pages and self.of(owner) is flight),
+                or owner.pages_held is flight.pages,
             }
             check_laws(laws, flight, list(flights))

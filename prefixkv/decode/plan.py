@@ -62,10 +62,6 @@ class Plan(NamedTuple):
     group_start: GroupStart | None = None
     shareable: bool = False
 
-    @property
-    def num_taken(self) -> int:
-        return self.look.new_pages + self.look.loaded_pages
-
     def counts(self, page_size: int) -> tuple[int, int, dict[str, int]]:
         """Return what `DecodeJournal.admitted` counts."""
         look, first, last = self.look, self.segments[0], self.segments[-1]

@@ -20,8 +20,8 @@ from prefixkv.protocol.ids import RoomKey
 
 @dataclass(slots=True)
 class _Number:
-    """A number with more than a live request. By generation, `undrained` are its rooms, and `noted`
-    those of `note` that prefill has not answered: each with its refusal while that waits."""
+    """A number in use. By generation, `undrained` are its rooms, and `noted` those of `note` that
+    prefill has not answered: each with its refusal while that waits."""
 
     is_live: bool
     undrained: set[int] = field(default_factory=set)
@@ -45,8 +45,7 @@ class Rooms:
         self.ticket = ticket
         self.commands = commands
         self._counters = counters
-        # Those in use; None: by a live request alone.
-        self._numbers: dict[int, _Number | None] = {}
+        self._numbers: dict[int, _Number] = {}
 
     def __contains__(self, room: int) -> bool:
         return room in self._numbers
@@ -55,31 +54,26 @@ class Rooms:
         return len(self._numbers)
 
     def is_live(self, room: int) -> bool:
-        number = self._numbers.get(room)
-        return room in self._numbers if number is None else number.is_live
+        return room in self._numbers and self._numbers[room].is_live
 
     def is_unanswered(self, key: RoomKey) -> bool:
         """True if prefill has not answered a `note` of this room yet."""
-        number = self._numbers.get(key.room)
-        return number is not None and key.generation in number.noted
+        return key.room in self._numbers and key.generation in self._numbers[key.room].noted
 
     def add(self, room: int) -> None:
         """A live request takes a number that is free."""
-        self._numbers[room] = None
+        self._numbers[room] = _Number(is_live=True)
 
     def remove(self, room: int) -> None:
         """Note that the live request has ended; the number is free if no room of it is
         undrained."""
-        if (number := self._numbers[room]) is None:
+        number = self._numbers[room]
+        number.is_live = False
+        if not number.undrained:
             del self._numbers[room]
-        else:
-            number.is_live = False
-            if not number.undrained:
-                del self._numbers[room]
 
     def await_drained(self, key: RoomKey) -> _Number:
-        if (number := self._numbers.get(key.room)) is None:
-            number = self._numbers[key.room] = _Number(is_live=key.room in self._numbers)
+        number = self._numbers.setdefault(key.room, _Number(is_live=False))
         number.undrained.add(key.generation)
         return number
 
@@ -104,7 +98,7 @@ class Rooms:
     def undrained(self) -> set[RoomKey]:
         """Return all rooms that keep a number in use until they are drained. O(of them)."""
         numbers = self._numbers.items()
-        return {RoomKey(room, gen) for room, one in numbers if one for gen in one.undrained}
+        return {RoomKey(room, gen) for room, one in numbers for gen in one.undrained}
 
     # --- refusals ---------------------------------------------------------------------------------
 
@@ -132,8 +126,6 @@ class Rooms:
     def check_invariants(self) -> None:
         """Check what is not answered against the numbers in use. Raises InternalError."""
         for room, number in self._numbers.items():
-            if number is None:
-                continue
             sent = {generation for generation, late in number.noted.items() if late is None}
             laws = {
                 "a number is in use while its request lives or a room of it is not drained": (

@@ -147,8 +147,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     # --- calls of the engine ----------------------------------------------------------------------
 
     def add(self, request: Request) -> DecodeRequest:
-        """Queue a request, where it waits for pages. O(log waiting), and a match of the prompt
-        where the admission policy lets requests overtake.
+        """Queue a request, where it waits for pages. O(log waiting), and a match of the prompt.
 
         Raises, with nothing changed, RequestError: a duplicate id, a room in use, no prefill
         address, the name of another decode worker, or more than the pool here or at prefill could
@@ -717,11 +716,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def check_invariants(self) -> None:
         """Check every part, and the parts against each other. Raises InternalError."""
-        self.pages.check_invariants()
-        self.budget.check_invariants()
-        self.flights.check_invariants()
-        self.waiting.check_invariants()
-        self.rooms.check_invariants()
+        parts: list[Any] = [self.pages, self.budget, self.flights, self.waiting, self.rooms]
+        for part in parts:
+            part.check_invariants()
         requests, flights = self.requests.values(), self.flights
         # A request that was retracted, and waits for the device, is in both.
         live = list(dict.fromkeys([*requests, *self.ledger.deferred]))
@@ -856,11 +853,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
                 prefill = None if self._retarget is None else self._retarget(req, error)
                 if prefill is not None:
                     check_prefill(req.rid, prefill)
+                    req.prefill = req.asks = prefill
             except Exception as fault:
                 self.pages.errors.caught(fault)
-                prefill = None
-            if prefill is not None:
-                req.prefill = req.asks = prefill
             # The worker may be another one now, or its size be known only since the request came.
             try:
                 self._check_still_holds(req, req.prefill)
