@@ -201,36 +201,28 @@ class Admission(Waiting):
         what it says, or ends its request, before it goes on. Where a user's policy fails, a request
         keeps its rank."""
         self._note_overdue(now_s)
-        if len(self._waiters) > 1:
+        if (plan := self._of_one(now_s)) is not None:
+            yield plan
+        elif self._waiters:
             # Something has changed since the last pass: forget what that one had found out, and let
             # those aside return that now have prospects, before anything is tried.
             all_back = self._spent_at == self._version or self._bring_back(self.most_pages)
             yield from self._in_order(now_s)
             if not all_back:
                 self._spent_at = -1  # the next pass brings more of them back
-        elif self._waiters and (plan := self._alone(now_s)) is not None:
-            yield plan
 
-    def _alone(self, now_s: float) -> Plan | None:
-        """The common case: there is nothing to overtake, and no choice."""
-        (waiter,) = self._waiters.values()
-        version = self._version
-        if self._spent_at == version or not self._pages.can_open:
+    def _of_one(self, now_s: float) -> Plan | None:
+        """Plan the only request there is, if it fits: the common case, with nothing to overtake."""
+        if len(self._waiters) != 1 or not self.may_admit:
             return None
-        if waiter.blocked_by:
-            self._bring_back(self.most_pages)
-            self._note_overdue(now_s)
-        if waiter.worker.is_open and not waiter.blocked_by and waiter.seen_at != version:
-            plan = self._plan(waiter, self._look(waiter, now_s), now_s)
-            if plan is not None:
-                return plan
-            self._bring_back(self.most_pages)
-            if self._policy.overtakes and not waiter.is_returned:
-                # Its new estimate has to be in the order for those that may come.
-                self._renew(waiter)
-            self._step_aside(waiter)
-        self._spent_at = version
-        return None
+        (waiter,) = self._waiters.values()
+        if not waiter.worker.is_open or waiter.blocked_by or waiter.seen_at == self._version:
+            return None
+        plan = self._plan(waiter, self._look(waiter, now_s), now_s)
+        if plan is None and self._policy.overtakes and not waiter.is_returned:
+            # Its new estimate has to be in the order for those that may come.
+            self._renew(waiter)
+        return plan
 
     def _in_order(self, now_s: float) -> Iterator[Plan]:
         pages, any_taken = self._pages, False

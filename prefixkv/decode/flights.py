@@ -426,45 +426,42 @@ class Flights:
 
     def check_invariants(self) -> None:
         """Raise InternalError if a law of the flights or of the index is broken."""
-        flights, page_bytes = self._flights, self._page_bytes
+        flights, size = self._flights, self._page_bytes
         self.starts.check_invariants({one: (one.key, one.start_pages) for one in flights})
         laws = {
-            "numbers count up, so that nothing waits for itself": all(
-                a.number < b.number for a, b in pairwise(flights)
-            ),
+            "numbers count up": all(a.number < b.number for a, b in pairwise(flights)),
             "a request has the flight that it owns": self._by_owner
             == {one.owner: one for one in flights if one.owner is not None},
             "no two begin alike": all(
                 [*self.starts.at(one.key, one.start_pages)] == [one] for one in self.starts
             ),
-            "what has arrived and waits for nothing is complete": sorted(
-                id(flight) for flight in flights if not flight.is_open and flight.joined is None
-            )
-            == sorted(map(id, self.complete)),
+            "what has arrived and waits for nothing is complete": [
+                one.number for one in flights if not one.is_open and one.joined is None
+            ]
+            == sorted(one.number for one in self.complete),
         }
         check_laws(laws, list(flights))
         for flight in flights:
-            above, owner, key = flight.joined, flight.owner, flight.key
+            above, owner = flight.joined, flight.owner
             laws = {
-                "what a flight waits for is older": above is None or above.number < flight.number,
-                "a flight that waits, and the one it waits for, know of each other": (
-                    above is None or (above in flights and flight in above.waiters)
+                "what it waits for is older, and knows of it": above is None
+                or (above in flights and flight in above.waiters and above.number < flight.number),
+                "what waits for it knows that": all(
+                    waiter in flights and waiter.joined is flight for waiter in flight.waiters
+                ),
+                "what has joined shares pages that are on their way, and no other does": (
+                    flight.pages.num_joined > 0
                 )
-                and all(waiter in flights and waiter.joined is flight for waiter in flight.waiters),
-                "a flight that joined shares pages that are on their way, others share none": (
-                    above is not None
-                )
-                == (flight.pages.num_joined > 0),
+                == (above is not None),
                 "what is joined is brought": above is None
                 or (
                     above.start_pages < flight.start_pages <= above.end_pages
-                    and key.data.startswith(above.key.data[: flight.start_pages * page_bytes])
-                    and key.namespace == above.key.namespace
+                    and flight.key.data.startswith(above.key.data[: flight.start_pages * size])
+                    and flight.key.namespace == above.key.namespace
                 ),
                 "without an owner, another flight waits": bool(
                     owner or flight.waiters or flight.is_ahead
                 ),
-                "an owner's pages are the flight's": owner is None
-                or owner.pages_held is flight.pages,
+                "an owner's pages are the flight's": not owner or owner.pages_held is flight.pages,
             }
             check_laws(laws, flight, list(flights))

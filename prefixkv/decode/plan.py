@@ -42,7 +42,6 @@ class Look(NamedTuple):
     new_pages: int
     needed_pages: int
     most_pages: int
-    loaded_pages: int
 
     def fits(self, limits: tuple[int, int]) -> bool:
         return self.needed_pages <= limits[0] and self.most_pages <= limits[1]
@@ -239,11 +238,8 @@ class Planner:
                     loads, start = (*loads, load), load.end
         # 3. What is missing, now and in the end.
         new_pages, needed, most = ledger.count(req, shared_pages, unprotected)
-        loaded_pages = start // page_size - shared_pages
-        new_pages -= loaded_pages
-        return Look(
-            key, match, joined, shared_pages, loads, start, new_pages, needed, most, loaded_pages
-        )
+        new_pages -= start // page_size - shared_pages  # a load has its own
+        return Look(key, match, joined, shared_pages, loads, start, new_pages, needed, most)
 
     def plan(
         self, req: DecodeRequest, look: Look, limits: tuple[int, int], now_s: float
@@ -306,7 +302,7 @@ class Planner:
             if match is not None and match.depth > depth:
                 match = ledger.pages.match(look.key.prefix(first.start))
             counts = ledger.count(req, depth, 0 if match is None else match.unprotected_pages)
-            look = Look(look.key, match, None, depth, (), first.start, *counts, 0)
+            look = Look(look.key, match, None, depth, (), first.start, *counts)
             if not look.fits(limits):
                 return None
         groups = None

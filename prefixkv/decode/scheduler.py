@@ -51,7 +51,6 @@ from prefixkv.errors import (
     TransferTimeoutError,
     check_laws,
     ours,
-    shown,
 )
 from prefixkv.pages.manager import PageManager, RequestPages
 from prefixkv.pages.requests import (
@@ -309,13 +308,10 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         A request keeps one state so: the next one takes its place, and `finish` and `retract` enter
         the last in the cache. Call it where `req.state_slot` has the state behind `req.kv_len`
         tokens. Without `DecodeConfig.checkpoints` there are none. Raises RequestError, with nothing
-        changed, for what is no request of this node.
+        changed, for what is no request of this node, or is named twice.
         """
         self._pump()
-        if not isinstance(reqs, list | tuple):
-            raise RequestError(f"reqs is {shown(reqs)}, a list of DecodeRequest is needed")
-        for req in reqs:
-            self.check_own(req)
+        self._growth.check_batch(reqs)
         return list(self._own.save_states(reqs))
 
     @property
@@ -733,42 +729,38 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         held = [req.pages_held for req in live if req.pages_held is not None]
         held += [flight.pages for flight in flights if flight.owner is None]
         self.pages.check_owners(held, locks)
-        size = self.pages.page_size
         laws = {
             "only undrained rooms hold pages, and loads that nothing waits for": held_by
             <= set(self.pages.allocator.owners())
             <= self.rooms.undrained() | held_by,
-            "a queued request holds nothing, and is queued or retracted": all(
-                req.pages_held is None and req.state in _WAITS for req in self.waiting
-            ),
-            "a preallocated request has a flight, and no other has": all(
-                (req.state is DecodeState.PREALLOCATED) == (flights.of(req) is not None)
-                for req in live
-            ),
-            "what waits for the device has ended, or was retracted, and holds its pages": all(
-                req.pages_held is not None
-                and (req.state.ended or req.state is DecodeState.RETRACTED)
-                for req in self.ledger.deferred
-            ),
             "active counts the admitted requests": self.budget.active
             == sum(req.state in ACTIVE for req in requests),
-            "no request has more pages than it may ever need": all(
-                req.pages_held.num_pages <= req.max_pages for req in live if req.pages_held
-            ),
-            "a running request has the page that the next step writes to": all(
-                req.pages_held.num_pages * size
-                >= min(req.prompt_len + len(req.output), req.most_kv_len)
-                for req in requests
-                if req.state in CAN_RUN and req.pages_held and req not in self.ledger.deferred
-            ),
-            "a request with a limit above 0 runs, and has the pages for that much output": all(
-                req.state is DecodeState.RUNNING and req.output_limit <= req.most_output
-                for req in live
-                if req.output_limit
-            ),
-            "a request's digest is its prompt's": all(req.is_named_right for req in requests),
         }
         check_laws(laws, list(requests))
+        for req in live:
+            check_laws(self._laws_of(req), req)
+
+    def _laws_of(self, req: DecodeRequest) -> dict[str, bool]:
+        """What its state says of a request: its queue, its flight, and its pages."""
+        state, pages, waits = req.state, req.pages_held, req in self.ledger.deferred
+        num_pages = 0 if pages is None else pages.num_pages
+        least_len = min(req.prompt_len + len(req.output), req.most_kv_len)
+        return {
+            "what is queued holds nothing": req not in self.waiting
+            or (pages is None and state in _WAITS),
+            "what is preallocated has a flight, and no other has": (self.flights.of(req) is None)
+            == (state is not DecodeState.PREALLOCATED),
+            "what waits for the device has ended, or was retracted, and holds its pages": not waits
+            or (pages is not None and (state.ended or state is DecodeState.RETRACTED)),
+            "no request has more pages than it may ever need": num_pages <= req.max_pages,
+            "what runs has the page that the next step writes to": state not in CAN_RUN
+            or num_pages * self.pages.page_size >= least_len,
+            "what has a limit above 0 runs, and has the pages for that much output": (
+                not req.output_limit
+                or (state is DecodeState.RUNNING and req.output_limit <= req.most_output)
+            ),
+            "its digest is its prompt's": state.ended or req.is_named_right,
+        }
 
     # --- admission --------------------------------------------------------------------------------
 
