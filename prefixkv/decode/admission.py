@@ -52,11 +52,10 @@ class Admission(Waiting):
         policy raises, with nothing changed.
         """
         waiter = Waiter(req, self._num_arrivals + 1, first, now_s)
+        match = self._look(waiter, now_s).match
         # Ranks are the user's code: they come before the first change. One that comes back has no
         # rank: the order among those is by return, which no policy changes.
         if not first:
-            if self._policy.overtakes:
-                self._look(waiter, now_s)
             waiter.rank = self._rank(waiter)
         self._num_arrivals += 1
         self._spent_at = -1
@@ -64,18 +63,15 @@ class Admission(Waiting):
         # What could be taken now can come back in any case.
         available = self._pages.available_pages
         self._enter(waiter, available if req.max_pages <= available else self.most_pages)
-        if req.request.cacheable and (match := self.match_of(req)) is not None:
+        if match is not None:
             waiter.want = self._pages.cache.want(match)
         # Its own deadline_s was for its KV to come the first time.
         if req.request.deadline_s is None or req.committed_s is not None:
             self._late.wake(req, now_s + self._timeout_s)
 
     def match_of(self, req: DecodeRequest) -> MatchResult | None:
-        """Return the last match of a request; matched now if there is none."""
-        waiter = self._waiters[req]
-        if waiter.match is None:
-            waiter.match = self._planner.look(req, None, req.arrived_s).match
-        return waiter.match
+        """Return the last match of a request; None if it is not cached."""
+        return self._waiters[req].look.match
 
     def remove(self, req: DecodeRequest) -> None:
         # The next pass has to look again: this may be the request that held up the others.
@@ -170,11 +166,8 @@ class Admission(Waiting):
     # --- one waiter -------------------------------------------------------------------------------
 
     def _look(self, waiter: Waiter, now_s: float) -> Look:
-        """Look at a request again, and note in the waiter the pages that admitting it takes."""
-        req = waiter.req
-        look = self._planner.look(req, waiter.match, now_s, can_ask=bool(req.asks))
-        waiter.match, waiter.new_pages = look.match, look.new_pages
-        waiter.needed_pages, waiter.most_pages = look.needed_pages, look.most_pages
+        req, known = waiter.req, waiter.look and waiter.look.match
+        waiter.look = look = self._planner.look(req, known, now_s, can_ask=bool(req.asks))
         return look
 
     def _plan(self, waiter: Waiter, look: Look, now_s: float) -> Plan | None:
@@ -264,13 +257,12 @@ class Admission(Waiting):
 
     def _next_that_may_fit(self) -> Waiter | None:
         """Return the first waiter that fits by its estimate and got no look at this version."""
-        version, (space, most) = self._version, self._ledger.limits()
+        version, limits = self._version, self._ledger.limits()
         for waiter in self._in_turn():
             if (
-                waiter.most_pages <= most
-                and waiter.needed_pages <= space
-                and waiter.seen_at != version
-                and not self._workers.refuses(waiter.worker, waiter.new_pages)
+                waiter.seen_at != version
+                and waiter.look.fits(limits)
+                and not self._workers.refuses(waiter.worker, waiter.look.new_pages)
             ):
                 return waiter
         return None

@@ -152,7 +152,7 @@ class ComputeSource(MeasuringSource):
         found = self._new()
         for req in found:
             self._done[req] = req.prefix_len
-        self.has_work(now_s)  # what the engine did before is no part of it
+        self._has_work(now_s)  # what the engine did before is no part of it
         self._chunked.clear()
         self.rule.next_pass(self._ledger.num_running)
         return found
@@ -245,7 +245,10 @@ class ComputeSource(MeasuringSource):
     def _progressed(self, req: DecodeRequest, end: int) -> None:
         pass
 
-    def has_work(self, now_s: float) -> None:
+    def committed(self, req: DecodeRequest, flight: Flight, now_s: float) -> None:
+        self._has_work(now_s)
+
+    def _has_work(self, now_s: float) -> None:
         """Note that the engine gets something to do: its next pass begins no earlier."""
         self._pass_s = max(self._pass_s, now_s)
 

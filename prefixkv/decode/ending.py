@@ -126,7 +126,7 @@ class Ending:
     def holders(self) -> list[tuple[str, RequestPages]]:
         """Return what holds pages beside live requests, by name. Any thread may call it."""
         held = [(req.rid, req.pages_held) for req in list(self.deferred)]
-        orphans = [one for one in self._ledger.flights.all() if one.owner is None]
+        orphans = [one for one in self._ledger.flights if one.owner is None]
         found = [(rid, pages) for rid, pages in held if pages is not None]
         return found + [(f"{one.source.name} {one.room_key.room}", one.pages) for one in orphans]
 

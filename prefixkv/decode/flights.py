@@ -186,8 +186,8 @@ class Source:
     def stepped(self, reqs: Sequence[DecodeRequest], now_s: float) -> None:
         """The engine has appended tokens."""
 
-    def committed(self, req: DecodeRequest, flight: Flight) -> None:
-        """A request's KV is whole in the tree, under its lock."""
+    def committed(self, req: DecodeRequest, flight: Flight, now_s: float) -> None:
+        """A request's KV is whole in the tree, under its lock; the engine runs it next."""
 
     def leaving(self, req: DecodeRequest) -> None:
         """A request's pages are in the tree, and its lock ends next."""
@@ -211,9 +211,6 @@ class Source:
     def stands_in(self, kernel: Any, req: DecodeRequest) -> bool:
         """Let a request ask no prefill worker, if it may. Return whether."""
         return False
-
-    def has_work(self, now_s: float) -> None:
-        """The engine gets something to do."""
 
     def pop_local(self, now_s: float) -> Sequence[DecodeRequest]:
         return ()
@@ -294,11 +291,8 @@ class Flights:
         return len(self._flights)
 
     def __iter__(self) -> Iterator[Flight]:
-        return iter(self._flights)
-
-    def all(self) -> list[Flight]:
-        """Return all flights, by number. Any thread may call it: the copy is made in one step."""
-        return list(self._flights)
+        """By number, of this moment: any thread may call it, the copy is made in one step."""
+        return iter(list(self._flights))
 
     @property
     def num_owned(self) -> int:
@@ -403,7 +397,7 @@ class Flights:
 
     def remove_all(self) -> list[Flight]:
         """Take out every flight. Return them by number."""
-        return self._cut(self.all(), self.all())
+        return self._cut([*self], [*self])
 
     def _cut(self, gone: list[Flight], links: list[Flight]) -> list[Flight]:
         """Take out flights that are not to be committed; these `links` know of no others."""

@@ -31,7 +31,7 @@ class Look(NamedTuple):
     """What is there of a request's `key`, as far as it may be shared, and what a load would bring:
     all up to token `start`. Admitting the request takes `new_pages` at once, besides those of a
     load; `needed_pages` have to be available, the reserve included; `most_pages` it may come to
-    take."""
+    take. The last two include the evictable pages that its match would lock."""
 
     key: RadixKey
     match: MatchResult | None
@@ -105,8 +105,7 @@ class PrefillSource(Source):
 
     def sent(self, req: DecodeRequest, start: int) -> Segment | None:
         """Return what it sends: all behind `start`, if it answers."""
-        worker = self._ledger.workers.get(req.prefill)
-        is_open = req.prefill and worker is not None and worker.is_open
+        is_open = req.prefill and self._ledger.workers.of(req.prefill).is_open
         return Segment(self, start, req.kv_len) if is_open else None
 
     def may_have(self, req: DecodeRequest) -> bool:

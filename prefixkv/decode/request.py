@@ -172,11 +172,6 @@ class PrefillAsk:
     another namespace. `decode` is this worker's name, `prefill` the address to submit it to.
     """
 
-    __slots__ = (
-        "cacheable", "decode", "generation", "known_token", "namespace", "prefill", "rid", "room",
-        "tokens",
-    )  # fmt: skip
-
     def __init__(self, req: DecodeRequest, decode: str, end: int) -> None:
         self.rid = req.rid
         self.decode = decode

@@ -226,8 +226,6 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         with `req.pages` and `req.aux`."""
         now_s = self._pump()
         flights = self.ledger.commit(now_s)
-        if flights:
-            self._own.has_work(now_s)
         committed = []
         for flight in flights:
             req = flight.owner
@@ -236,7 +234,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             req.become(DecodeState.TRANSFERRED)
             committed.append(req)
             # Before anything is evicted: under its lock, which has just grown over their pages.
-            self._own.committed(req, flight)
+            self._own.committed(req, flight, now_s)
             self.counters["transferred"] += 1
             # `deadline_s` is about the arrival of the KV, which is over.
             self._deadlines.forget(req)

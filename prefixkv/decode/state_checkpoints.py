@@ -143,9 +143,10 @@ class CheckpointedCompute(RequestCheckpoints[DecodeRequest], ComputeSource):
 
     # --- ends -------------------------------------------------------------------------------------
 
-    def committed(self, req: DecodeRequest, flight: Flight) -> None:
+    def committed(self, req: DecodeRequest, flight: Flight, now_s: float) -> None:
         """Enter what a request has saved that was just committed. One that was sent to its end
         keeps its window there; its state the engine has still to copy."""
+        super().committed(req, flight, now_s)
         is_end = req.fill_len % self._step == 0
         if flight.source.sends and is_end and not self._has_state and self._may_save(req):
             self._save(req, req.fill_len, req.max_pages)

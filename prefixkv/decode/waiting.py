@@ -33,7 +33,6 @@ from typing import Any, Final
 from sortedcontainers import SortedList
 
 from prefixkv.admission import make_admission, rank_as_tuple
-from prefixkv.cache.results import MatchResult
 from prefixkv.config import DecodeConfig
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.errors import RequestError, UserErrors, check_laws
@@ -198,12 +197,10 @@ class Workers:
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """A request that waits, and the result of the last look at it.
+    """A request that waits, and the last look at it (`plan.Look`).
 
-    `since_s` is when it came, or came back. Admitting it takes `new_pages` at once, besides those
-    of a load; `needed_pages` have to be available, the reserve included; `most_pages` it may come
-    to take. The last two include the evictable pages that its match would lock. `seen_at` is the
-    version at which a look admitted nothing.
+    `since_s` is when it came, or came back. `seen_at` is the version at which a look admitted
+    nothing.
     """
 
     req: DecodeRequest
@@ -212,10 +209,7 @@ class Waiter:
     since_s: float
     worker: Worker = field(init=False)
     blocked_by: str = ""  # a reason of its own, PAGES or SHARE; "": it stands in its worker's line
-    match: MatchResult | None = None
-    new_pages: int = 0
-    needed_pages: int = 0
-    most_pages: int = 0
+    look: Any = None
     rank: tuple[float, ...] = ()
     is_overdue: bool = False
     seen_at: int = -1
@@ -253,7 +247,6 @@ class Waiting:
         self._policy = make_admission(config.admission)
         self._patience_s, self._timeout_s = config.admission_patience_s, config.admission_wait_s
         self._waiters: dict[DecodeRequest, Waiter] = {}
-        self._lines: dict[Worker, None] = {}  # workers with requests in line
         # Those aside, by reason: (pages it may need, arrival, waiter).
         self._aside: dict[str, SortedList] = {PAGES: SortedList(), SHARE: SortedList()}
         self._shares_at = -1  # version of `workers` at which those over their share were tried
@@ -307,7 +300,7 @@ class Waiting:
     def _stand(self, waiter: Waiter) -> None:
         worker = waiter.worker
         waiter.blocked_by = ""
-        worker.line[waiter] = self._lines[worker] = None
+        worker.line[waiter] = None
         worker.order.add(waiter.place)
         if not (waiter.is_returned or waiter.is_overdue):
             self._overdue.wake(waiter, waiter.req.arrived_s + self._patience_s)
@@ -319,9 +312,7 @@ class Waiting:
         self._unanswered.forget(waiter)
         self._overdue.forget(waiter)
         worker.order.remove(waiter.place)
-        if not worker.line:
-            del self._lines[worker]
-            worker.has_share = False
+        worker.has_share &= bool(worker.line)
 
     def _block(self, waiter: Waiter, reason: str) -> None:
         """Set a request that stands nowhere aside."""
@@ -354,7 +345,8 @@ class Waiting:
 
     def _turns(self) -> list[Worker]:
         """Return the workers whose lines have a turn, in order."""
-        return [one for one in self._lines if one.is_open and not one.has_share]
+        workers = self._workers.all()
+        return [one for one in workers if one.line and one.is_open and not one.has_share]
 
     def _note_overdue(self, now_s: float) -> None:
         """Let those whose patience is over go before all that did not come back."""
@@ -379,7 +371,7 @@ class Waiting:
         return (place[-1] for place in places)
 
     def _rank(self, waiter: Waiter) -> tuple[float, ...]:
-        return rank_as_tuple(self._policy.rank(waiter.req, waiter.new_pages))
+        return rank_as_tuple(self._policy.rank(waiter.req, waiter.look.new_pages))
 
     def _renew(self, waiter: Waiter) -> bool:
         """Rank a waiter in line, that did not come back, by its new estimate. Return True if its
@@ -406,7 +398,7 @@ class Waiting:
         for their share, and put those aside into line that may fit now. Of those that wait for
         pages `MAX_BACK` at most; returns False if more of them may."""
         self._most_pages = most_pages
-        for worker in self._lines:
+        for worker in self._workers.all():
             worker.has_share = False
         # 1. Those over their share, all at once, and only when a worker has changed: before that
         # they would step aside again.
@@ -435,12 +427,12 @@ class Waiting:
             return True
         # 2. It does not fit for another reason than its worker's share: pages will come back, so it
         # waits where it is.
-        if not workers.refuses(worker, waiter.new_pages):
+        if not workers.refuses(worker, waiter.look.new_pages):
             return False
         # 3. The share. If even the end of all its worker's transfers would not help, it waits
         # alone. Otherwise the whole line does: what comes behind it there, and needs less, would
         # overtake it each time.
-        if workers.is_hopeless(worker, waiter.new_pages):
+        if workers.is_hopeless(worker, waiter.look.new_pages):
             self._leave_line(waiter)
             self._block(waiter, SHARE)
         else:
@@ -450,7 +442,7 @@ class Waiting:
 
     def aside(self) -> dict[str, int]:
         """Count the requests that hold up no others, by reason. Any thread may call it."""
-        lines = list(self._lines)  # a copy: the scheduler's thread may change it meanwhile
+        lines = self._workers.all()
         with_share = sum(
             len(worker.line) for worker in lines if worker.is_open and worker.has_share
         )
@@ -497,8 +489,6 @@ class Waiting:
                 list(places) == sorted(w.place_aside for w in waiters if w.blocked_by == why)
                 for why, places in self._aside.items()
             ),
-            "lines are of workers where somebody stands": {*self._lines}
-            == {one for one, line in lines.items() if line},
             "deadlines are of waiting requests": len(self._late) <= len(waiters),
             "a wait for an answer ends in time": all(
                 self._answer_due_s(waiter) >= self._unanswered.next_s

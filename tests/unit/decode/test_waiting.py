@@ -72,7 +72,7 @@ class Case:
             self.number, self.chance.random() < 0.2, self.now_s,
         )  # fmt: skip
         waiter.worker = self.workers.of(address)
-        waiter.new_pages = waiter.needed_pages = waiter.most_pages = pages
+        waiter.look = SimpleNamespace(new_pages=pages)
         if not waiter.is_returned:
             waiter.rank = self.list._rank(waiter)
         self._enter(waiter)
@@ -153,7 +153,7 @@ class Case:
         first = self._list_first()
         if first is not None:
             address, over = first.worker.address, self._is_over(first)
-            hopeless = self.workers.is_hopeless(first.worker, first.new_pages)
+            hopeless = self.workers.is_hopeless(first.worker, first.look.new_pages)
             stepped = self.list._step_aside(first)
             assert stepped == (first.req.max_pages > self.most or over)
             if first.req.max_pages > self.most:
@@ -168,17 +168,19 @@ class Case:
         if ranked:
             waiter = self.chance.choice(ranked)
             before, num_errors = waiter.rank, self.errors.num
-            waiter.new_pages = waiter.needed_pages = self.chance.randint(1, 7)
+            waiter.look.new_pages = self.chance.randint(1, 7)
             assert self.list._renew(waiter) == (waiter.rank > before)
-            assert self.errors.num - num_errors == (waiter.new_pages == 7)
-            assert waiter.rank == (before if waiter.new_pages == 7 else (waiter.new_pages // 2,))
+            assert self.errors.num - num_errors == (waiter.look.new_pages == 7)
+            assert waiter.rank == (
+                before if waiter.look.new_pages == 7 else (waiter.look.new_pages // 2,)
+            )
             waiter.seen_at = self.chance.choice([-1, self.version])
 
     def _is_over(self, waiter: Waiter) -> bool:
         worker = waiter.worker
         others = [one for one in self.workers.all() if one.is_open and one.address]
         has = worker.num_pages
-        return has > 0 and has + waiter.new_pages > SHARE and bool({*others} - {worker})
+        return has > 0 and has + waiter.look.new_pages > SHARE and bool({*others} - {worker})
 
     # --- the naive list ---------------------------------------------------------------------------
 
