@@ -257,11 +257,12 @@ class Admission(Waiting):
 
     def _next_that_may_fit(self) -> Waiter | None:
         """Return the first waiter that fits by its estimate and got no look at this version."""
-        version, limits = self._version, self._ledger.limits()
+        version, (space, most) = self._version, self._ledger.limits()
         for waiter in self._in_turn():
             if (
-                waiter.seen_at != version
-                and waiter.look.fits(limits)
+                waiter.look.most_pages <= most
+                and waiter.look.needed_pages <= space
+                and waiter.seen_at != version
                 and not self._workers.refuses(waiter.worker, waiter.look.new_pages)
             ):
                 return waiter

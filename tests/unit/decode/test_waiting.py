@@ -170,10 +170,9 @@ class Case:
             before, num_errors = waiter.rank, self.errors.num
             waiter.look.new_pages = self.chance.randint(1, 7)
             assert self.list._renew(waiter) == (waiter.rank > before)
-            assert self.errors.num - num_errors == (waiter.look.new_pages == 7)
-            assert waiter.rank == (
-                before if waiter.look.new_pages == 7 else (waiter.look.new_pages // 2,)
-            )
+            pages = waiter.look.new_pages
+            assert self.errors.num - num_errors == (pages == 7)
+            assert waiter.rank == (before if pages == 7 else (pages // 2,))
             waiter.seen_at = self.chance.choice([-1, self.version])
 
     def _is_over(self, waiter: Waiter) -> bool:
