@@ -100,7 +100,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         self._max_aux_bytes = config.control.max_aux_bytes
         self._rooms: dict[RoomKey, PrefillRequest] = {}
         self._sent: list[PrefillRequest] = []
-        self._deferred: list[tuple[DeviceEvent, PrefillRequest]] = []
+        self._deferred: list[tuple[DeviceEvent | None, PrefillRequest]] = []  # popped
 
     # --- calls of the engine ----------------------------------------------------------------------
 
@@ -188,10 +188,8 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         # deadline.
         self.settle_deferred(now_s)
         for req in self._deadlines.due(now_s):
-            if not req.state.ended:
-                what = f"{req.state.value} when its deadline_s, {req.request.deadline_s}, was over"
-                late = TransferTimeoutError(f"request {req.rid!r} was {what}")
-                self._cut_short(req, late, now_s)
+            what = f"{req.state.value} when its deadline_s, {req.request.deadline_s}, was over"
+            self._cut_short(req, TransferTimeoutError(f"request {req.rid!r} was {what}"), now_s)
         # 2. To the tree, before the queue matches: so a request finds what the last step computed.
         # The chunks themselves were sent before, so caching does not delay them.
         while self._computed:
@@ -332,19 +330,23 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         req = self.requests.get(rid)
         lives = req is not None and not req.state.ended
         if req is not None and (lives or error is not None):
-            self._give_up(req, error or AbortedError(f"request {rid!r} was aborted"), now_s)
+            error = error or AbortedError(f"request {rid!r} was aborted")
+            self._cut_short(req, error, now_s, given_up=True)
         elif error is None:
             self.counters["aborts_of_unknown"] += 1
         self._tell()
         return lives
 
-    def _give_up(self, req: PrefillRequest, error: Exception, now_s: float) -> None:
-        req.given_up = error
-        self._computed.pop(req, None)
-        if not req.state.ended:
-            self._cut_short(req, error, now_s)
-
-    def _cut_short(self, req: PrefillRequest, error: Exception, now_s: float) -> None:
+    def _cut_short(
+        self, req: PrefillRequest, error: Exception, now_s: float, given_up: bool = False
+    ) -> None:
+        """End a request, unless it has ended. `given_up`: nothing more of it is cached, also of one
+        that has ended."""
+        if given_up:
+            req.given_up = error
+            self._computed.pop(req, None)
+        if req.state.ended:
+            return
         self._commands.append(AbortRoom(req.room_key, reason_of(error)))
         # While it sends, only its room knows whether the last write was first: `room_ended`
         # decides.
@@ -357,7 +359,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         self.draining = True
         for req in list(self.requests.values()):
             if not req.state.ended:
-                self._give_up(req, error, now_s)
+                self._cut_short(req, error, now_s, given_up=True)
 
     @property
     def has_results(self) -> bool:
@@ -426,8 +428,9 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
     def settle_deferred(self, now_s: float) -> None:
         """Release the pages of popped requests with which the device is done."""
         waiting, self._deferred = self._deferred, []
-        for event, req in waiting:
-            if (left := still_pending(event, self.pages.errors)) is None:
+        for after, req in waiting:
+            left = None if after is None else still_pending(after, self.pages.errors)
+            if left is None:
                 req.popped = True
                 self._maybe_release(req, now_s)
             else:
@@ -503,12 +506,8 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         after = not_done(after)
         reqs = ended.copy()
         ended.clear()
-        for req in reqs:
-            if after is not None:
-                self._deferred.append((after, req))
-            else:
-                req.popped = True
-                self._maybe_release(req, now_s)
+        self._deferred += [(after, req) for req in reqs]
+        self.settle_deferred(now_s)
         return reqs
 
     def _computes_no_more(self, req: PrefillRequest) -> None:

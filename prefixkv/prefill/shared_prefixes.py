@@ -246,33 +246,33 @@ class SharedPrefixes:
         starts = self._starts
         starts.check_invariants({req: (req.key, starts.page_of(req)) for req in starts})
         laws = {
-            "what is found leads": {*self._starts} <= self._leads.keys(),
+            "what is found leads": {*starts} <= self._leads.keys(),
             "only what is with the engine leads": all(
                 req.pages_held is not None for req in self._leads
             ),
-            "only what is in the queue waits, and holds nothing": all(
-                req.state is PrefillState.BOOTSTRAPPED and req.pages_held is None
-                for req in self._waits
-            ),
-            "what is waited for is of the same tokens": all(
-                req.key.data.startswith(wait.leader.key.data[: wait.end_pages * self._page_bytes])
-                and req.key.namespace == wait.leader.key.namespace
-                for req, wait in self._waits.items()
-            ),
             "each wait has its place": list(self._by_tokens)
             == sorted(wait.place for wait in self._waits.values()),
-            "its leader leads, and is to end it": all(
-                (lead := self._leads.get(wait.leader)) is not None
-                and wait.leader in self._starts
-                and lead.passed_pages < wait.end_pages
-                and wait.end in lead.followers
-                for wait in self._waits.values()
-            ),
             "a leader's followers wait": len(self._waits)
             == sum(len(lead.followers) for lead in self._leads.values()),
-            "what has waited is in the queue": all(
-                req.state is PrefillState.BOOTSTRAPPED for req in self._passed_over
-            )
-            and self._waits.keys() <= self._passed_over.keys(),
+            "what has waited is in the queue, and holds nothing": all(
+                req.state is PrefillState.BOOTSTRAPPED and req.pages_held is None
+                for req in self._passed_over
+            ),
         }
         check_laws(laws, list(self._leads), list(self._waits))
+        for req, wait in self._waits.items():
+            leader, end_bytes = wait.leader, wait.end_pages * self._page_bytes
+            lead = self._leads.get(leader, _Lead(0))
+            laws = {
+                "what waits is known to have waited": req in self._passed_over,
+                "what is waited for is of the same tokens": (
+                    req.key.data.startswith(leader.key.data[:end_bytes])
+                    and req.key.namespace == leader.key.namespace
+                ),
+                "its leader leads, and is to end it": (
+                    leader in starts
+                    and lead.passed_pages < wait.end_pages
+                    and wait.end in lead.followers
+                ),
+            }
+            check_laws(laws, req)
