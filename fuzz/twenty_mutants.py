@@ -138,7 +138,7 @@ MUTANTS = (
         "test_rooms_may_succeed_in_any_order_and_none_runs_before_all_its_pages_are_there",
     ),
     Mutant(
-        "10", "what prefill's engine has aborted is cached", "PrefillScheduler._give_up",
+        "10", "what prefill's engine has aborted is cached", "PrefillScheduler._cut_short",
         "self._computed.pop(req, None)", "pass",
         "test_only_what_was_cached_before_stays",
     ),

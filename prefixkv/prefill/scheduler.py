@@ -113,13 +113,6 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         """
         check_request(request)
         now_s = self._pump()
-        try:
-            return self._add(request, now_s)
-        # Also after an error: a refusal is a command.
-        finally:
-            self._tell()
-
-    def _add(self, request: Request, now_s: float) -> PrefillRequest:
         needed = pages_for(len(request.key), self.pages.page_size)
         try:
             self._check_new(request, needed, "needs {} pages")
@@ -130,6 +123,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             former = self._rooms.get(self._key_of(request))
             if request.decode and (former is None or former.state.ended):
                 self._decline(request, error)
+                self._tell()
             raise
         # 2. Enter it everywhere, and only then ask for its room: the answer may come with the next
         # events.
@@ -139,6 +133,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         self._rooms[req.room_key] = req
         req.name_prompt(self.pages.match(request.key, request.cacheable))
         self._commands.append(AddRoom(req.room_key, req.num_tokens, request.digest))
+        self._tell()
         return req
 
     def refuse(self, request: Request, reason: str = "refused") -> None:
@@ -351,7 +346,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         # While it sends, only its room knows whether the last write was first: `room_ended`
         # decides.
         if req.state is not PrefillState.SENDING:
-            self._fail(req, error, now_s)
+            self._end(req, error, now_s)
 
     def end_all(self, error: Exception, now_s: float) -> None:
         """Take no new request, and abort all with `error`. One that is all handed over ends as its
@@ -404,15 +399,9 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         req = self._rooms.get(key)
         if req is None or req.state.ended:
             return
-        if poll is KVPoll.SUCCESS:
-            req.become(PrefillState.SENT)
-            self.counters["sent"] += 1
-            self._sent.append(req)
-            self.journal.ended(req, now_s)
-        else:
-            # What the engine has said goes before what became of the room then.
-            error = req.given_up or error or InternalError(f"{key} failed without a reason")
-            self._fail(req, error, now_s)
+        # What the engine has said goes before what became of the room then.
+        error = req.given_up or error or InternalError(f"{key} failed without a reason")
+        self._end(req, None if poll is KVPoll.SUCCESS else error, now_s)
 
     def source_free(self, key: RoomKey, now_s: float) -> None:
         """Note that no write reads a room's pages; release them once the engine is done."""
@@ -458,7 +447,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
     def _move_weights(self, error: Exception, now_s: float, after: DeviceEvent | None) -> None:
         for req in list(self.requests.values()):
             if req.state in (PrefillState.BOOTSTRAPPED, PrefillState.COMPUTING):
-                self._fail(req, error, now_s)
+                self._end(req, error, now_s)
         self._commands.append(MoveWeights(self.weights_version, ends_waiting=False))
 
     def feeds(self, worker: PeerId) -> list[EventFeed]:
@@ -487,17 +476,21 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
 
     # --- ends -------------------------------------------------------------------------------------
 
-    def _fail(self, req: PrefillRequest, error: Exception, now_s: float) -> None:
+    def _end(self, req: PrefillRequest, error: Exception | None, now_s: float) -> None:
+        """End a request, as sent, or as failed with `error`."""
         if req.state is PrefillState.BOOTSTRAPPED:
             self.bootstrapped.remove(req)
-        self._computes_no_more(req)
         req.error = error
-        req.become(PrefillState.FAILED)
-        self.counters["failed"] += 1
-        # With a state slot that writes may still read, the engine must not hear of the end yet: it
-        # would reuse the slot. `source_free` reports it then.
-        if req.state_slot < 0 or req.source_free:
-            self._failed.append(req)
+        req.become(PrefillState.SENT if error is None else PrefillState.FAILED)
+        self.counters[req.state.value] += 1
+        if error is None:
+            self._sent.append(req)
+        else:
+            self._computes_no_more(req)
+            # With a state slot that writes may still read, the engine must not hear of the end yet:
+            # it would reuse the slot. `source_free` reports it then.
+            if req.state_slot < 0 or req.source_free:
+                self._failed.append(req)
         self.journal.ended(req, now_s)
 
     def _pop(self, ended: list[PrefillRequest], after: DeviceEvent | None) -> list[PrefillRequest]:

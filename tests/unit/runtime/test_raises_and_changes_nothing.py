@@ -193,7 +193,8 @@ _ENDS = ("abort", "fail", "flush", "fence_rank")  # which on decode may wait for
 _NOT_TRIED = frozenset({
     "audit", "awaited_ranks", "close", "figures", "fileno", "lost_peers", "peers", "stats",
     "on_change", "on_close", "on_ended",
-    "check_invariants", "check_own", "end_all", "feeds", "hear", "holders", "make_tier",
+    "check_invariants", "check_own", "end_all", "fail_room", "feeds", "hear", "holders",
+    "make_tier", "move",
     "prefill_away", "prefill_lost", "prefill_ready", "release_deferred", "room_bootstrapped",
     "room_drained", "room_ended", "room_overdue", "settle_deferred", "source_free",
     "take_commands", "take_orders",
