@@ -7,7 +7,7 @@
 `plan.py` decides once where a request's pages come from, before any is taken. Sources bring them
 (`flights.py`). `admission.py` says which plans fit, `ending.py` what becomes of a request's pages.
 States, attempts and ends of requests are here. It asks the control plane for rooms
-(`take_commands`), and hears of them by `room_ended`, `room_drained` and `room_overdue`.
+(`take_commands`), and hears of them by `hear`.
 
 Source: SGLang's decode queues (`disaggregation/decode.py`), with the names of its pops.
 """
@@ -91,8 +91,8 @@ class DecodeParts:
 
     Args:
         workers: the prefill workers; by default all answer, and there are no shares. Where they are
-            gated, `MeetPrefill` asks about each, and `prefill_ready`, `prefill_away` and
-            `prefill_lost` answer.
+            gated, `MeetPrefill` asks about each, and `PrefillReady`, `PrefillAway` and
+            `PrefillLost` answer.
         ticket: draws a number for each use of a room, never twice the same. In a service no other
             process may guess it.
         organs: what sources are made of, by the setting that asks for one.
@@ -129,8 +129,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.ledger = Ledger(pages, config, self.journal, parts.workers, self.rooms, self.requests)
         self.budget, self.flights = self.ledger.budget, self.ledger.flights
         made = [make(self.ledger, config, parts) for make in self.source_makers]
-        self._organs = self.ledger.organs
-        self._organs += [source for source in made if source is not None]
+        self._organs = self.ledger.organs = [source for source in made if source is not None]
         self.sources: dict[str, Any] = {source.name: source for source in self._organs}
         self._own = self.ledger.own = next(filter(lambda one: one.is_own, self._organs), Source())
         for setting in config.source_settings - {source.setting for source in self._organs}:
@@ -207,7 +206,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
                 self._fail(plan.req, self._lacks_source(plan))
         for req in self.waiting.unanswered(now_s):
             late = TransferTimeoutError(f"request {req.rid!r} {self.waiting.why(req, now_s)}")
-            self._retry_unanswered(req, late)
+            self._try_again(req, late)
         for req, why in self.waiting.expired(now_s):
             error = AdmissionTimeoutError(f"request {req.rid!r} {why}")
             self._fail(req, error)
@@ -351,7 +350,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             if is_asked := flight.room_key in self.prefill.open:
                 self.fail_room(flight, error, error)
         elif is_asked and req is not None:
-            self._retry_unanswered(req, error)
+            self._try_again(req, error)
         self._tell()
         return is_asked
 
@@ -609,16 +608,29 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         match event:
             case RoomEnded():
                 self.room_ended(event.key, event.poll, event.error, event.aux, now_s)
-            case RoomDrained():
-                self.room_drained(event.key)
-            case RoomOverdue():
-                self.room_overdue(event.key)
-            case PrefillReady():
-                self.prefill_ready(event.address, event.max_tokens, now_s)
-            case PrefillAway():
-                self.prefill_away(event.address, now_s)
-            case PrefillLost():
-                self.prefill_lost(event.address, event.error, now_s)
+            case RoomDrained(key):
+                self.room_drained(key)
+            case RoomOverdue(key):  # it is not drained by its deadline: its pages stay held
+                self.counters["quarantined_pages"] += self.pages.quarantine(key)
+            case PrefillReady(address, max_tokens):
+                self.waiting.opens(self.workers.of(address), max_tokens)
+                self._own.prefill_back(self, address)
+                for req in self.waiting.at(address):
+                    try:  # before any page is promised
+                        self._check_still_holds(req, address)
+                    except RequestError as error:
+                        self._fail(req, error)
+            case PrefillAway(address):  # its requests hold up no others
+                self.waiting.closes(self.workers.of(address), now_s)
+                self._own.prefill_away(self, address)
+            case PrefillLost(address):
+                worker = self.workers.of(address)
+                self.waiting.closes(worker, now_s)
+                # Before the requests try again: one that comes back to this address has to ask for
+                # it once more.
+                worker.is_met = False
+                for req in self.waiting.at(address):
+                    self._try_again(req, event.error)
             case _:
                 # What was written may be what a request needs that its worker's share is too small
                 # for.
@@ -648,33 +660,6 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             error = error or InternalError(f"{key} failed without a reason")
             self.fail_room(flight, error, None)
 
-    def prefill_ready(self, address: str, max_tokens: int, now_s: float) -> None:
-        """A prefill worker answers. Fail its requests that its pool of `max_tokens` cannot hold,
-        before any page is promised. 0 if the worker does not say."""
-        self.waiting.opens(self.workers.of(address), max_tokens)
-        self._own.prefill_back(self, address)
-        for req in self.waiting.at(address):
-            try:
-                self._check_still_holds(req, address)
-            except RequestError as error:
-                self._fail(req, error)
-
-    def prefill_away(self, address: str, now_s: float) -> None:
-        """A worker does not answer any more: its requests hold up no others."""
-        self.waiting.closes(self.workers.of(address), now_s)
-        self._own.prefill_away(self, address)
-
-    def prefill_lost(self, address: str, error: Exception, now_s: float) -> None:
-        """Try again, or fail, requests for an address where no worker answers, or one is
-        refused."""
-        worker = self.workers.of(address)
-        self.waiting.closes(worker, now_s)
-        # Before the requests try again: one that comes back to this address has to ask for it once
-        # more.
-        worker.is_met = False
-        for req in self.waiting.at(address):
-            self._retry_unanswered(req, error)
-
     def take_orders(self) -> list[Any]:
         """Return the copies that sources want to be made, and forget them; `hear` takes the end of
         each."""
@@ -685,10 +670,6 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.workers.release(key)
         self.pages.release(key)
         self.rooms.drained(key)
-
-    def room_overdue(self, key: RoomKey) -> None:
-        """Quarantine a room's pages: it is not drained by its deadline. They stay held."""
-        self.counters["quarantined_pages"] += self.pages.quarantine(key)
 
     def release_deferred(self, now_s: float) -> None:
         """Release the pages of ended requests once the device is done with them."""
@@ -825,12 +806,10 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if req is not None:
             self._try_again(req, cause)
 
-    def _retry_unanswered(self, req: DecodeRequest, error: Exception) -> None:
-        self.waiting.remove(req)
-        self._try_again(req, error)
-
     def _try_again(self, req: DecodeRequest, error: Exception) -> None:
         """Ask again after an attempt that failed, or could not begin; else end the request."""
+        if req in self.waiting:
+            self.waiting.remove(req)
         if req.retries < self._max_retries:
             self.counters["retries"] += 1
             req.retries += 1

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, field
 from itertools import islice
@@ -182,12 +182,11 @@ class Workers:
     def check_invariants(self, rooms: Set[RoomKey]) -> None:
         """Check the shares against `rooms`, those that are open or undrained: no other may have
         pages in a worker's power. Raises InternalError."""
-        pages = Counter[Worker]()
-        for worker, num_pages in self._shares.values():
-            pages[worker] += num_pages
+        shares = self._shares.values()
         laws = {
             "a worker's pages are those of its rooms": all(
-                worker.num_pages == pages[worker] for worker in self.all()
+                worker.num_pages == sum(num for one, num in shares if one is worker)
+                for worker in self.all()
             ),
             "only open and undrained rooms have pages in a worker's power": self._shares.keys()
             <= rooms,

@@ -20,6 +20,7 @@ from prefixkv.errors import (
     TransferError,
     TransferTimeoutError,
 )
+from prefixkv.protocol.events import PrefillAway, PrefillReady
 from tests.unit.decode.desk import PAGE_SIZE, AbortRoom, Desk, OpenRoom, RefuseRoom
 
 
@@ -65,10 +66,10 @@ class Alone(Desk):
         return self._checked([(ask.rid, ask.generation) for ask in asks])
 
     def down(self, address: str = "p") -> None:
-        self._checked(self.scheduler.prefill_away(address, self.now_s))
+        self._checked(self.scheduler.hear(PrefillAway(address), self.now_s))
 
     def up(self, address: str = "p") -> None:
-        self._checked(self.scheduler.prefill_ready(address, 0, self.now_s))
+        self._checked(self.scheduler.hear(PrefillReady(address), self.now_s))
 
 
 def kinds(desk: Desk) -> list[type]:
