@@ -25,14 +25,14 @@ _LOCKED = """
     locks = self.__dict__.setdefault("locks", {})
     if plan is not None and waiter in locks:
         pages.cache.unlock(locks.pop(waiter))
-    elif plan is None and waiter not in locks and waiter.match is not None:
-        locks[waiter] = pages.cache.lock(waiter.match)
+    elif plan is None and waiter not in locks and waiter.look.match is not None:
+        locks[waiter] = pages.cache.lock(waiter.look.match)
     if plan is None:
 """
 MUTANTS = (
     Mutant(
         "prefill computes at once, and holds the pages until decode asks",
-        (PrefillScheduler._add, "return req", "self.bootstrapped.add(req, 0)\n    return req"),
+        (PrefillScheduler.add, "return req", "self.bootstrapped.add(req, 0)\n    return req"),
         (Prefill.tell, "inbox.append(command)", "inbox.append(clipped(command))"),
         (Prefill.offer, "req = self.add(request)", "return self.add(request)"),
     ),

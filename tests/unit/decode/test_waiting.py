@@ -267,20 +267,13 @@ def test_the_list_is_what_a_naive_one_is(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def _all_have_turns(self: Waiting) -> list[Worker]:
-    self._lines, lines = {one: None for one in self._lines if one.is_open}, self._lines
-    for worker in self._lines:
-        worker.has_share = False
-    try:
-        return TURNS(self)
-    finally:
-        self._lines = lines
+    return [one for one in self._workers.all() if one.line and one.is_open]
 
 
 def _never_overdue(self: Waiting, now_s: float) -> None:
     self._overdue.due(now_s)
 
 
-TURNS = Waiting._turns
 BROKEN: dict[str, tuple[type, str, Any]] = {
     "patience ends no overtaking": (Waiting, "_note_overdue", _never_overdue),
     "a line has a turn in spite of its share": (Waiting, "_turns", _all_have_turns),
