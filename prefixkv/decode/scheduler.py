@@ -212,13 +212,10 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self._fail(req, error)
         # 3. Raise last: by now every admitted request has its room, and the next call returns it,
         # unless it has failed or completed since.
-        try:
-            self.pages.errors.raise_due()
-            there, admitted = DecodeState.PREALLOCATED, self._admitted
-            self._admitted = []
-        finally:  # prefill hears of the rooms all the same
-            self._tell()
-        return [req for req in admitted if req.state is there]
+        self._tell()
+        self.pages.errors.raise_due()
+        admitted, self._admitted = self._admitted, []
+        return [req for req in admitted if req.state is DecodeState.PREALLOCATED]
 
     def pop_transferred(self) -> list[DecodeRequest]:
         """Commit the requests with complete KV to the tree, and return them. They run from now on,

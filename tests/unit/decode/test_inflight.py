@@ -92,7 +92,7 @@ def _chain() -> tuple[Air, list[Flight]]:
 @pytest.mark.parametrize(
     ("what", "value", "law"),
     [
-        ("joined", None, "a flight that waits, and the one it waits for"),
+        ("joined", None, "what waits for it knows that"),
         ("number", 0, "numbers count up"),
         ("start_pages", 3, "what is found begins there"),
         ("end_pages", 0, "what is joined is brought"),
