@@ -51,13 +51,12 @@ class Admission(Waiting):
         The tree evicts last what it has of it. Cost: O(log waiting), and a match. Raises what the
         policy raises, with nothing changed.
         """
-        waiter = Waiter(req, self._num_arrivals + 1, first, now_s)
+        waiter = Waiter(req, next(self._arrivals), first, now_s)
         match = self._look(waiter, now_s).match
         # Ranks are the user's code: they come before the first change. One that comes back has no
         # rank: the order among those is by return, which no policy changes.
         if not first:
             waiter.rank = self._rank(waiter)
-        self._num_arrivals += 1
         self._spent_at = -1
         waiter.worker = self._workers.of(req.asks)
         # What could be taken now can come back in any case.

@@ -335,14 +335,11 @@ class Planner:
             flights.append((joined, load))
         first, rest = plan.segments[0], plan.segments[1:]
         first.source.opening(req, first)
-        req.pages_held = row = pages.open(
+        row = pages.open(
             look.match, look.new_pages, now_s, above, shared_pages,
             is_used=bool(flights), start=plan.group_start,
         )  # fmt: skip
-        req.prefix_len = shared_pages * page_size
-        if req.hashes:
-            row.hashes, req.hashes = req.hashes, []
-            pages.keep_hashes(row)
+        req.opened(row, shared_pages * page_size)
         own = Flight(
             first.source, req, req.request, req.prefill, req.room_key, req.key, row, shared_pages,
             first.end // page_size, joined, rest[0] if rest else None,

@@ -26,7 +26,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import count, islice
 from operator import attrgetter
 from typing import Any, Final
 
@@ -251,7 +251,7 @@ class Waiting:
         self._shares_at = -1  # version of `workers` at which those over their share were tried
         self._most_pages: float = math.inf  # most that one request may get; set by each pass
         self.stepped_aside = {PAGES: 0, SHARE: 0, PREFILL: 0}
-        self._num_arrivals = 0
+        self._arrivals = count(1)
         self._late: Timers[DecodeRequest] = Timers()
         self._overdue: Timers[Waiter] = Timers()  # of those in line, that have a place
         # Times at which one has waited long for a worker that does not answer, or a little earlier.

@@ -149,11 +149,7 @@ class PrefillBootstrapQueue:
                 return False
         # First: an eviction for what is taken must not take what it goes on from.
         self._resume.hold(req, found.more)
-        req.pages_held = pages.open(match, num_new, now_s, start=start)
-        req.prefix_len = prefix_len
-        if req.hashes:
-            req.pages_held.hashes, req.hashes = req.hashes, []
-            pages.keep_hashes(req.pages_held)
+        req.opened(pages.open(match, num_new, now_s, start=start), prefix_len)
         self._resume.opened(req, found.dense_pages)
         firsts = [group.first_page(req.num_tokens) for group in pages.windows]
         req.plan = SendPlan(req.num_tokens, req.decode_prefix_len, page_size, firsts)
