@@ -70,7 +70,8 @@ class Admission(Waiting):
 
     def match_of(self, req: DecodeRequest) -> MatchResult | None:
         """Return the last match of a request; None if it is not cached."""
-        return self._waiters[req].look.match
+        match: MatchResult | None = self._waiters[req].look.match
+        return match
 
     def remove(self, req: DecodeRequest) -> None:
         # The next pass has to look again: this may be the request that held up the others.
@@ -211,9 +212,13 @@ class Admission(Waiting):
         if not waiter.worker.is_open or waiter.blocked_by or waiter.seen_at == self._version:
             return None
         plan = self._plan(waiter, self._look(waiter, now_s), now_s)
-        if plan is None and self._policy.overtakes and not waiter.is_returned:
-            # Its new estimate has to be in the order for those that may come.
-            self._renew(waiter)
+        if plan is None:
+            self._bring_back(self.most_pages)
+            if self._policy.overtakes and not waiter.is_returned:
+                # Its new estimate has to be in the order for those that may come.
+                self._renew(waiter)
+            self._step_aside(waiter)
+            self._spent_at = self._version
         return plan
 
     def _in_order(self, now_s: float) -> Iterator[Plan]:
