@@ -38,18 +38,20 @@ class BatchGrowth:
         # The whole batch passes here at every step, so all but one comparison is left to the few
         # requests that are at their limit. Where the list is that of the step before, it names none
         # twice, and none of another node: neither ever changes.
-        if type(reqs) is not list or reqs != self._batch:
+        is_known = type(reqs) is list and reqs == self._batch
+        if not is_known:
             self.check_batch(reqs)
-            self._batch = list(reqs)
         if num_tokens != len(reqs):
             raise RequestError(f"{num_tokens} tokens for {len(reqs)} requests")
         due: list[DecodeRequest] = []
         for req in reqs:  # in a loop: a comprehension is a call
             if len(req.output) >= req.output_limit:
                 due.append(req)
+        running = self._running_of(due)
+        if not is_known:
+            self._batch = list(reqs)
         if not due:
             return False
-        running = self._running_of(due)
         lengths = []  # the step that gave the token has written the KV of the one before
         for req in running:
             if (num_output := len(req.output)) >= req.max_new_tokens:
