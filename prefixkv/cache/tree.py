@@ -350,7 +350,11 @@ class RadixTree:
             floor = self._floor(node, end - missing) if steps else parent.end
             if node.wants:
                 floor = max(floor, node.deepest_want(end - 1))
-            count = min(end - floor, missing, self._queue.most_pages)
+            count = end - floor
+            if count > missing:
+                count = missing
+            if count > self._queue.most_pages:
+                count = self._queue.most_pages
             missing -= count
             # The policy remembers evicted paths at every so many pages. It reads the path from the
             # node, so it hears of it before the pages leave.

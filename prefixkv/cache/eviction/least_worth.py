@@ -31,6 +31,8 @@ AT_ONCE = -inf
 WITH_A_CLOCK = nextafter(0.0, 1.0)
 """The least time above 0: an offer made without a clock holds until the first time is given."""
 
+NO_CLASS = -1
+
 ENDS_S = (*EDGES_S, inf)
 """End of each age bin, in seconds."""
 
@@ -63,15 +65,14 @@ class Line:
     def first(self) -> Entry | None:
         """Return the oldest entry, or None. Drops dead entries before it."""
         in_order, heap = self.in_order, self.oldest
-        # The usual case: all are in order, and the first stands.
-        if in_order and not heap:
+        # Both sources, each cleared of what is dead. As a rule all are in order.
+        while in_order:
             first = in_order[0]
             node = first[1]
-            stands = node.entry is first and not node.lock_ref and not node.children
-            if stands:
-                return first
-        # Both sources, each cleared of what is dead.
-        while in_order and not _stands(in_order[0]):
+            if node.entry is first and (not (node.lock_ref or node.children) or _stands(first)):
+                if not heap:
+                    return first
+                break
             in_order.popleft()
         while heap and not _stands(heap[0]):
             heappop(heap)
@@ -138,6 +139,7 @@ class LeastWorth:
         # The times until which each offer holds, and the least of them at most.
         self._holds_s = [inf] * num_kinds
         self._all_hold_s = inf
+        self._lone = NO_CLASS  # the only class that offers the least, if known
 
     def add(self, leaf: TreeNode) -> None:
         """Add a leaf to the line of its class, or move it there. O(1) as a rule."""
@@ -169,31 +171,35 @@ class LeastWorth:
             self._holds_s = [AT_ONCE] * len(self._lines)
             self._all_hold_s = AT_ONCE
         # 2. Look again at the classes of which an age may be in another bin.
-        all_hold_s = self._all_hold_s
-        if now_s >= all_hold_s:
+        if now_s >= self._all_hold_s:
             for kind, holds_s in enumerate(self._holds_s):
                 if now_s >= holds_s:
                     self._update_offer(kind, now_s)
-            all_hold_s = min(self._holds_s)
+            self._all_hold_s = min(self._holds_s)
+            self._lone = NO_CLASS
         # 3. Take the least offer. If its leaf has gone since, the class offers at least as much
-        #    now: look again at this class alone, and choose again.
-        worths, offered = self._least, self._offered
+        #    now: look again at this class alone, and choose again unless it offers as little.
+        worths, kind = self._least, self._lone
         while True:
-            least = min(worths)
-            # Equal worths are rare once something was learnt; then the whole offers decide.
-            kind = worths.index(least) if worths.count(least) == 1 else min(self._offers)[3]
-            entry = offered[kind]
+            if kind < 0:
+                least = min(worths)
+                # Equal worths are rare once something was learnt; then the whole offers decide.
+                if worths.count(least) == 1:
+                    self._lone = kind = worths.index(least)
+                else:
+                    kind = min(self._offers)[3]
+            entry = self._offered[kind]
             if entry is None:
-                node = None
-                break
+                return None
             node = entry[1]
             if node.entry is entry and not node.lock_ref and not node.children:
-                break
+                return node
+            least = worths[kind]
             self._update_offer(kind, now_s)
-            if self._holds_s[kind] < all_hold_s:
-                all_hold_s = self._holds_s[kind]
-        self._all_hold_s = all_hold_s
-        return node
+            if self._holds_s[kind] < self._all_hold_s:
+                self._all_hold_s = self._holds_s[kind]
+            if kind != self._lone or worths[kind] > least:
+                self._lone = kind = NO_CLASS
 
     def _update_offer(self, kind: int, now_s: float) -> None:
         line = self._lines[kind]
@@ -233,7 +239,8 @@ class LeastWorth:
 
     def count_dead(self) -> None:
         """Count a dead entry; sweep when the dead outnumber the living."""
-        self.count_dead_unswept()
+        self._num_entries -= 1
+        self._num_dead += 1
         if self._num_dead > 1024 and self._num_dead > self._num_entries:
             for line in self._lines:
                 line.sweep()

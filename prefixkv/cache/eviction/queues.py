@@ -7,8 +7,9 @@ many.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
-from heapq import heapify, heappop, heappush, heapreplace
+from heapq import heapify, heappop, heappush
 from typing import Any, Protocol, TypeAlias
 
 from prefixkv.cache.node import Mark, TreeNode
@@ -53,8 +54,8 @@ def forget(node: TreeNode) -> None:
 class LeafHeap:
     """A lazy heap by rank: an entry may rank its node too low, but never too high.
 
-    Most uses only raise a rank, so they leave the heap alone; `first` corrects the top. `add` costs
-    O(log leaves).
+    Most uses only raise a rank, so they leave the heap alone; `first` corrects the head. What comes
+    in order stands in a run before the heap: O(1). Else `add` costs O(log leaves).
     """
 
     most_pages = MAX_INDEX
@@ -62,6 +63,7 @@ class LeafHeap:
     def __init__(self, rank: Callable[[Mark], LeafRank]) -> None:
         self._rank = rank
         self._heap: list[tuple[LeafRank, TreeNode, LeafHeap]] = []
+        self._run: deque[tuple[LeafRank, TreeNode, LeafHeap]] = deque()
         self._num_dead = 0
 
     def add(self, leaf: TreeNode) -> None:
@@ -74,37 +76,46 @@ class LeafHeap:
                 return
             forget(leaf)
         leaf.entry = entry = (rank, leaf, self)
-        heappush(self._heap, entry)
+        run = self._run
+        if not run or run[-1][0] < rank:
+            run.append(entry)
+        else:
+            heappush(self._heap, entry)
 
     def first(self, now_s: float = 0.0) -> TreeNode | None:
         """Return the leaf with the lowest rank. Amortised O(log leaves)."""
-        heap = self._heap
-        while heap:
-            entry = heap[0]
+        heap, run = self._heap, self._run
+        while heap or run:
+            in_run = not heap or (run and run[0] < heap[0])
+            entry = run[0] if in_run else heap[0]
             node = entry[1]
             # 1. A living leaf at its true rank is the answer; at a higher one it moves down.
             # 2. A node that was locked or got children leaves the queue. It is added again when it
             #    is an evictable leaf again.
             # 3. A dead entry is dropped.
-            if node.entry is entry and not node.lock_ref and not node.children:
-                rank = self._rank(node.mark)
-                if not entry[0] < rank:  # not `==`: of ranks with `<` alone, or NaN, none is equal
-                    return node
-                node.entry = moved = (rank, node, self)
-                heapreplace(heap, moved)
-                continue
+            moves = False
             if node.entry is entry:
+                if not node.children and not node.lock_ref:
+                    moves = entry[0] < self._rank(node.mark)
+                    if not moves:  # not `==`: of ranks with `<` alone, or NaN, none is equal
+                        return node
                 node.entry = None
             else:
                 self._num_dead -= 1
-            heappop(heap)
+            if in_run:
+                run.popleft()
+            else:
+                heappop(heap)
+            if moves:
+                self.add(node)
         return None
 
     def count_dead(self) -> None:
         """Count a dead entry, and sweep when more than half are. Amortised O(1)."""
         self._num_dead += 1
-        if self._num_dead > 1024 and 2 * self._num_dead > len(self._heap):
+        if self._num_dead > 1024 and 2 * self._num_dead > len(self._heap) + len(self._run):
             self._heap = [entry for entry in self._heap if entry[1].entry is entry]
+            self._run = deque(entry for entry in self._run if entry[1].entry is entry)
             heapify(self._heap)
             self._num_dead = 0
 
