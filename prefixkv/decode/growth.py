@@ -59,9 +59,10 @@ class BatchGrowth:
             lengths.append((req, req.prompt_len + num_output))
         self._take(lengths, 1, now_s)
         # Now nothing can fail any more: states and limits change.
+        runs = DecodeState.RUNNING  # looked up once: that costs more than to compare
         for req in running:
-            if req.state is not DecodeState.RUNNING:  # it gets its first token
-                req.become(DecodeState.RUNNING)
+            if req.state is not runs:  # it gets its first token
+                req.become(runs)
                 self._ledger.journal.runs(req, now_s)
             req.output_limit = req.most_output
         return len(running) < len(due)
@@ -112,16 +113,19 @@ class BatchGrowth:
         OutOfPagesError, with nothing changed."""
         pages, page_size = self._pages, self._pages.page_size
         missing: list[tuple[DecodeRequest, RequestPages, int]] = []  # and pages that it lacks
+        num_missing = 0
         for req, kv_len in lengths:
             held = req.pages_held
             assert held is not None
-            # No step writes the KV of the last token, so `max_pages` has no page for it.
-            end = min(-(-(kv_len + num_tokens) // page_size), req.max_pages)
-            if end > held.num_pages:
-                missing.append((req, held, end - held.num_pages))
+            end = -(-(kv_len + num_tokens) // page_size)
+            if end > req.max_pages:  # no step writes the KV of the last token: no page is for it
+                end = req.max_pages
+            if (lacks := end - held.num_pages) > 0:
+                missing.append((req, held, lacks))
+                num_missing += lacks
         # 1. All or none: if one page is missing, none is taken, so that the engine can retract and
         # repeat the call with the same tokens.
-        if missing and sum([num for _, _, num in missing]) > pages.available_pages:
+        if missing and num_missing > pages.available_pages:
             raise self._out_of_pages({req: num for req, _, num in missing})
         # 2. A page for each in turn, since a row takes one at a time. The budget follows at once:
         # pages move from what remains to what is private.

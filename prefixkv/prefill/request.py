@@ -131,7 +131,8 @@ def checked_chunk(
     and only then, and a `ready` without `query()`. AuxTooLargeError."""
     end = whole_number("end", end, 0, MAX_INDEX + 1)
     state_slot = whole_number("state_slot", state_slot, -1, MAX_INDEX + 1)
-    if not isinstance(aux, bytes | bytearray | memoryview):
+    # A union is made anew by each call.
+    if type(aux) is not bytes and not isinstance(aux, bytearray | memoryview | bytes):
         raise RequestError(f"aux is a {type(aux).__name__}, bytes are needed")
     if not isinstance(last, bool):
         raise RequestError(f"last is {shown(last)}, True or False is needed")
@@ -159,6 +160,8 @@ class PrefillState(enum.Enum):
     SENDING = "sending"  # the last chunk is handed over
     SENT = "sent"
     FAILED = "failed"
+
+    __hash__ = object.__hash__  # equal is identical here; Enum's own hashes the name, in Python
 
     @property
     def ended(self) -> bool:

@@ -239,11 +239,12 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
                 raise RequestError(f"request {req.rid!r} has {what}")
         span = req.plan.send(end, last)
         src_pages = req.pages[span.first_page : span.end_page].copy()
-        groups = tuple(
-            plan.chunk(plan.send(end, last), *group.row(req.pages_held.row))
-            for plan, group in zip(req.plan.windows, self.pages.windows, strict=True)
-        )
-        groups += state_of(state_slot)
+        groups = state_of(state_slot)
+        if req.plan.windows:
+            of_windows = zip(req.plan.windows, self.pages.windows, strict=True)
+            row = req.pages_held.row
+            sent = [plan.chunk(plan.send(end, last), *group.row(row)) for plan, group in of_windows]
+            groups = (*sent, *groups)
         self.journal.chunk(req, len(src_pages), last, now_s)
         if last:
             req.state_slot = state_slot
