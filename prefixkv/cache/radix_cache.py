@@ -653,8 +653,8 @@ class RadixCache(RadixTree):
             node, num_bytes = self._walk(root, result.data)
             return node, num_bytes // self._page_bytes
         # 2. The content is the same, but splits may have moved the place into a node above.
-        while node.parent is not None and depth <= node.parent.end:
-            node = node.parent
+        while (above := node.parent) is not None and depth <= above.end:
+            node = above
         return node, depth
 
     def _key(self, tokens: TokensLike, namespace: Hashable) -> RadixKey:

@@ -27,11 +27,12 @@ STUCK = "wait for a device event that has raised"
 class Admission(Waiting):
     """Waiting requests, and the passes that find what fits. Owned by the scheduler's thread.
 
-    The order rests on estimates. A request is admitted only by a plan of another look, which
-    repeats the match if the tree has changed. A pass makes at most `MAX_LOOKS` looks that admit
-    nothing, and none where nothing has changed since the last (`PageManager.version`); spare looks
-    go to the oldest estimates. `add` and an admission cost O(log waiting), a pass without one that
-    times the prefill workers that requests wait for.
+    The order rests on estimates. A request is admitted only by a plan of a look at what there is
+    now: another look, unless there are no organs and nothing has changed since the last. A pass
+    makes at most `MAX_LOOKS` looks that admit nothing, and none where nothing has changed since the
+    last pass (`PageManager.version`); spare looks go to the oldest estimates. `add` and an
+    admission cost O(log waiting), a pass without one that times the prefill workers that requests
+    wait for.
 
     Args:
         config: of it what is about admission. A request that has waited `admission_patience_s` is
@@ -166,8 +167,12 @@ class Admission(Waiting):
     # --- one waiter -------------------------------------------------------------------------------
 
     def _look(self, waiter: Waiter, now_s: float) -> Look:
-        req, known = waiter.req, waiter.look and waiter.look.match
-        waiter.look = look = self._planner.look(req, known, now_s, can_ask=bool(req.asks))
+        req, look, version = waiter.req, waiter.look, self._version
+        known = None if look is None else look.match
+        is_same = waiter.looked_at == version and (known is None or known.is_current)
+        if look is None or not is_same or self._ledger.organs:  # what those bring changes with time
+            waiter.look = look = self._planner.look(req, known, now_s, can_ask=bool(req.asks))
+            waiter.looked_at = version
         return look
 
     def _plan(self, waiter: Waiter, look: Look, now_s: float) -> Plan | None:

@@ -83,13 +83,11 @@ class DecodeRequest(PagedRequest[DecodeState]):
         self.asks = request.prefill
         self.may_load = True  # from host memory; False once such a copy has failed
         self.max_new_tokens = request.max_new_tokens
-        self.prompt_len = len(request.key)  # tokens
+        self.prompt_len = self.fill_len  # tokens
         self.max_pages = pages_for(self.most_kv_len, pages.page_size)
         self.output: list[int] = []
         self.output_limit = 0
         self.aux = b""
-        # Of the latest admission: the tokens that have KV once it may run.
-        self.fill_len = self.prompt_len
         # Until it is done, the device may write what the engine has computed of it here.
         self.unwritten: DeviceEvent | None = None
         self.retries = 0

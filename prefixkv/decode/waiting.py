@@ -198,8 +198,8 @@ class Workers:
 class Waiter:
     """A request that waits, and the last look at it (`plan.Look`).
 
-    `since_s` is when it came, or came back. `seen_at` is the version at which a look admitted
-    nothing.
+    `since_s` is when it came, or came back. `looked_at` is the version of the last look, `seen_at`
+    that at which a look admitted nothing.
     """
 
     req: DecodeRequest
@@ -209,6 +209,7 @@ class Waiter:
     worker: Worker = field(init=False)
     blocked_by: str = ""  # a reason of its own, PAGES or SHARE; "": it stands in its worker's line
     look: Any = None
+    looked_at: int = -1
     rank: tuple[float, ...] = ()
     is_overdue: bool = False
     seen_at: int = -1

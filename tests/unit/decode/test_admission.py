@@ -53,6 +53,19 @@ def test_what_is_cached_counts_not_what_is_asked_for() -> None:
     assert desk.admit() == ["long", "short"], "one new page against two"
 
 
+def test_what_was_evicted_since_the_request_came_is_not_counted_on() -> None:
+    desk = Desk(24)
+    for rid in "xz":
+        desk.finish(desk.start(rid, 32, max_new=1))
+    runs = desk.start("h", 32, max_new=8)
+    req = desk.add("x2", 33, max_new=1)
+    desk.pages.evict_reserve_pages = 16
+    desk.token(runs)  # takes a page, for which both prompts go
+    assert desk.pages.cache.num_pages == 8
+    assert desk.admit() == ["x2"]
+    assert (req.prefix_len, len(req.pages)) == (0, 9)
+
+
 def test_priority_goes_before_arrival_and_is_waited_for() -> None:
     desk, hog = blocked_desk(16, 2, admission="priority")
     for rid, tokens, priority in (("a", 4, 0), ("b", 12, 5), ("c", 4, 5), ("d", 4, -1)):
