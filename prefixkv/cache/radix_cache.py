@@ -639,10 +639,8 @@ class RadixCache(RadixTree):
 
         O(1) if no page came or went since, apart from splits. LockError for another cache's result.
         """
-        if not isinstance(result, MatchResult):
-            raise LockError(f"a {type(result).__name__} is no result of a cache")
-        if result.cache is not self:
-            raise LockError("the result is another cache's")
+        if not isinstance(result, MatchResult) or result.cache is not self:
+            raise LockError(f"a {type(result).__name__} that is no result of this cache")
         node, depth = result.node, result.depth
         # 1. Pages came or went, or the node died in a merge (DEAD is below every depth): walk
         #    again.

@@ -76,10 +76,13 @@ class Newcomers:
         address = f"inproc://monitor-{sock.FD}"
         sock.monitor(address, _EVENTS)
         self.monitor = sock.context.socket(zmq.PAIR)
-        """Readable when `read` has something to do."""
         # Without a limit: libzmq's thread would wait for the owner with a lock that `close` needs.
         self.monitor.setsockopt(zmq.RCVHWM, 0)
         self.monitor.connect(address)
+        # Readable when `read`, which reads all, has something to do, once it was found empty here.
+        # Polled in the socket's place: of each socket of a poll zmq asks the state several times.
+        self.fd: int = self.monitor.FD
+        self.monitor.poll(0)
 
     def read(self) -> list[int]:
         """Take what libzmq reports of the connections; return the codes of failed handshakes."""
@@ -253,9 +256,11 @@ class RouterChannel(_Channel):
         self._newcomers: Newcomers | None = None
         try:
             # 2. The answers to ZAP, before the socket can be connected to.
-            self._zap = self._context.socket(zmq.REP)
-            self._zap.bind(_ZAP)
-            self._poller.register(self._zap, zmq.POLLIN)
+            self._zap: zmq.Socket[bytes] | None = None
+            if config.curve is not None:
+                self._zap = self._context.socket(zmq.REP)
+                self._zap.bind(_ZAP)
+                self._poller.register(self._zap, zmq.POLLIN)
             self._sock = sock = self._socket(zmq.ROUTER, bind)
             # An unknown route is an error to count, not a silent drop.
             sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -263,7 +268,7 @@ class RouterChannel(_Channel):
                 sock.curve_server = True
             # 3. Before it is bound: a connection that came earlier would not be counted.
             self._newcomers = Newcomers(sock, config.max_peers, self.counters)
-            self._poller.register(self._newcomers.monitor, zmq.POLLIN)
+            self._poller.register(self._newcomers.fd, zmq.POLLIN)
             sock.bind(bind)
             self._is_local = is_loopback(bind)
         except (zmq.ZMQError, ValueError) as error:
@@ -279,10 +284,10 @@ class RouterChannel(_Channel):
         assert self._newcomers is not None
         ready = self._poll(timeout_s)
         # First: a connection is known before its messages are read.
-        if self._newcomers.monitor in ready:
+        if self._newcomers.fd in ready:
             frames += self._failed_handshakes(self._newcomers.read())
-        if self._zap in ready:
-            frames += self._let_in()
+        if self._zap is not None and self._zap in ready:
+            frames += self._let_in(self._zap)
         if self._sock not in ready:
             return frames
         # `Peer-Address` decides whether the sender is on this machine where the bind is not
@@ -301,17 +306,17 @@ class RouterChannel(_Channel):
         if self._newcomers is not None:
             self._newcomers.heard(frame)
 
-    def _let_in(self) -> Iterator[ConnectFailed]:
+    def _let_in(self, zap: zmq.Socket[bytes]) -> Iterator[ConnectFailed]:
         """Answer libzmq, which asks for each CURVE client whether its key is allowed."""
         curve = self._config.curve
         with suppress(zmq.Again):
             for _ in range(_FRAMES_A_POLL):
-                version, number, _, host, _, _, key = self._zap.recv_multipart(zmq.DONTWAIT)
+                version, number, _, host, _, _, key = zap.recv_multipart(zmq.DONTWAIT)
                 text = z85.encode(key).decode()
                 is_listed = curve is not None and text in curve.allowed_clients
                 code, user = (200, text) if is_listed else (_NOT_LISTED, "")
                 answer = version, number, b"%d" % code, b"", user.encode(), b""
-                self._zap.send_multipart(answer)
+                zap.send_multipart(answer)
                 if not is_listed:
                     why = (
                         f"its key {short_key(text)!r} is not in our allowed_clients: list it there"
@@ -356,6 +361,7 @@ class _Line:
     address: str
     sock: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
+    fd: int  # the monitor's, see `Newcomers`
     guess: str = _WRONG_ADDRESS  # why there is no answer
     is_abandoned: bool = False  # libzmq does not connect by itself
 
@@ -372,7 +378,7 @@ class DealerChannel(_Channel):
         super().__init__(config, wake_fd)
         self._check = check
         self._lines: dict[str, _Line] = {}
-        self._line_of: dict[object, _Line] = {}  # by socket and monitor
+        self._line_of: dict[object, _Line] = {}  # by what is polled: socket, monitor's descriptor
 
     def connect(self, address: str) -> None:
         """Open a socket for `address`, if it has none; connecting goes on by itself. Raises
@@ -386,6 +392,7 @@ class DealerChannel(_Channel):
             if self._config.curve is not None:
                 sock.curve_serverkey = self._config.curve.server_key.encode()
             made.append(sock.get_monitor_socket(_GONE | _REACHED))
+            made[1].poll(0)  # as in `Newcomers`
             sock.connect(address)
             self._check(address)  # nothing is sent yet
         except (zmq.ZMQError, ValueError, ConfigError) as error:
@@ -394,8 +401,8 @@ class DealerChannel(_Channel):
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(f"prefill is {address!r}: {error}") from error
-        self._lines[address] = line = _Line(address, made[0], made[1])
-        for one in made:
+        self._lines[address] = line = _Line(address, *made, made[1].FD)
+        for one in (line.sock, line.fd):
             self._line_of[one] = line
             self._poller.register(one, zmq.POLLIN)
 
@@ -404,7 +411,7 @@ class DealerChannel(_Channel):
         line = self._lines.pop(address, None)
         if line is not None:
             # Out of the poller before they are closed.
-            for one in (line.sock, line.monitor):
+            for one in (line.sock, line.fd):
                 del self._line_of[one]
                 self._poller.unregister(one)
             line.sock.disable_monitor()
@@ -418,7 +425,7 @@ class DealerChannel(_Channel):
         frames: list[FrameReceived[str] | Reached | Unreached | ConnectFailed] = []
         for one in self._poll(timeout_s):
             line = self._line_of[one]
-            if one is line.monitor:
+            if one == line.fd:
                 frames += self._monitor_changes(line)
                 continue
             is_local = is_loopback(line.address)
