@@ -167,7 +167,8 @@ class Admission(Waiting):
     # --- one waiter -------------------------------------------------------------------------------
 
     def _look(self, waiter: Waiter, now_s: float) -> Look:
-        req, look, version = waiter.req, waiter.look, self._version
+        req, version = waiter.req, self._version
+        look: Look | None = waiter.look
         known = None if look is None else look.match
         is_same = waiter.looked_at == version and (known is None or known.is_current)
         if look is None or not is_same or self._ledger.organs:  # what those bring changes with time

@@ -401,10 +401,10 @@ class DealerChannel(_Channel):
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(f"prefill is {address!r}: {error}") from error
-        self._lines[address] = line = _Line(address, *made, made[1].FD)
-        for one in (line.sock, line.fd):
-            self._line_of[one] = line
-            self._poller.register(one, zmq.POLLIN)
+        self._lines[address] = line = _Line(address, made[0], made[1], made[1].FD)
+        for polled in (line.sock, line.fd):
+            self._line_of[polled] = line
+            self._poller.register(polled, zmq.POLLIN)
 
     def disconnect(self, address: str) -> None:
         """Close the socket for this address; queued frames may still leave for a second."""

@@ -67,11 +67,11 @@ class Line:
         in_order, heap = self.in_order, self.oldest
         # Both sources, each cleared of what is dead. As a rule all are in order.
         while in_order:
-            first = in_order[0]
-            node = first[1]
-            if node.entry is first and (not (node.lock_ref or node.children) or _stands(first)):
+            entry = in_order[0]
+            node = entry[1]
+            if node.entry is entry and (not (node.lock_ref or node.children) or _stands(entry)):
                 if not heap:
-                    return first
+                    return in_order[0]
                 break
             in_order.popleft()
         while heap and not _stands(heap[0]):
