@@ -212,10 +212,12 @@ class Admission(Waiting):
 
     def _of_one(self, now_s: float) -> Plan | None:
         """Plan the only request there is, if it fits: the common case, with nothing to overtake."""
-        if len(self._waiters) != 1 or not self.may_admit:
+        if len(self._waiters) != 1 or not self._pages.can_open:
             return None
         (waiter,) = self._waiters.values()
-        if not waiter.worker.is_open or waiter.blocked_by or waiter.seen_at == self._version:
+        if self._version in (self._spent_at, waiter.seen_at):
+            return None
+        if not waiter.worker.is_open or waiter.blocked_by:
             return None
         plan = self._plan(waiter, self._look(waiter, now_s), now_s)
         if plan is None:

@@ -593,7 +593,7 @@ class HostSource(MeasuringSource):
         page_size = self._ledger.page_size
         end = min(found.depth, len(need.key) // page_size) * page_size
         is_more = end > need.start and self._is_worth_loading(need, end - need.start)
-        return Segment(self, need.start, end) if is_more else None
+        return Segment(self, need.start, end, found) if is_more else None
 
     def _is_worth_loading(self, need: Need, num_tokens: int) -> bool:
         if not need.can_ask:
@@ -606,9 +606,8 @@ class HostSource(MeasuringSource):
     def begin(self, flight: Flight, segment: Segment, now_s: float) -> None:
         table = self._ledger.pages.table
         packed = table.packed(flight.pages.row, flight.start_pages, flight.end_pages)
-        found = self.tier.cache.match_prefix(flight.key)
         pages = np.frombuffer(packed, np.int32)
-        flight.room_key = self.tier.load(found, flight.key, pages, now_s)
+        flight.room_key = self.tier.load(segment.found, flight.key, pages, now_s)
         self._open[flight.room_key] = flight
         num_hit = 0 if flight.is_ahead else segment.end - segment.start
         self._ledger.journal.counters["host_hit_tokens"] += num_hit
@@ -739,7 +738,7 @@ class HostSource(MeasuringSource):
                 row, start, end, None, is_ahead=True,
             )  # fmt: skip
             ledger.flights.enter(flight, shareable=True)
-            self.begin(flight, Segment(self, start * page_size, end * page_size), now_s)
+            self.begin(flight, Segment(self, start * page_size, end * page_size, found), now_s)
         return True
 
     def flushed(self) -> None:

@@ -464,12 +464,12 @@ class Waiting:
         """Return those that have waited too long for a worker that does not answer. They have to be
         removed. O(1) if there are none."""
         late = []
-        for waiter in self._unanswered.due(now_s):
+        for waiter in sorted(self._unanswered.due(now_s), key=attrgetter("arrival")):
             if not waiter.worker.is_open and self._answer_due_s(waiter) <= now_s:
-                late.append(waiter)
+                late.append(waiter.req)
             else:  # the worker answers, or has stopped again since
                 self._time_answer(waiter)
-        return [waiter.req for waiter in sorted(late, key=attrgetter("arrival"))]
+        return late
 
     # --- laws -------------------------------------------------------------------------------------
 
