@@ -47,6 +47,7 @@ class ComputeSource(MeasuringSource):
     def __init__(self, ledger: Ledger, rule: Sources, asks_late: bool) -> None:
         super().__init__(ledger, rule)
         self.fails_over, self.asks_late = rule.fails_over, asks_late
+        self.most_alone = rule.most_tokens(is_down=True)
         self._step_tokens = min(
             (group.step_tokens for group in ledger.pages.windows), default=math.inf
         )

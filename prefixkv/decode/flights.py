@@ -81,6 +81,7 @@ class Source:
     outlives_request = True  # goes on for those that joined, when the request ends
     is_own = False  # the engine computes it: it has the calls that are for that
     fails_over = False  # takes requests that name no prefill worker
+    most_alone = -1  # most tokens that it brings of a request without prefill; -1: none
     asks_late = False  # the engine submits a request to prefill once `pop_needs_prefill` returns it
 
     def reach(self, need: Need) -> Segment | None:

@@ -709,6 +709,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             "only undrained rooms hold pages, and loads that nothing waits for": held_by
             <= set(self.pages.allocator.owners())
             <= self.rooms.undrained() | held_by,
+            "what waits lives": set(self.waiting) <= set(requests),
             "active counts the admitted requests": self.budget.active
             == sum(req.state in ACTIVE for req in requests),
         }
@@ -767,7 +768,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def _lacks_source(self, plan: Plan) -> Exception:
         req, missing = plan.req, plan.req.fill_len - plan.look.start
         worker = f"prefill worker {req.prefill} does not answer" if req.prefill else "it names none"
-        why = f"lacks {missing} tokens, more than decode may compute of one, and {worker}"
+        most = self._own.most_alone
+        why = f"lacks {missing} tokens, decode computes {most} of one alone, and {worker}"
         return PeerLostError(f"request {req.rid!r} {why}")
 
     def _meet(self, req: DecodeRequest) -> None:

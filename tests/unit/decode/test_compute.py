@@ -500,7 +500,7 @@ def test_what_lacks_too_much_by_the_time_of_its_admission_fails_by_name() -> Non
     desk.admit()
     assert desk.local() == []
     assert isinstance(cached.error, PeerLostError)
-    assert "lacks 11 tokens, more than decode may compute" in str(cached.error)
+    assert "lacks 11 tokens, decode computes 7" in str(cached.error)
     assert desk.pop_failed() == [cached]
     desk.carry_out_aborts()
     desk.at_rest()
