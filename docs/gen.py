@@ -30,7 +30,7 @@ from prefixkv.decode import request as decode_request
 from prefixkv.engines.sglang import transfer_options as sglang
 from prefixkv.engines.vllm import options
 from prefixkv.engines.vllm import stats as vllm
-from prefixkv.memory import kv_layout, staging_area, state_layout
+from prefixkv.memory import kv_layout, state_layout
 from prefixkv.pages.requests import PagedRequest
 from prefixkv.prefill import request as prefill_request
 from prefixkv.protocol import messages as wire
@@ -214,7 +214,7 @@ def messages() -> str:
     ]
     structs = [
         kind
-        for module in (wire, kv_layout, staging_area, state_layout)
+        for module in (wire, kv_layout, state_layout)
         for kind in classes_of(module, lambda one: issubclass(one, msgspec.Struct))
         if kind.__name__[0] != "_" and not kind.__name__.endswith("Body")
     ]

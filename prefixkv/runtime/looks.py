@@ -51,5 +51,6 @@ def _reader(layout: KVLayout, algorithm: str, part: Shard, unit_tokens: int) -> 
 
 
 def install() -> None:
-    CHECKS[:] = [Checks(tuple(ALGORITHMS), SumStamp, looks.sum_plan, _reader, LookThreads)]
+    parts = tuple(ALGORITHMS), SumStamp, looks.sum_plan, _reader, LookThreads
+    CHECKS[:] = [Checks("checksums", *parts)]
     looks.install()
