@@ -343,4 +343,4 @@ def make_compute(ledger: Ledger, config: DecodeConfig, parts: DecodeParts) -> Co
     asks_late = config.compute.ask == "late"
     if not ledger.pages.saves.num_slots:
         return ComputeSource(ledger, rule, asks_late)
-    return WITH_SAVES[0](ledger, rule, asks_late, config.checkpoint_tokens)
+    return WITH_SAVES[0](ledger, rule, asks_late, config)

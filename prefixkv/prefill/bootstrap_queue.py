@@ -16,8 +16,7 @@ from prefixkv.cache.results import MatchResult
 from prefixkv.pages.groups import GroupStart
 from prefixkv.pages.manager import PageManager
 from prefixkv.paging import page_floor, whole_pages
-from prefixkv.prefill.request import PrefillRequest, PrefillState, SendPlan
-from prefixkv.prefill.resume import Resume
+from prefixkv.prefill.request import PrefillRequest, PrefillState, Resume, SendPlan
 from prefixkv.prefill.shared_prefixes import SharedPrefixes
 
 

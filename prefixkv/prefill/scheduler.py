@@ -38,13 +38,15 @@ from prefixkv.pages.requests import (
 from prefixkv.paging import pages_for
 from prefixkv.prefill.bootstrap_queue import PrefillBootstrapQueue
 from prefixkv.prefill.request import (
+    EnginePrefix,
+    NoPrefix,
     PrefillJournal,
     PrefillRequest,
     PrefillState,
+    Resume,
     checked_chunk,
     state_of,
 )
-from prefixkv.prefill.resume import EnginePrefix, NoPrefix, Resume
 from prefixkv.prefill.shared_prefixes import SharedPrefixes
 from prefixkv.protocol.commands import (
     AbortRoom,

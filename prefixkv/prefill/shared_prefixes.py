@@ -19,8 +19,7 @@ from sortedcontainers import SortedList
 
 from prefixkv.cache.radix_key import TOKEN_BYTES, Starts, common_pages
 from prefixkv.errors import check_laws
-from prefixkv.prefill.request import PrefillRequest, PrefillState
-from prefixkv.prefill.resume import Resume
+from prefixkv.prefill.request import PrefillRequest, PrefillState, Resume
 
 
 @dataclass(slots=True, eq=False)

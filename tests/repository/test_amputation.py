@@ -37,7 +37,6 @@ ORGANS = {
     "checkpoints": [
         "cache/checkpoints.py",
         "pages/request_checkpoints.py",
-        "prefill/state_checkpoints.py",
     ],
     "host": [
         "decode/host_tier.py",
