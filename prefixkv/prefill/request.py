@@ -235,8 +235,8 @@ class PrefillRequest(PagedRequest[PrefillState]):
 
 
 class Resume:
-    """A request goes on at the end of what is cached. A scheduler has one; a part that keeps more of
-    requests than pages takes its place.
+    """A request goes on at the end of what is cached. A scheduler has one; a part that keeps more
+    of requests than pages takes its place.
 
     `follows`: whether a request may wait for a prefix that another request computes. `is_whole`:
     whether all that is cached is of use, for routers. A request goes on at a multiple of

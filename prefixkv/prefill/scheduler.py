@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import ClassVar, assert_never
+from typing import Any, ClassVar, assert_never
 
 from prefixkv.cache.events import EventFeed
 from prefixkv.cache.radix_key import RadixKey
@@ -68,7 +68,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
 
     journal: PrefillJournal
     # Of the pages, the first slot of their `Saves`, and the config; `assembly.py` puts it here.
-    resume_at_saves: ClassVar[Callable[..., Resume]]
+    resume_at_saves: ClassVar[Callable[..., Any]]
 
     def __init__(
         self,
