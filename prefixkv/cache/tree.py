@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from prefixkv.cache.events import Change, ChangeLog, Inserted
-from prefixkv.cache.eviction.guard import guarded
+from prefixkv.cache.eviction.plain import guarded
 from prefixkv.cache.eviction.policy import Policy, Said, SessionHints, Use, make_policy
 from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, forget
 from prefixkv.cache.node import PAGE_ID_BYTES, Mark, Packed, Root, TreeNode, Want, root_of

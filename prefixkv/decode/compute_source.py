@@ -137,7 +137,6 @@ class ComputeSource(MeasuringSource):
 
     # --- the engine's calls -----------------------------------------------------------------------
 
-    @property
     def has_new(self) -> bool:
         return bool(self._new())
 

@@ -38,8 +38,7 @@ from prefixkv.decode.request import (
     DecodeState,
     PrefillAsk,
 )
-from prefixkv.decode.rooms import Rooms
-from prefixkv.decode.waiting import Workers
+from prefixkv.decode.rooms import Rooms, Workers
 from prefixkv.errors import (
     AbortedError,
     AdmissionTimeoutError,
@@ -581,7 +580,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         """True if a `pop_*` call returns something, or may admit. O(1)."""
         # Admitted: by a call that raised.
         left = self._failed or self._admitted or self.prefill.asks or self.flights.complete
-        return bool(left or self.waiting.may_admit or self._own.has_new)
+        return bool(left or self.waiting.may_admit or self._own.has_new())
 
     @property
     def idle(self) -> bool:
@@ -589,13 +588,13 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         left = self.requests or self._failed or self.prefill.asks or len(self.rooms)
         if left or self.ledger.deferred or len(self.flights):
             return False
-        return all(source.is_idle for source in self._organs)
+        return not any(any(source.keeps()) for source in self._organs)
 
     @property
     def wake_s(self) -> float:
         """Time at which the next request may pass its deadline, or be admitted since it is overdue;
         infinity if none waits."""
-        wakes = (source.wake_s for source in self._organs)
+        wakes = (source.wake_s() for source in self._organs)
         return min(self.waiting.wake_s, self._deadlines.next_s, *wakes)
 
     # --- calls of the control plane ---------------------------------------------------------------
@@ -698,8 +697,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         held_by: set[RoomKey] = set()
         for source in (*self._organs, self.prefill):
             source.check_invariants(live)
-            locks |= source.locks
-            held_by |= source.held_by
+            its_locks, its_keys = source.keeps()
+            locks |= its_locks
+            held_by |= its_keys
         # Pages have three kinds of owners: requests, flights that lost their request, and undrained
         # rooms. The last are the allocator's to count, as held.
         held = [req.pages_held for req in live if req.pages_held is not None]
@@ -774,8 +774,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def _meet(self, req: DecodeRequest) -> None:
         """Find out, once, whether the worker of a request that has just queued answers."""
-        worker = self.workers.get(req.prefill)
-        if self.workers.gated and req.prefill and worker is not None and not worker.is_met:
+        worker = self.workers.of(req.prefill)
+        if self.workers.gated and req.prefill and not worker.is_met:
             worker.is_met = True
             self._commands.append(MeetPrefill(req.prefill))
         if self.workers.is_down(req.prefill):

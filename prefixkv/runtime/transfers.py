@@ -47,7 +47,7 @@ from prefixkv.runtime.rank_spec import RankSpec
 from prefixkv.settings import check_timeout
 from prefixkv.threads import OneThread
 from prefixkv.transport.base import CHECKS, Checks, RankMemory, Sink
-from prefixkv.transport.nixl.ucx import check_interface
+from prefixkv.transport.nixl.agent import check_interface
 from prefixkv.transport.transports import Transports, make_transports
 
 C = TypeVar("C")

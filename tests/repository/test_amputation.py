@@ -30,7 +30,6 @@ ORGANS = {
     "checksums": [
         "memory/page_sums.py",
         "control/decode/looks.py",
-        "transport/sums.py",
         "runtime/looks.py",
     ],
     "compute": ["decode/compute_source.py"],

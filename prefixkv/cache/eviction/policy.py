@@ -2,7 +2,7 @@
 
 Eviction always takes the last page of some leaf, so a prompt outlives the output it led to under
 every policy. A policy sees uses and histories, never the tree: it cannot break it. After the first
-exception of a user's policy its cache goes on with `lru` (`guard.py`).
+exception of a user's policy its cache goes on with `lru` (`plain.py`).
 
 To write one, derive from `Policy` or from a policy that is near it (`plain.LeastRecentlyUsed`).
 Hand an object of it to a cache, or `register` the class to use it by name.

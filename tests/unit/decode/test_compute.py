@@ -10,8 +10,8 @@ import pytest
 from prefixkv.config import ComputeConfig, ModelConfig
 from prefixkv.decode.flights import Segment
 from prefixkv.decode.request import DecodeRequest, DecodeState
+from prefixkv.decode.rooms import Workers
 from prefixkv.decode.sources import Sources
-from prefixkv.decode.waiting import Workers
 from prefixkv.errors import (
     AdmissionTimeoutError,
     CallerError,

@@ -17,8 +17,8 @@ from prefixkv.decode import ending, host_tier
 from prefixkv.decode.admission import HELD
 from prefixkv.decode.host_tier import FRESH_S, HOST, HostPages
 from prefixkv.decode.request import DecodeRequest
+from prefixkv.decode.rooms import Workers
 from prefixkv.decode.sources import Sources
-from prefixkv.decode.waiting import Workers
 from prefixkv.errors import OutOfPagesError
 from prefixkv.pages.groups import GroupSpec
 from prefixkv.protocol.events import HostCopy, HostCopyDone, PrefillAway, PrefillReady
