@@ -243,7 +243,7 @@ class Admission:
         # A prefill worker that does not answer may keep its flights open, and their pages, without
         # limit. Both counts share `releases`, since a prefix with two locks comes back only with
         # both.
-        if closed := self._workers.closed:
+        if closed := {one.address for one in self._workers.all() if not one.is_open}:
             for flight in self._ledger.flights:
                 if flight.is_open and flight.source.sends and flight.prefill in closed:
                     away += flight.pages.num_own + releases.end(flight.pages.lock)

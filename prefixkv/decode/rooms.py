@@ -216,11 +216,6 @@ class Workers:
         worker = self._workers.get(address)
         return worker is not None and not worker.is_open and worker.away_s > -math.inf
 
-    @property
-    def closed(self) -> set[str]:
-        """Addresses of the workers that do not answer."""
-        return {worker.address for worker in self._workers.values() if not worker.is_open}
-
     def check_holds(self, rid: str, num_tokens: int, address: str) -> None:
         """Raise RequestError where a worker is known to hold fewer tokens, all that the request may
         become: retracted late, it would fail with half of its answer given."""

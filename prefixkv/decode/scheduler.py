@@ -207,8 +207,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             late = TransferTimeoutError(f"request {req.rid!r} {self.waiting.why(req, now_s)}")
             self._try_again(req, late)
         for req, why in self.waiting.expired(now_s):
-            error = AdmissionTimeoutError(f"request {req.rid!r} {why}")
-            self._fail(req, error)
+            self._fail(req, AdmissionTimeoutError(f"request {req.rid!r} {why}"))
         # 3. Raise last: by now every admitted request has its room, and the next call returns it,
         # unless it has failed or completed since.
         self._tell()
@@ -584,11 +583,10 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     @property
     def idle(self) -> bool:
-        """True if nothing is left: no request, nothing to pop, no undrained room. O(1)."""
+        """True if nothing is left: no request, nothing to pop, no undrained room, no copy."""
         left = self.requests or self._failed or self.prefill.asks or len(self.rooms)
-        if left or self.ledger.deferred or len(self.flights):
-            return False
-        return not any(any(source.keeps()) for source in self._organs)
+        kept = self.ledger.deferred or len(self.flights)
+        return not (left or kept or any(any(source.keeps()) for source in self._organs))
 
     @property
     def wake_s(self) -> float:
@@ -602,8 +600,21 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def hear(self, event: Any, now_s: float) -> None:
         """Take what became of a room on all ranks, of a prefill worker, or of a source's order."""
         match event:
-            case RoomEnded():
-                self.room_ended(event.key, event.poll, event.error, event.aux, now_s)
+            # Success. If its flight is gone, or has lost its owner, the room number is what still
+            # waits for the proof that every write has landed.
+            case RoomEnded(key, KVPoll.SUCCESS):
+                flight = self.prefill.arrived(key, event.aux, now_s)
+                if flight is None or flight.owner is None:
+                    self.room_drained(key)
+            # Failure is no proof: writes may still be landing. The pages move to the room, which
+            # holds them until `room_drained`. The request tries again with other pages. Where the
+            # room was aborted here meanwhile, its pages are held already, and the request has
+            # ended.
+            case RoomEnded(key):
+                if (flight := self.prefill.open.get(key)) is not None:
+                    self.journal.transfer_ended(flight.prefill, "failed")
+                    error = event.error or InternalError(f"{key} failed without a reason")
+                    self.fail_room(flight, error, None)
             case RoomDrained(key):
                 self.room_drained(key)
             case RoomOverdue(key):  # it is not drained by its deadline: its pages stay held
@@ -634,27 +645,6 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
                 for source in self._organs:
                     if (flight := source.hear(event, now_s)) is not None:
                         self._ending.cancel(flight, event.error)
-
-    def room_ended(
-        self, key: RoomKey, poll: KVPoll, error: Exception | None, aux: bytes, now_s: float
-    ) -> None:
-        """Note that a room is terminal: its KV has arrived, or its request tries again or fails.
-
-        `poll`: SUCCESS, or else it failed with `error`. `aux` came with a success; bytes.
-        """
-        # 1. Success. If its flight is gone, or has lost its owner, the room number is what still
-        # waits for the proof that every write has landed.
-        if poll is KVPoll.SUCCESS:
-            flight = self.prefill.arrived(key, aux, now_s)
-            if flight is None or flight.owner is None:
-                self.room_drained(key)
-        # 2. Failure is no proof: writes may still be landing. The pages move to the room, which
-        # holds them until `room_drained`. The request tries again with other pages. Where the room
-        # was aborted here meanwhile, its pages are held already, and the request has ended.
-        elif (flight := self.prefill.open.get(key)) is not None:
-            self.journal.transfer_ended(flight.prefill, "failed")
-            error = error or InternalError(f"{key} failed without a reason")
-            self.fail_room(flight, error, None)
 
     def take_orders(self) -> list[Any]:
         """Return the copies that sources want to be made, and forget them; `hear` takes the end of
@@ -747,7 +737,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         flights = self.planner.take(plan, now_s)
         req.become(DecodeState.PREALLOCATED)
         self.waiting.remove(req)
-        self.journal.admitted(req, now_s, *plan.counts(self.pages.page_size))
+        self.journal.admitted(req, plan, now_s)
         sends = plan.segments[0].source.sends
         fault: Exception | None = None
         try:

@@ -278,22 +278,15 @@ class Resume:
         """Raise InternalError if a law is broken."""
 
 
-class NoPrefix(Resume):
-    """A request begins anew: what it needs besides pages is not kept."""
-
-    follows = is_whole = False
-
-    def find(self, req: PrefillRequest, match: MatchResult) -> tuple[int, Any]:
-        return 0, None
-
-
 class EnginePrefix(Resume):
-    """A request goes on where the engine says (`PrefillConfig.usable_prefix`)."""
+    """A request goes on where the engine says (`PrefillConfig.usable_prefix`); None: it begins
+    anew, since what it needs besides pages is not kept."""
 
     follows = False
 
-    def __init__(self, usable_prefix: UsablePrefix, errors: UserErrors) -> None:
-        self._usable_prefix, self._errors = usable_prefix, errors
+    def __init__(self, usable_prefix: UsablePrefix | None, errors: UserErrors) -> None:
+        self._usable_prefix = usable_prefix or (lambda req, num_tokens: 0)
+        self._errors, self.is_whole = errors, usable_prefix is not None
 
     def find(self, req: PrefillRequest, match: MatchResult) -> tuple[int, Any]:
         # The engine's code: what it raises is reported by the scheduler, and the request is
@@ -341,14 +334,12 @@ class PrefillJournal(Journal):
             self.waited("compute", req.started_s, now_s)
 
     def ended(self, req: PrefillRequest, now_s: float) -> None:
-        req.ended_s = now_s
         if req.state is PrefillState.SENT:
             self.waited("send", req.computed_s, now_s)
         if req.peer:
-            self.transfer_ended(
-                req.peer, "success" if req.state is PrefillState.SENT else outcome(req)
-            )
-        self.notify_ended(req, now_s)
+            is_sent = req.state is PrefillState.SENT
+            self.transfer_ended(req.peer, "success" if is_sent else outcome(req))
+        super().ended(req, now_s)
 
 
 def outcome(req: PrefillRequest) -> str:

@@ -39,7 +39,6 @@ from prefixkv.paging import pages_for
 from prefixkv.prefill.bootstrap_queue import PrefillBootstrapQueue
 from prefixkv.prefill.request import (
     EnginePrefix,
-    NoPrefix,
     PrefillJournal,
     PrefillRequest,
     PrefillState,
@@ -87,10 +86,9 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         self._resume = Resume()
         if pages.saves.num_slots:
             self._resume = self.resume_at_saves(pages, num_slots, config)
-        elif pages.windows or (num_slots and usable_prefix is None):
-            self._resume = NoPrefix()  # no state, and no window, is kept behind a prefix
-        elif usable_prefix is not None:
-            self._resume = EnginePrefix(usable_prefix, pages.errors)
+        elif pages.windows or num_slots or usable_prefix is not None:
+            # No window is kept behind a prefix; a state may be by the engine.
+            self._resume = EnginePrefix(None if pages.windows else usable_prefix, pages.errors)
         self.shared_prefixes = SharedPrefixes(
             pages.page_size, self.counters, config.follow_s, self._resume
         )
@@ -345,7 +343,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         if req.state.ended:
             return
         self._commands.append(AbortRoom(req.room_key, reason_of(error)))
-        # While it sends, only its room knows whether the last write was first: `room_ended`
+        # While it sends, only its room knows whether the last write was first: RoomEnded
         # decides.
         if req.state is not PrefillState.SENDING:
             self._end(req, error, now_s)
@@ -377,44 +375,30 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
 
     def hear(self, event: PrefillEvent, now_s: float) -> None:
         """Take what became of a room on all ranks."""
+        req = self._rooms.get(event.key)
+        if req is None:
+            return
         match event:
             case Bootstrapped():
-                self.room_bootstrapped(event.key, event.prefix_len, event.peer.name, now_s)
+                # It may have been aborted while the event was on its way.
+                if req.state is PrefillState.BOOTSTRAPPING:
+                    self.bootstrapped.add(req, event.prefix_len)
+                    self.journal.promised(req, event.peer.name, now_s)
             case RoomEnded():
-                self.room_ended(event.key, event.poll, event.error, now_s)
-            case SourceFree():
-                self.source_free(event.key, now_s)
+                if not req.state.ended:
+                    # What the engine has said goes before what became of the room then.
+                    why = f"{event.key} failed without a reason"
+                    error = req.given_up or event.error or InternalError(why)
+                    self._end(req, None if event.poll is KVPoll.SUCCESS else error, now_s)
+            case SourceFree():  # no write reads its pages: released once the engine is done
+                # A failed request with a state slot was kept back: the engine may reuse the slot
+                # once it is popped.
+                if req.state is PrefillState.FAILED and req.state_slot >= 0 and not req.source_free:
+                    self._failed.append(req)
+                req.source_free = True
+                self._maybe_release(req, now_s)
             case _:
                 assert_never(event)
-
-    def room_bootstrapped(
-        self, key: RoomKey, decode_prefix_len: int, peer: str, now_s: float
-    ) -> None:
-        req = self._rooms.get(key)
-        # It may have been aborted while the event was on its way.
-        if req is not None and req.state is PrefillState.BOOTSTRAPPING:
-            self.bootstrapped.add(req, decode_prefix_len)
-            self.journal.promised(req, peer, now_s)
-
-    def room_ended(self, key: RoomKey, poll: KVPoll, error: Exception | None, now_s: float) -> None:
-        """End the request of a terminal room, as sent or as failed."""
-        req = self._rooms.get(key)
-        if req is None or req.state.ended:
-            return
-        # What the engine has said goes before what became of the room then.
-        error = req.given_up or error or InternalError(f"{key} failed without a reason")
-        self._end(req, None if poll is KVPoll.SUCCESS else error, now_s)
-
-    def source_free(self, key: RoomKey, now_s: float) -> None:
-        """Note that no write reads a room's pages; release them once the engine is done."""
-        req = self._rooms.get(key)
-        if req is not None:
-            # A failed request with a state slot was kept back: the engine may reuse the slot once
-            # it is popped.
-            if req.state is PrefillState.FAILED and req.state_slot >= 0 and not req.source_free:
-                self._failed.append(req)
-            req.source_free = True
-            self._maybe_release(req, now_s)
 
     def settle_deferred(self, now_s: float) -> None:
         """Release the pages of popped requests with which the device is done."""
