@@ -23,9 +23,9 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from benchmarks import vllm_model
-from benchmarks.ports import free_port
 from benchmarks.vllm_model import VOCABULARY as VOCABULARY
 from prefixkv.errors import ConfigError
+from tests.support.ports import free_port
 
 ENVIRONMENT: Final = {
     "SGLANG_USE_CPU_ENGINE": "1", "PREFIXKV_CPU_NIXL": "1", "OMP_NUM_THREADS": "1",

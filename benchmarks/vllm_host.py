@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.own_compute import ratios
-from benchmarks.ports import free_port
 from benchmarks.report import Row
 from benchmarks.vllm_pair import stream
 from benchmarks.vllm_servers import Server, Sizes, make_model, transfer_config
+from tests.support.ports import free_port
 
 SIZES: Final = Sizes(512, 8, 8, 4, 64, "float32")
 FIRST, MORE, OUT, TURNS = 1200, 150, 16, 4

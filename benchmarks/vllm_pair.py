@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.ports import free_port
 from benchmarks.vllm_servers import MODEL, Server, Sizes, transfer_config
+from tests.support.ports import free_port
 
 SYSTEMS: Final = ("pull", "push", "ours", "computes")
 BLOCK: Final = 32

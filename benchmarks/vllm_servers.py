@@ -16,8 +16,8 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ports import free_port
 from prefixkv.threads import Closing
+from tests.support.ports import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 START_S = 600.0

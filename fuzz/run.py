@@ -184,10 +184,10 @@ def weights(options: argparse.Namespace) -> Round:
 def engine(options: argparse.Namespace) -> Round:
     import torch
 
-    from benchmarks.hybrid_models import FAMILIES, config_of
     from prefixkv.engines.hf import PagedModel, make_model
     from tests.support.hf_workload import Found, run_round
     from tests.support.hf_world import TINY, Reference
+    from tests.support.hybrid_models import FAMILIES, config_of
 
     def make(kind: str, number: int) -> PagedModel:
         if kind in FAMILIES:

@@ -12,9 +12,9 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ports import free_port
 from prefixkv.threads import Closing
 from tests.support.patience import PATIENCE_S
+from tests.support.ports import free_port
 
 
 class Process(Closing):

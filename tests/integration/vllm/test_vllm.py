@@ -23,7 +23,6 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import pytest
 
-from benchmarks.ports import free_port
 from benchmarks.serve import cpu_share
 from benchmarks.vllm_servers import (
     TINY,
@@ -34,6 +33,7 @@ from benchmarks.vllm_servers import (
     transfer_config,
 )
 from tests.support import patience
+from tests.support.ports import free_port
 
 PYTHON = os.environ.get("PREFIXKV_ENGINE_PYTHON", "")
 until = partial(patience.until, pause_s=0.1)  # a look reads a server's metrics
