@@ -53,7 +53,7 @@ def prefill_side(pipe: Connection, _watch: Watch, options: StandInOptions, _play
         with PrefillGroup(pools, config, mesh) as node:
             pipe.send(node.endpoint)
             engine = PrefillEngine(
-                node, make_patterns(pools, mesh, plan.salt), pipe, chunk_tokens=options.chunk_tokens
+                node, make_patterns(pools, mesh, plan.salt), options.chunk_tokens, pipe
             )
             engine.run()
             stats = _settled(node)
@@ -88,9 +88,8 @@ def decode_side(
         due = arrival_times(workload, options.seed, plan.rate)
         with DecodeGroup(pools, config, mesh) as node:
             engine = DecodeEngine(
-                node=node, patterns=make_patterns(pools, mesh, plan.salt),
-                clients=Clients(workload, due, options.concurrency), asks=pipe, prefill=endpoint,
-                step_s=options.step_ms * 1e-3, verify=plan.verify,
+                node, make_patterns(pools, mesh, plan.salt), options.step_ms * 1e-3,
+                Clients(workload, due, options.concurrency), pipe, endpoint, plan.verify,
             )  # fmt: skip
             engine.warm_up()
             measured = engine.run()
