@@ -24,9 +24,9 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import pytest
 
 from benchmarks.serve import cpu_share
+from benchmarks.servers import NotStartedError
 from benchmarks.vllm_servers import (
     TINY,
-    NotStartedError,
     Server,
     make_model,
     token_ids,
