@@ -165,8 +165,9 @@ def vllm(
     """vLLM's own connectors and ours: TTFT and bytes; conversations with host memory."""
     if not Path(python).is_file():
         raise ConfigError(f"--python is {python!r}, an interpreter that has vLLM is needed")
-    for option, said, known in (("systems", systems, SYSTEMS), ("part", part, PARTS)):
-        if unknown := set(said.split(",")) - {*known}:
+    said = {"systems": (systems.split(","), SYSTEMS), "part": ([part], PARTS)}
+    for option, (names, known) in said.items():
+        if unknown := set(names) - {*known}:
             raise ConfigError(f"--{option} has {', '.join(unknown)}; known: {', '.join(known)}")
     check_outputs(json_file)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the servers are ended
