@@ -25,7 +25,6 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import typer
-from rich.console import Console
 
 import prefixkv.assembly  # noqa: F401 - what a scheduler gets host memory from
 from benchmarks.pair import turn_about
@@ -582,7 +581,7 @@ def sched(
         parts = parts_of(part or [])
         calls = 20 if quick else Plan(parts).calls
         plan = Plan(parts, rounds, starts, calls, seed, policy, quick, cpu)
-        against_command(against, plan, json_file, Console())
+        against_command(against, plan, json_file)
         return
     if unknown := set(part or []) - set(PARTS):
         raise ConfigError(f"--part is {min(unknown)!r}, the parts are {', '.join(PARTS)}")
