@@ -235,7 +235,7 @@ def radix(
     bench = Bench(seed, quick, Peer() if peer else None, tell)
     bench.run()
     write(
-        json_file, "radix" + " --quick" * quick, bench.rows, seed=seed,
+        json_file, "radix" + " --peer" * peer + " --quick" * quick, bench.rows, seed=seed,
         statistic="median of all calls, three in a row each round; collector off; turn about with "
         "the peer", default_policy=DEFAULT_POLICY,
         peer="SGLang 0.5.23 UnifiedRadixCache, compiled core" if peer else None,

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import servers
-from benchmarks.report import ROOT as REPOSITORY
 from tests.support.ports import free_port
 
+REPOSITORY = Path(__file__).resolve().parents[1]
 MODEL = "m"
 
 
