@@ -26,8 +26,8 @@ class Proxy:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         starting = asyncio.start_server(self._accept, "127.0.0.1", 0)
-        server = asyncio.run_coroutine_threadsafe(starting, self._loop).result()
-        self.port: int = server.sockets[0].getsockname()[1]
+        self._server = asyncio.run_coroutine_threadsafe(starting, self._loop).result()
+        self.port: int = self._server.sockets[0].getsockname()[1]
         self.resume()
 
     @property
@@ -63,9 +63,18 @@ class Proxy:
         self.resume()
 
     def close(self) -> None:
+        self.resume()
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
         self._do(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    async def _end(self) -> None:
+        self._server.close()
+        for end in self._ends:
+            end.transport.abort()
+        passing = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.gather(*passing, return_exceptions=True)
 
     def _do(self, what: Callable[[], Any]) -> None:
         self._loop.call_soon_threadsafe(what)
