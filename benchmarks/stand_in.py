@@ -123,8 +123,9 @@ class Decode:
             happened += self._drop_failed()
         if self.running and time.monotonic() >= self.step_due_s:
             self.step_due_s = time.monotonic() + self.step_s
-            self._run([state for state in self.running.values() if state.req.output])
-            happened += 1
+            if states := [state for state in self.running.values() if state.req.output]:
+                self._run(states)
+                happened += 1
         return happened
 
     def _drop_failed(self) -> int:
