@@ -41,7 +41,11 @@ class Proxy:
 
     def cut(self) -> None:
         """End every connection there is."""
-        self._do(lambda: [end.transport.abort() for end in self._ends])
+        self._do(self._abort)
+
+    def _abort(self) -> None:
+        for end in self._ends:
+            end.transport.abort()
 
     def refuse(self, refusing: bool) -> None:
         """Whether new connections are turned away at once."""
@@ -71,8 +75,7 @@ class Proxy:
 
     async def _end(self) -> None:
         self._server.close()
-        for end in self._ends:
-            end.transport.abort()
+        self._abort()
         passing = asyncio.all_tasks() - {asyncio.current_task()}
         await asyncio.gather(*passing, return_exceptions=True)
 

@@ -512,13 +512,12 @@ def publishing(size: Size) -> Times:
                     at = (number + number // 2) % 2  # 0 1 1 0: neither always follows the other
                     worker, past = workers[at], pasts[at][number // 2 % CONVERSATIONS]
                     on = "on" if at == which else "off"
-                    admit, finish = (
+                    takes: list[Take] = [
                         times[f"{name}, events {on}"].take for name in ("admission", "finish")
-                    )
+                    ]
                     if at == which:
-                        admit, finish = (
-                            partial(take, _passed_on, tier) for take in (admit, finish)
-                        )
+                        takes = [partial(take, _passed_on, tier) for take in takes]
+                    admit, finish = takes
                     worker.evict(worker.life(past, admit=admit, finish=finish))
                     if at == which:
                         tier.pass_on()

@@ -77,7 +77,7 @@ class Pair(ExitStack):
         self.callback(self._threads.shutdown, wait=False)
         kv_port = free_port()
         self._kv_address = f"tcp://127.0.0.1:{kv_port}"
-        below = {"compute_below": COMPUTE_BELOW} if system == "computes" else {}
+        below: dict[str, Any] = {"compute_below": COMPUTE_BELOW} if system == "computes" else {}
 
         def start(role: str, name: str, port: int, blocks: int, extra: Mapping[str, Any]) -> Server:
             transfer = transfer_config(role, name, port, **below, **extra)
