@@ -159,21 +159,21 @@ class Worker:
     def life(
         self, past: Tokens, add: Take = just, admit: Take = just, commit: Take = just,
         finish: Take = just,
-    ) -> int:  # fmt: skip
-        """One request behind a cached past, from its arrival to its end; returns how many pages it
-        left in the tree. The calls are made by those given."""
+    ) -> tuple[int, int]:  # fmt: skip
+        """One request behind a past, from its arrival to its end; returns how many tokens were
+        cached, and how many pages it left in the tree. The calls are made by those given."""
         tokens = np.concatenate([past, self.tokens(PROMPT_TOKENS - CACHED_TOKENS)])
         self.tick()
         req = add(self.add, tokens)
         admitted, _ = admit(self.admit)
         assert admitted == [req]
-        assert req.prefix_len == CACHED_TOKENS
+        cached = req.prefix_len
         self.succeed(req)
         commit(self.scheduler.pop_transferred)
         self.generate([req], OUTPUT_TOKENS)
         left = whole_pages(req.kv_len - CACHED_TOKENS, PAGE_SIZE)
         finish(self.scheduler.finish, req)
-        return left
+        return cached, left
 
     def fill_cache(self) -> list[Tokens]:
         """Cache the pasts of some conversations, `CACHED_TOKENS` each, with one system prompt."""
@@ -269,7 +269,9 @@ def _lives(size: Size, is_full: bool) -> Times:
     times = {name + more: Samples() for name in ("add", "admission", "commit", "finish")}
 
     def one_life(past: Tokens) -> int:
-        return worker.life(past, *(kind.take for kind in times.values()))
+        cached, left = worker.life(past, *(kind.take for kind in times.values()))
+        assert cached == CACHED_TOKENS
+        return left
 
     for past in pasts:
         one_life(past)
@@ -482,7 +484,7 @@ def crowd(size: Size) -> Times:
     assert not worker.scheduler.pop_preallocated()
     with no_collector():
         for number in range(size.calls):
-            worker.evict(worker.life(pasts[number % CONVERSATIONS], admit=times.take))
+            worker.evict(worker.life(pasts[number % CONVERSATIONS], admit=times.take)[1])
     return {"admission, 2,000 wait": times}
 
 
@@ -518,7 +520,7 @@ def publishing(size: Size) -> Times:
                     if at == which:
                         takes = [partial(take, _passed_on, tier) for take in takes]
                     admit, finish = takes
-                    worker.evict(worker.life(past, admit=admit, finish=finish))
+                    worker.evict(worker.life(past, admit=admit, finish=finish)[1])
                     if at == which:
                         tier.pass_on()
         finally:

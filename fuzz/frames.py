@@ -115,9 +115,8 @@ class Bodies:
 
     def greeting(self) -> Any:
         if self.rng.random() < 0.5:
-            return self.changed(
-                self.reply, [n for n in self.reply.__struct_fields__ if n != "life"]
-            )
+            names = ("endpoints", "topology", "refused", "rank", "relayed", "known", "max_tokens")
+            return self.changed(self.reply, names)
         names = ("topology", "rank", "worker", "layout", "agent_metadata", "nonce", "known")
         return self.changed(self.hello, names)
 
