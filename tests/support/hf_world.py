@@ -188,7 +188,7 @@ class World:
 
 @cache
 def family(name: str) -> tuple[PagedModel, Reference]:
-    """A tiny model of `benchmarks/hybrid_models.py`."""
+    """A tiny model of `hybrid_models`."""
     made = make_model(config_of(name), seed=3, device=DEVICE)
     return made, Reference(made)
 
