@@ -115,6 +115,11 @@ class Shape:
         )
 
 
+SINGLE = Shape(
+    orders=("layer_major", "layer_major"), num_layers=1, num_heads=1, head_bytes=8,
+    post_descriptors=3, post_window=8,
+)  # fmt: skip
+_FENCE_RATE = 0.02  # of the steps in which a former life could be fenced
 _SIZES = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)]
 
 
@@ -153,10 +158,6 @@ class Sim:
 
     sides: tuple[Side, Side] = field(init=False)
     leader: RankLeader[Any] = field(init=False)
-    fence_rate = 0.02  # of the steps in which a former life could be fenced
-    address = "tcp://prefill-{}"
-    lingers = True  # `slow_writes` counts
-    in_mesh = True  # what rank 0 of a mesh says in its Hello
     prefill_version = ""  # of the weights that a life of prefill begins with
 
     def __post_init__(self) -> None:
@@ -180,7 +181,7 @@ class Sim:
         self.writers: list[PrefillRank] = []
         self.readers: list[DecodeRank] = []
         num_writers = self.shape.meshes[0].num_ranks
-        self.addresses = tuple(self.address.format(rank) for rank in range(num_writers))
+        self.addresses = tuple(f"tcp://prefill-{rank}" for rank in range(num_writers))
 
     # --- processes --------------------------------------------------------------------------------
 
@@ -194,7 +195,7 @@ class Sim:
         return scrambled(self._incarnation)
 
     def new_writer(self, rank: int) -> PrefillRank:
-        addresses = ("", *self.addresses[1:]) if self.in_mesh else self.addresses
+        addresses = "", *self.addresses[1:]
         return PrefillRank(self, self.sides[0], rank, self.next_incarnation(), addresses)
 
     def start_readers(self) -> None:
@@ -202,7 +203,7 @@ class Sim:
         worker = None
         for rank in range(self.sides[1].mesh.num_ranks):
             incarnation = self.next_incarnation()
-            if rank == 0 and self.in_mesh:
+            if rank == 0:
                 worker = PeerId(self.sides[1].name, incarnation)
             self.readers.append(DecodeRank(self, self.sides[1], rank, incarnation, worker))
 
@@ -223,7 +224,7 @@ class Sim:
             self.fabric.kill(rank.me)
             rank.alive = False
 
-    def _fence(self) -> None:
+    def fence(self) -> None:
         """The orchestrator makes sure that one is dead, and says so."""
         old, stopped = self.to_fence.pop(self.random.randrange(len(self.to_fence)))
         if stopped:
@@ -279,14 +280,13 @@ class Sim:
         choices = self.choices()
         if self.wire:
             choices += [self.deliver] * 3
-        if not (self.lingers and self.happens(self.storm.slow_writes)):
+        if not self.happens(self.storm.slow_writes):
             choices += [self.fabric.step] * 3
         copies = [(rank, i) for rank in self.ranks for i in range(len(rank.copies.jobs))]
         if copies and not self.happens(self.storm.slow_copies):
             choices.append(lambda: self._copy(*self.random.choice(copies)))
-        may_fence = self.fence_rate and self.to_fence
-        if may_fence and (self.calm or self.random.random() < self.fence_rate):
-            choices.append(self._fence)
+        if self.to_fence and (self.calm or self.random.random() < _FENCE_RATE):
+            choices.append(self.fence)
         self.random.choice(choices)()
         if not self.calm:
             self.faults()
