@@ -4,7 +4,6 @@ remembered of numbers is bounded."""
 
 from __future__ import annotations
 
-from itertools import permutations
 from typing import Any
 
 import msgspec
@@ -16,14 +15,13 @@ from prefixkv.digest import prompt_digest
 from prefixkv.errors import AbortedError, InternalError, PromptMismatchError, RequestError
 from prefixkv.protocol.commands import AbortRoom, DeclineRoom, Fence, OfferRoom, OpenRoom
 from prefixkv.protocol.events import Bootstrapped, RoomDrained, RoomEnded
-from prefixkv.protocol.ids import ChunkTag, KVPoll, PeerId, RoomKey
+from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import Abort, Drained, Outcome, OutcomeAck, Promise, PromiseAck
-from prefixkv.transport.base import Arrived, WriteDrained, WriteJob
+from prefixkv.transport.base import WriteDrained, WriteJob
 from tests.unit.control.wire import (
     ADDRESS,
     DECODE,
     KEY,
-    PREFILL,
     ROUTE,
     SENT,
     TIMING,
@@ -68,11 +66,6 @@ def told(ticket: int = 0) -> Outcome:
 # --- decode ---------------------------------------------------------------------------------------
 
 
-def landed(ticket: int, num_units: int, chunk: int = 0) -> Arrived:
-    tag = ChunkTag(PREFILL.incarnation, *KEY.numbers, 0, chunk, num_pages=num_units, ticket=ticket)
-    return Arrived(tag.pack())
-
-
 def used_again() -> PrefillPeer:
     """The number was promised for seven pages, aborted and drained, and is promised again."""
     seven = of_use(FORMER, fill_len=28, prefix_len=0, pages=ids(range(7)))
@@ -83,34 +76,6 @@ def used_again() -> PrefillPeer:
     assert of(peer.say(drained(FORMER)), RoomDrained) == [RoomDrained(KEY)]
     assert of(peer.open(of_use(NEXT)), Promise) == [of_use(NEXT)]
     return peer
-
-
-def test_a_room_that_waits_is_not_kept_waiting_by_a_former_notification() -> None:
-    """It is no sign that prefill has the promise, or writes."""
-    peer = used_again()
-    peer.on(landed(FORMER, 7))
-    assert "Promise" in kinds(peer.after(TIMING.resend_s)), "repeated, as it is not acknowledged"
-
-
-@pytest.mark.parametrize("order", [*permutations(["former", "acked", "own", "outcome"])])
-def test_a_notification_that_its_drained_has_overtaken_counts_for_no_other_use(
-    order: tuple[str, ...],
-) -> None:
-    peer = used_again()
-    outcome = msgspec.structs.replace(peer.outcome(), num_units=2, ticket=NEXT)
-    ends = []
-    for what in order:
-        if what == "former":
-            assert peer.on(landed(FORMER, 7)) == []
-            ends += of(peer.on(landed(FORMER, 2, chunk=1)), RoomEnded)
-        elif what == "acked":
-            ends += of(peer.say(PromiseAck(*KEY.numbers, 0, NEXT)), RoomEnded)
-        elif what == "own":
-            ends += of(peer.on(landed(NEXT, 2)), RoomEnded)
-        else:
-            ends += of(peer.say(outcome), RoomEnded)
-    assert ends == [RoomEnded(KEY, KVPoll.SUCCESS, aux=b"first")]
-    assert peer.control.counters == {"tags_dropped": 2}
 
 
 def test_a_number_whose_pages_may_still_be_written_is_not_promised_again() -> None:
@@ -130,17 +95,6 @@ def test_a_number_whose_pages_may_still_be_written_is_not_promised_again() -> No
 # --- prefill -------------------------------------------------------------------------------------
 
 
-def test_each_write_carries_the_ticket_of_its_promise() -> None:
-    peer = DecodePeer()
-    for ticket in (FORMER, NEXT):
-        peer.bootstrapped(of_use(ticket))
-        (job,) = of(peer.chunk(1, [5, 6], last=True), WriteJob)
-        assert job.tag.ticket == ticket
-        assert ChunkTag.unpack(job.tag.pack()) == job.tag
-        peer.say(abort(ticket))
-        assert of(peer.ended(job.job_id), Drained) == [drained(ticket)]
-
-
 def opens(peer: DecodePeer, ticket: int = NEXT) -> bool:
     return bool(of(peer.say(of_use(ticket)), Bootstrapped))
 
@@ -156,14 +110,6 @@ def test_a_number_with_a_write_under_way_is_not_used_again() -> None:
         assert isinstance(ended.error, RequestError)
     assert of(peer.ended(job.job_id), Drained) == [drained(FORMER)]
     assert of(peer.on(OFFER), RoomEnded) == []
-
-
-def test_a_late_abort_ends_no_request_for_another_prompt() -> None:
-    peer = DecodePeer().known()
-    peer.on(add_room())
-    late = abort(FORMER, digest=OTHER_PROMPT)
-    assert kinds(peer.say(late)) == ["Drained"]
-    assert opens(peer)
 
 
 def test_a_late_abort_of_a_room_ends_no_offer_of_its_number() -> None:
@@ -270,22 +216,6 @@ def test_an_abort_of_the_use_before_does_not_end_the_next_one() -> None:
     assert opens(peer, 2)
     assert peer.say(abort(1)) == [drained(1)]
     assert peer.chunk(1, [5, 6], last=True), "the present use goes on"
-
-
-@pytest.mark.parametrize(("old", "new"), [(1, 2), (2, 1)])
-def test_a_number_is_used_again_while_the_last_acknowledgement_is_still_out(
-    old: int, new: int
-) -> None:
-    peer = used_once(old)
-    assert kinds(peer.say(of_use(new))) == ["PromiseAck"], "the old use has ended"
-    assert peer.say(ack(old)) == []
-    peer.on(add_room())
-    [post] = of(peer.chunk(1, [7, 8], last=True), WriteJob)
-    assert of(peer.ended(post.job_id), RoomEnded) == [RoomEnded(SENT, KVPoll.SUCCESS)]
-    assert peer.say(ack(old)) == []
-    assert peer.control.num_rooms == 1, "it is no acknowledgement of this one"
-    peer.say(ack(new))
-    assert peer.control.num_rooms == 0
 
 
 def test_a_room_that_our_engine_ended_first_keeps_its_end_for_the_promise() -> None:

@@ -28,7 +28,6 @@ from prefixkv.errors import (
     AbortedError,
     HandshakeError,
     InternalError,
-    PeerLostError,
     PromptMismatchError,
     TransferError,
 )
@@ -42,7 +41,7 @@ from prefixkv.protocol.commands import (
     OpenRoom,
     RefuseRoom,
 )
-from prefixkv.protocol.events import RoomDrained, RoomEnded, RoomOverdue
+from prefixkv.protocol.events import RoomDrained, RoomEnded
 from prefixkv.protocol.ids import ChunkTag, KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import (
     Abort,
@@ -271,43 +270,6 @@ def test_a_notification_of_something_else_is_dropped(tag: bytes) -> None:
 # --- aborts and drains ----------------------------------------------------------------------------
 
 
-def test_an_abort_after_the_promise_is_repeated_until_drained() -> None:
-    peer = PrefillPeer().opened()
-    assert peer.on(ENOUGH) == [
-        RoomEnded(KEY, KVPoll.FAILED, WHY),
-        Abort(*KEY.numbers, "enough"),
-    ]
-    assert peer.expected == 1
-    said = peer.pass_time(TIMING.drain_timeout_s)
-    assert said.count(Abort(*KEY.numbers, "enough")) == 3
-    assert said.count(RoomOverdue(KEY)) == 1, "after its deadline it is reported"
-    assert peer.expected == 1, "and still not drained"
-    assert peer.say(Drained(*KEY.numbers, 0)) == [RoomDrained(KEY)]
-    assert (peer.expected, peer.control.num_rooms) == (0, 0)
-    assert Abort(*KEY.numbers, "enough") not in peer.pass_time(20.0)
-
-
-def test_a_restarted_worker_ends_the_rooms_of_the_one_before_and_waits_for_a_fence() -> None:
-    peer = PrefillPeer()
-    peer.open(msgspec.structs.replace(promise(), ticket=3))
-    peer.greet()
-    peer.take_said()
-    [ended] = ends(peer.greet(newer(PREFILL)))
-    assert isinstance(ended.error, PeerLostError)
-    assert peer.take_said() == [], "none is left to be told"
-    assert peer.expected == 1
-    said = peer.pass_time(TIMING.drain_timeout_s)
-    assert RoomOverdue(KEY) in said
-    # The new life is told that no promise will come: its engine may still get the request. The
-    # ticket was for the former one.
-    assert {body.ticket for body in said if isinstance(body, Abort)} == {0}
-    for by in (PREFILL, newer(PREFILL)):
-        assert peer.say(Drained(*KEY.numbers, 0, 3), by) == [], "it proves nothing by now"
-    peer.say(Heartbeat(), newer(PREFILL))
-    assert kinds(peer.open(promise(8))) == ["Promise"], "the new one is worked with"
-    assert peer.on(Fence(PREFILL)) == [RoomDrained(KEY)]
-
-
 def test_what_waits_for_a_worker_is_promised_in_the_order_in_which_it_was_opened() -> None:
     """Requests that share a prefix wait for the first of them."""
     peer = PrefillPeer()
@@ -494,20 +456,6 @@ def test_late_words_of_an_earlier_use_of_a_room_number_are_nothing_to_the_next()
 
 
 SETTLING = dataclasses.replace(TIMING, fence_settle_s=0.5)
-
-
-def test_after_a_fence_pages_wait_until_what_the_kernel_holds_has_been_read() -> None:
-    peer = PrefillPeer(SETTLING).opened()
-    actions = peer.on(Fence(PREFILL))
-    assert ends(actions)
-    assert actions.count(Settle(PREFILL, 0.5)) == 1
-    assert Settle(PREFILL, 0.5) not in peer.on(Fence(PREFILL)), "it is at that already"
-    assert "RoomDrained" not in kinds(peer.after(100.0)), (
-        "time alone proves nothing: the transport may not have read"
-    )
-    assert peer.expected == 1, "the transport goes on polling"
-    assert peer.on(Settled(PREFILL)) == [RoomDrained(KEY)]
-    assert peer.on(Fence(PREFILL)) == [], "nothing of it is left to drain"
 
 
 def test_a_drained_that_took_the_end_of_an_agent_waits_likewise() -> None:
