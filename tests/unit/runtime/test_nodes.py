@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from prefixkv.cache.radix_key import RadixKey
-from prefixkv.conformance.hashing import PrefixHasher
 from prefixkv.errors import PromptMismatchError, TransferError
 from prefixkv.protocol.ids import PeerId
 from tests.support.gates import Gate
@@ -195,7 +194,7 @@ def test_no_call_waits_for_a_write(make_pair: MakePair) -> None:
         aux = first_token(tokens).to_bytes(4, "little") if end == 4000 else b""
         pair.prefill.send_chunk(req, end, end == 4000, aux, ready=gate)
     assert sent_bytes(pair) == 0
-    pair.p.pattern.fill(req.pages, 0, PrefixHasher().prefixes(tokens))
+    pair.p.fill(req, 0, len(tokens))
     gate.answer = True
     pair.run("r")
 
