@@ -272,13 +272,6 @@ def test_one_failing_rank_ends_the_room_and_each_other_rank_has_to_drain() -> No
     assert laws.drained
 
 
-@pytest.mark.parametrize("num_pages", [0, 1, 3])
-def test_a_page_count_that_is_not_the_promised_one_fails(num_pages: int) -> None:
-    laws = run([PeerReady((0,)), outcome(num_pages=num_pages)])
-    assert laws.machine.poll is KVPoll.FAILED
-    assert f"{num_pages} pages" in str(laws.ended.error)
-
-
 def test_success_waits_for_the_notifications_of_all_that_was_written() -> None:
     laws = run([PeerReady((0, 1)), outcome(1)])
     assert laws.on(outcome(num_units=4, num_chunks=2)) == [

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from prefixkv.errors import (
     AbortedError,
-    InternalError,
     PromptMismatchError,
     RequestError,
     TransferError,
@@ -362,26 +361,6 @@ def test_every_event_in_every_state_does_as_the_table_says_and_no_step_is_listed
         if step is not None and step.method is not None and not fault:
             taken.add((before, type(event), machine.poll))
     check_all_steps_are_taken(SenderMachine.TABLE, taken)
-
-
-@pytest.mark.parametrize(
-    ("script", "event"),
-    [
-        ("added", ADDED),
-        ("waiting", ADDED),
-        ("success", ADDED),
-        ("nothing known", JobEnded(1)),
-        ("waiting", JobEnded(1)),
-        ("success", JobEnded(1)),
-        ("added", ONE.chunk(1, 3)),
-        ("chunk kept", ONE.chunk(2, 4)),
-    ],
-)
-def test_a_fault_of_ours_raises_and_names_state_and_event(script: str, event: Any) -> None:
-    machine = Laws(ONE, SCRIPTS[script]).machine
-    why = f"{type(event).__name__} must not come in {machine.poll.name}"
-    with pytest.raises(InternalError, match=why):
-        machine.on(event, 0.0)
 
 
 @pytest.mark.slow

@@ -218,18 +218,6 @@ def test_a_frame_that_is_overtaken_or_repeated_is_dropped() -> None:
     assert peer.poll() is KVPoll.WAITING_FOR_INPUT
 
 
-def test_a_worker_of_another_version_fails_the_rooms_that_wait_for_it() -> None:
-    peer = PrefillPeer()
-    peer.open()
-    raw = of_another_version(peer.raw(HelloWanted()))
-    actions = peer.on(FrameReceived(ADDRESS, raw))
-    assert kinds(actions) == ["RoomEnded", "RoomDrained", "Disconnect"]
-    ours = messages.PROTOCOL_VERSION
-    assert actions[0].error == Alike(HandshakeError("protocol version", ours, ours + 1))
-    assert peer.control.counters["handshakes_refused"] == 1
-    assert peer.control.num_rooms == 0
-
-
 def test_a_frame_of_another_version_changes_nothing_for_a_worker_that_is_known() -> None:
     peer = PrefillPeer().opened()
     raw = of_another_version(peer.raw(peer.outcome()))
@@ -419,25 +407,6 @@ def test_a_worker_that_holds_us_for_dead_has_ended_our_rooms_and_still_drains_th
     assert peer.say(Drained(*KEY.numbers, 0)) == [RoomDrained(KEY)]
 
 
-def test_farewell_is_said_to_each_worker_that_is_known() -> None:
-    peer = PrefillPeer().opened()
-    peer.open(promise(8), "tcp://silent")
-    [frame] = peer.control.on(AgentDestroyed(), peer.now_s)
-    assert (frame.to, messages.decode(frame.raw).body) == (ADDRESS, messages.Fenced())
-
-
-def test_what_is_sent_is_numbered_upwards_under_our_name() -> None:
-    peer = PrefillPeer()
-    effects = peer.control.on(OpenRoom(promise(), ADDRESS), 0.0)
-    for seconds in (1.0, 2.0, 4.0, 8.0):
-        effects += peer.control.on(Tick(), seconds)
-    frames = [effect for effect in effects if isinstance(effect, SendFrame)]
-    numbers = [messages.decode(frame.raw).seq for frame in frames]
-    assert len(numbers) == 5
-    assert numbers == sorted(set(numbers))
-    assert {messages.decode(frame.raw).sender for frame in frames} == {peer.control.me}
-
-
 def test_late_words_of_an_earlier_use_of_a_room_number_are_nothing_to_the_next() -> None:
     """The room was used before (ticket 1), and is used again (ticket 2): only what bears ticket 2
     counts."""
@@ -604,24 +573,6 @@ def test_these_are_all_inputs_there_are_and_any_other_raises() -> None:
     for other in (*writes, AddRoom(KEY, 10, PROMPT), RoomDrained(KEY), promise(), KEY, None):
         with pytest.raises(InternalError, match="takes no"):
             PrefillPeer().on(other)  # type: ignore[arg-type]
-
-
-def test_a_peer_that_is_unreachable_is_counted_and_keeps_its_rooms() -> None:
-    peer = PrefillPeer().opened()
-    assert peer.on(PeerUnreachable(PREFILL, OSError("reset"))) == []
-    assert peer.control.counters == {"peers_unreachable": 1}
-    assert peer.poll() is KVPoll.WAITING_FOR_INPUT
-
-
-def test_an_input_is_followed_by_one_expect_at_most_and_only_for_another_number() -> None:
-    control = PrefillPeer().control
-    for room in (7, 8):
-        assert Expect(0) not in control.on(OpenRoom(promise(room), ADDRESS), 0.0)
-    reply = messages.HelloReply(DIGEST, Topology(4), (ADDRESS,))
-    raw = messages.encode(PREFILL, 1, reply)
-    assert control.on(FrameReceived(ADDRESS, raw), 0.0)[-1] == Expect(2)
-    assert control.on(Tick(), 0.0) == []
-    assert control.on(Fence(PREFILL), 0.0)[-1] == Expect(0)
 
 
 # --- the same tokens ------------------------------------------------------------------------------

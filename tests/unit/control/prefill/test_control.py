@@ -26,7 +26,7 @@ from prefixkv.control.effects import (
 )
 from prefixkv.control.prefill.control import PrefillInput
 from prefixkv.digest import prompt_digest
-from prefixkv.errors import InternalError, PeerLostError, PromptMismatchError, RequestError
+from prefixkv.errors import InternalError, PeerLostError, PromptMismatchError
 from prefixkv.memory.kv_layout import Slab
 from prefixkv.memory.mesh import Shard
 from prefixkv.protocol import messages
@@ -598,14 +598,6 @@ def test_what_is_said_to_another_life_of_prefill_is_dropped(life: int) -> None:
     assert [type(body) for body in peer.say(promise())] == [PromiseAck, Bootstrapped]
 
 
-def test_a_room_is_added_once() -> None:
-    peer = DecodePeer().bootstrapped()
-    added_already = Alike(RequestError("room 7 generation 0 was added already"))
-    ended = [RoomEnded(SENT, KVPoll.FAILED, added_already), SourceFree(SENT)]
-    assert peer.on(add_room()) == ended
-    assert kinds(peer.chunk(1, [30, 31])) == ["WriteJob"], "the one that was there goes on"
-
-
 # --- parking --------------------------------------------------------------------------------------
 
 
@@ -745,16 +737,6 @@ def test_answers_go_where_the_peer_spoke_from_last(word: Any) -> None:
     effects = peer.control.on(ENOUGH, peer.now_s)
     frames = [effect for effect in effects if isinstance(effect, SendFrame)]
     assert [frame.to for frame in frames] == [b"elsewhere"]
-
-
-def test_farewell_is_said_to_all() -> None:
-    peer = DecodePeer().known()
-    peer.say(HELLO, OTHER, route=b"other")
-    frames = peer.control.on(AgentDestroyed(), peer.now_s)
-    assert [(frame.to, messages.decode(frame.raw).body) for frame in frames] == [
-        (ROUTE, messages.Fenced()), (b"other", messages.Fenced()),
-    ]  # fmt: skip
-    assert {messages.decode(frame.raw).sender for frame in frames} == {PREFILL}
 
 
 # --- all that is taken ----------------------------------------------------------------------------
