@@ -146,9 +146,9 @@ class Sim:
 
     A subclass sets `sides` and starts the ranks, and `leader`. It has `choices`: what may happen
     besides what the world does by itself; `faults`, after a step in the storm; `after_step`:
-    audits; `said`: a control object's word for its scheduler; `may_write` and `may_write_state`,
-    which raise unless what may land is the room's; `start`: the storm; `is_over`, which lets time
-    pass where nothing else happens; `assert_at_rest`.
+    audits; `said`: a control object's word for its scheduler; `may_write`, which raises unless what
+    may land is the room's; `start`: the storm; `is_over`, which lets time pass where nothing else
+    happens; `assert_at_rest`.
     """
 
     seed: int
@@ -171,8 +171,6 @@ class Sim:
         self.fabric = FakeFabric(
             self.seed, fail_at_post=storm.fail_at_post, fail_at_check=storm.fail_at_check,
             lose_notification=storm.lose_notification, guard=self._guard,
-            staging_guard=self._staging_guard, state_guard=self._state_guard,
-            window_guard=self._window_guard,
         )  # fmt: skip
         self.fabric.random = self.chance or random.Random(self.seed)
         self.wire: list[tuple[SimRank, str | bytes, bytes]] = []
@@ -303,7 +301,7 @@ class Sim:
             scatter = rank.scatters.pop(copy_id)
             fold = rank.memory.layout.page_size // scatter.plan.unit_tokens
             lease = rank.control.relay.leases.get(copy_id)
-            self.may_write(RoomKey(*lease.key), np.unique(scatter.units // fold), "a scatter")
+            self.may_write(RoomKey(*lease.key), "pages", np.unique(scatter.units // fold))
         rank.copies.run(number, error)
 
     def check_ranks(self) -> None:
@@ -316,37 +314,29 @@ class Sim:
         """The room as prefill knows it."""
         return RoomKey(*key.numbers, self.readers[0].me.name)
 
-    def _guard(self, target: PeerId, key: RoomKey, pages: np.ndarray) -> None:
-        """Called as bytes land in a pool."""
-        if target in {rank.me for rank in self.readers}:
-            self.may_write(key, pages, "a write")
-
-    def _state_guard(self, target: PeerId, key: RoomKey, slots: np.ndarray) -> None:
-        if target in {rank.me for rank in self.readers}:
-            self.may_write_state(key, slots)
-
-    def _window_guard(self, target: PeerId, route: str, key: RoomKey, pages: np.ndarray) -> None:
-        if target in {rank.me for rank in self.readers}:
-            self.may_write_window(route, key, pages)
-
-    def _staging_guard(self, target: PeerId, tag: ChunkTag, blocks: np.ndarray) -> None:
-        """Called as bytes land in a staging area."""
+    def _guard(self, target: PeerId, route: str, tag: ChunkTag, pages: np.ndarray) -> None:
+        """Called as bytes land: in pages, slots, or blocks of a staging area."""
         for rank in self.readers:
-            if rank.me == target:
-                staging = rank.control.relay
-                assert staging is not None
-                lease = staging.leases.get(tag.lease_id)
-                assert lease is not None, "a write lands in a lease that has ended"
-                assert lease.key.numbers == (tag.room, tag.generation)
-                assert lease.piece == tag.chunk
-                assert tag.rank in lease.missing, "a write lands in a lease where it was counted"
-                offset, size = next(
-                    (section.offset, section.num_bytes)
-                    for section in staging.sections_of(lease)
-                    if section.rank == tag.rank
-                )
-                first = offset // BLOCK_BYTES
-                assert set(blocks.tolist()) <= set(range(first, first + -(-size // BLOCK_BYTES)))
+            if rank.me == target and route == "staging":
+                self._may_write_lease(rank, tag, pages)
+            elif rank.me == target:
+                self.may_write(RoomKey(tag.room, tag.generation), route, pages)
+
+    def _may_write_lease(self, rank: DecodeRank, tag: ChunkTag, blocks: np.ndarray) -> None:
+        staging = rank.control.relay
+        assert staging is not None
+        lease = staging.leases.get(tag.lease_id)
+        assert lease is not None, "a write lands in a lease that has ended"
+        assert lease.key.numbers == (tag.room, tag.generation)
+        assert lease.piece == tag.chunk
+        assert tag.rank in lease.missing, "a write lands in a lease where it was counted"
+        offset, size = next(
+            (section.offset, section.num_bytes)
+            for section in staging.sections_of(lease)
+            if section.rank == tag.rank
+        )
+        first = offset // BLOCK_BYTES
+        assert set(blocks.tolist()) <= set(range(first, first + -(-size // BLOCK_BYTES)))
 
     # --- a run ------------------------------------------------------------------------------------
 

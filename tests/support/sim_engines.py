@@ -787,34 +787,22 @@ class EngineSim(Sim):
                 told = self.sent(key) in self.prefill.failed
                 assert not told, f"law 7: {key} succeeded and prefill's engine was told it failed"
 
-    def may_write(self, key: RoomKey, pages: np.ndarray, what: str) -> None:
-        page_manager = self.decode.scheduler.pages
-        flight = self.decode.scheduler.prefill.open.get(key)
-        allowed: set[int] = set()
-        if flight is not None:
-            allowed = set(page_manager.pages(flight.pages)[flight.pages.num_shared :].tolist())
-        elif page_manager.allocator.holds(key):
-            allowed = set(page_manager.allocator.held_by(key).tolist())
-        assert set(pages.tolist()) <= allowed, f"{what} of {key} lands on pages not its own"
-
-    def may_write_state(self, key: RoomKey, slots: np.ndarray) -> None:
+    def may_write(self, key: RoomKey, route: str, ids: np.ndarray) -> None:
+        """Pages of the first group, slots of states, pages of a window."""
         pages = self.decode.scheduler.pages
-        assert pages.slots is not None
         flight = self.decode.scheduler.prefill.open.get(key)
-        allowed = pages.slots.held_by(key).tolist()
-        if flight is not None:
+        of = pages.allocator if route == "pages" else pages.slots
+        if route not in ("pages", "state"):
+            of = pages.windows[0].allocator
+        if flight is None:
+            allowed = of.held_by(key).tolist()
+        elif route == "pages":
+            allowed = pages.pages(flight.pages)[flight.pages.num_shared :].tolist()
+        elif route == "state":
             allowed = [pages.state_slot(flight.pages.row)]
-        assert slots.tolist() == allowed, f"state of {key} lands in {slots}, its own is {allowed}"
-
-    def may_write_window(self, route: str, key: RoomKey, pages: np.ndarray) -> None:
-        (group,) = self.decode.scheduler.pages.windows
-        flight = self.decode.scheduler.prefill.open.get(key)
-        allowed = (
-            group.allocator.held_by(key) if flight is None else group.row(flight.pages.row).ids
-        )
-        assert set(pages.tolist()) <= set(allowed.tolist()), (
-            f"window pages of {key} land in {pages}, its own are {allowed}"
-        )
+        else:
+            allowed = pages.windows[0].row(flight.pages.row).ids.tolist()
+        assert set(ids.tolist()) <= set(allowed), f"{route} of {key} land in {ids}, not {allowed}"
 
     # --- a run ------------------------------------------------------------------------------------
 

@@ -117,7 +117,7 @@ def test_a_staged_write_that_lands_where_it_must_not_fails_the_run(wrong: str) -
 def test_pages_are_named_to_the_guard_as_their_owner_counts_them() -> None:
     """Not as units of the smaller pages on the other side."""
     landed: set[int] = set()
-    fabric = FakeFabric(1, guard=lambda peer, room, pages: landed.update(pages.tolist()))
+    fabric = FakeFabric(1, guard=lambda peer, route, tag, pages: landed.update(pages.tolist()))
     writer, target = (
         make_node(fabric, "prefill"),
         make_node(fabric, "decode", shape=Shape(page_size=8)),
