@@ -873,7 +873,7 @@ _STORM = {
 }  # fmt: skip
 
 
-def simulation(seed: int, storm: Storm | None = None, **more: Any) -> EngineSim:
+def simulation(seed: int, storm: Storm | None = None, kind: Any = EngineSim, **more: Any) -> Any:
     """Schedulers, ranks, staging, extra state: all follow from the seed."""
     chance = random.Random(seed)
     shape, storms = shape_of(chance), storm_of(chance, _STORM)
@@ -882,7 +882,7 @@ def simulation(seed: int, storm: Storm | None = None, **more: Any) -> EngineSim:
         check_state_pairs(TENSORS, *shape.meshes)
     except HandshakeError:
         num_slots = 0
-    return EngineSim(
+    return kind(
         seed, storms if storm is None else storm, shape,
         decode_pages=chance.choice([14, 18, 40]), prefill_pages=chance.choice([16, 32]),
         failure_policy=chance.choice(["fail", "retry"]), num_slots=num_slots, **more,
