@@ -7,12 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from prefixkv.control.effects import Connect, CopyDone
+from prefixkv.control.effects import Connect
 from prefixkv.errors import (
     AbortedError,
     HandshakeError,
     PeerLostError,
-    TransferError,
     TransferTimeoutError,
 )
 from prefixkv.memory.staging_area import BLOCK_BYTES
@@ -262,128 +261,3 @@ def test_asks_of_another_use_or_where_nothing_is_staged_are_dropped() -> None:
     plain = Writers().opened()
     assert asked(plain, 0) == []
     assert next(iter(plain.control.rooms())).poll is KVPoll.WAITING_FOR_INPUT
-
-
-def test_arrivals_for_a_lease_of_a_room_that_is_over_change_nothing() -> None:
-    pair = staged()
-    asked(pair, 1)
-    lease = bodies(asked(pair, 0), LeaseGrant)[0][1].lease_id
-    pair.on(ENOUGH)
-    for rank in (0, 1):
-        pair.say(rank, Drained(*KEY.numbers, rank, 1))
-    assert pair.control.num_rooms == 0
-    tag = ChunkTag(5, *KEY.numbers, 0, 0, lease_id=lease, num_pages=1, ticket=1)
-    assert pair.on(Arrived(tag.pack())) == []
-    pair.open(promise(ticket=2))
-    assert pair.on(Arrived(tag.pack())) == [], "an earlier use's"
-    assert pair.control.counters["tags_dropped"] == 2
-    assert pair.on(Arrived(tag._replace(ticket=2).pack())) == []
-    assert pair.control.relay.counters["arrivals_of_no_lease"] == 1
-
-
-def test_tags_in_any_order_double_foreign_or_cut_are_counted_and_scatter_once() -> None:
-    pair = staged()
-    leases = []
-    for piece in (0, 1):
-        asked(pair, 1, piece, piece)
-        leases.append(bodies(asked(pair, 0, piece, piece), LeaseGrant)[0][1].lease_id)
-
-    def arrive(
-        rank: int, piece: int, part: int = 0, incarnation: int = 5, cut: int = 0, **changes: int
-    ) -> list[Any]:
-        fields = {
-            "room": KEY.room,
-            "generation": KEY.generation,
-            "lease_id": leases[piece],
-            "num_parts": 2,
-            "num_pages": 1,
-            "ticket": 1,
-            **changes,
-        }
-        raw = ChunkTag(incarnation, rank=rank, chunk=piece, part=part, **fields).pack()
-        return of(pair.on(Arrived(raw[: len(raw) - cut])), Scatter)
-
-    for bad in ({"cut": 1}, {"incarnation": 4}, {"room": 9}, {"generation": 1}, {"ticket": 2}):
-        assert arrive(0, 0, **bad) == []
-    assert arrive(7, 0) == []
-    assert pair.control.counters["tags_dropped"] == 6
-    counters = pair.control.relay.counters
-    for bad in ({"lease_id": leases[1]}, {"lease_id": 99}):
-        assert arrive(0, 0, **bad) == []
-    assert counters["arrivals_of_no_lease"] == 2
-    assert arrive(0, 0, lease_id=-1) == [], "a direct one: progress only"
-    order = [(1, 1, 1), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 0, 1), (1, 0, 0), (0, 1, 1), (1, 0, 1)]
-    scattered = [
-        scatter.lease_id for rank, piece, part in order for scatter in arrive(rank, piece, part)
-    ]
-    assert scattered == [leases[1]]
-    assert [scatter.lease_id for scatter in arrive(0, 0, 0)] == [leases[0]]
-    assert arrive(0, 0, 0) == [], "late"
-    assert arrive(0, 0, 1, num_parts=5) == []
-    assert counters["arrivals_not_awaited"] == 3
-
-
-def landed() -> tuple[Writers, Scatter]:
-    """The first two pages of the room are scattered, the third is in its lease, to be scattered."""
-    pair = staged()
-    for piece, first, count in ((0, 0, 2), (1, 2, 1)):
-        asked(pair, 1, piece, first, count)
-        lease = bodies(asked(pair, 0, piece, first, count), LeaseGrant)[0][1].lease_id
-        for rank in (0, 1):
-            effects = pair.on(whole(pair, rank, piece, lease))
-        (scatter,) = of(effects, Scatter)
-        if piece == 0:
-            assert pair.on(CopyDone(lease)) == []
-    return pair, scatter
-
-
-def test_success_waits_for_the_last_scatter() -> None:
-    pair, scatter = landed()
-    for rank in (0, 1):
-        assert of(pair.outcome(rank, units=3), RoomEnded) == []
-    assert pair.on(CopyDone(scatter.lease_id)) == [RoomEnded(KEY, KVPoll.SUCCESS, aux=b"aux0")]
-    assert pair.on(CopyDone(scatter.lease_id)) == [], "it is over"
-
-
-def test_a_scatter_that_fails_fails_the_room_even_where_success_was_held_back() -> None:
-    for held in (False, True):
-        pair, scatter = landed()
-        for rank in (0, 1) if held else ():
-            pair.outcome(rank, units=3)
-        said = pair.on(CopyDone(scatter.lease_id, OSError("no such page")))
-        error = ended(said).error
-        assert "no such page" in str(error)
-        assert isinstance(error, TransferError)
-        assert isinstance(error.__cause__, OSError)
-        assert of(said, RoomDrained) == ([RoomDrained(KEY)] if held else [])
-        assert pair.expected == (0 if held else 1)
-
-
-def test_a_failed_room_is_not_drained_while_our_own_copy_writes_its_pages() -> None:
-    pair, scatter = landed()
-    assert ended(pair.on(ENOUGH)).key == KEY
-    for rank in (0, 1):
-        assert of(pair.say(rank, Drained(*KEY.numbers, rank, 1)), RoomDrained) == []
-    assert pair.control.num_rooms == 0, "its writers have proved it"
-    assert pair.on(CopyDone(scatter.lease_id)) == [RoomDrained(KEY)]
-
-
-def test_an_ok_outcome_does_not_stand_for_notifications_that_lack() -> None:
-    pair = staged()
-    for rank in (0, 1):
-        asked(pair, rank, count=2)
-        asked(pair, rank, 1, 2, 1)
-    for rank in (0, 1):
-        assert of(pair.outcome(rank, units=3), Scatter) == []
-    said = pair.after(TIMING.transfer_timeout_s)
-    assert "the notifications that came are of 0" in str(ended(said).error)
-
-
-def test_writers_that_say_that_they_owe_nothing_fail_a_staged_room() -> None:
-    pair = staged()
-    for rank in (0, 1):
-        asked(pair, rank, count=2)
-    pair.outcome(0)
-    said = pair.outcome(1)
-    assert "0 of 3 unit pages were staged" in str(ended(said).error)
-    assert of(said, RoomDrained) == [RoomDrained(KEY)]
