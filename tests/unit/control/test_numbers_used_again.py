@@ -122,6 +122,10 @@ def test_a_number_with_a_write_under_way_is_not_used_again() -> None:
 OPENED, GONE = "PromiseAck Bootstrapped", "RoomEnded SourceFree"
 OTHER_OFFER, THEIRS = OfferRoom(KEY, 10, OTHER_PROMPT, 1.0), of_use(FORMER, digest=OTHER_PROMPT)
 SCENES: dict[str, list[tuple[Any, str]]] = {
+    "a late abort of a request for another prompt": [
+        (add_room(), ""), (abort(FORMER, digest=OTHER_PROMPT), "Drained"),
+        (of_use(NEXT), OPENED),
+    ],
     "a repeated abort of an offer ends no later one": [
         (OFFER, ""), (abort(FORMER), f"{GONE} Drained"), (OFFER, ""), (abort(FORMER), "Drained"),
         (of_use(NEXT), OPENED),
@@ -132,7 +136,8 @@ SCENES: dict[str, list[tuple[Any, str]]] = {
         (of_use(NEXT), "PromiseAck"), (add_room(), "Bootstrapped"),
     ],
     "overdue": [
-        (OTHER_OFFER, ""), (1.0, GONE), (of_use(NEXT), "PromiseAck"), (add_room(), "Bootstrapped"),
+        (OTHER_OFFER, ""), (1.0, f"Heartbeat {GONE}"), (of_use(NEXT), "PromiseAck"),
+        (add_room(), "Bootstrapped"),
     ],
     "opened": [
         (OTHER_OFFER, ""), (THEIRS, OPENED), (abort(FORMER), "RoomEnded Drained SourceFree"),
