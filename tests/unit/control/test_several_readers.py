@@ -10,9 +10,10 @@ import msgspec
 import pytest
 
 from prefixkv.config import CurveConfig
-from prefixkv.control.effects import AddPeer, CopyDone, Renew
+from prefixkv.control.effects import AddPeer, Cancel, CopyDone, RemovePeer, Renew
 from prefixkv.errors import AbortedError, PromptMismatchError, RequestError, TransferError
 from prefixkv.memory.staging_area import BLOCK_BYTES, RelayArea
+from prefixkv.protocol.commands import Fence
 from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
 from prefixkv.protocol.ids import ChunkTag, KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import (
@@ -415,6 +416,20 @@ def test_a_grant_is_the_readers_that_says_it() -> None:
     assert (counters["grants_not_awaited"], counters["grants_outside"]) == (2, 1)
 
 
+def test_a_gather_that_fails_fails_the_room_and_nothing_else_of_it_is_posted() -> None:
+    peer, a, b = staged()
+    peer.chunk(0, [1, 2, 3])
+    (first,), (second,) = peer.say(a, grant()), peer.say(b, grant())
+    said = peer.on(CopyDone(first.gather_id, OSError("no such page")))
+    (failed,) = of(said, RoomEnded)
+    assert "no such page" in str(failed.error)
+    assert isinstance(failed.error, TransferError)
+    assert of(said, SourceFree) == [], "the other gather reads the source"
+    said = peer.on(CopyDone(second.gather_id))
+    assert of(said, WriteJob) == []
+    assert of(said, SourceFree) == [SourceFree(SENT)]
+
+
 def test_a_staged_write_that_failed_undrained_keeps_its_slot_and_drains_no_reader() -> None:
     peer, a, b = staged()
     peer.chunk(0, [1, 2, 3])
@@ -429,6 +444,37 @@ def test_a_staged_write_that_failed_undrained_keeps_its_slot_and_drains_no_reade
     drained = bodies(peer.on(WriteDrained(write.job_id)), Drained)
     assert [(to, body.settle) for to, body in drained] == [(b"d", True), (b"d/1", True)]
     assert len(peer.control.relay.free_slots) == 2
+
+
+def test_a_room_that_is_over_is_forgotten_so_that_its_number_may_be_staged_again() -> None:
+    peer, a, b = staged()
+    for ticket in (1, 2):
+        if ticket == 2:
+            for reader in (a, b):
+                peer.say(reader, promise(ticket=2))
+            peer.on(add_room())
+        assert len(bodies(peer.chunk(0, [1, 2, 3], last=True), LeaseAsk)) == 2
+        for reader in (a, b):
+            said = peer.ended(gathered(peer, reader, grant(ticket=ticket)).job_id)
+        assert of(said, SourceFree) == [SourceFree(SENT)]
+
+
+@pytest.mark.parametrize("how", ["fence", "farewell", "restart"])
+def test_a_staged_reader_that_goes_takes_its_jobs_with_it(how: str) -> None:
+    peer, a, b = staged()
+    peer.chunk(0, [1, 2, 3])
+    write = gathered(peer, a, grant())
+    newer = PeerId(b.name, b.incarnation + 1)
+    said = {
+        "fence": lambda: peer.on(Fence(b)),
+        "farewell": lambda: peer.say(b, Fenced()),
+        "restart": lambda: peer.say(newer, hello(2, 1, a, relay=AREA)),
+    }[how]()
+    assert Cancel(write.job_id) in said
+    assert RemovePeer(b) in said
+    assert set(peer.control.relay.peers) == ({a, newer} if how == "restart" else {a})
+    assert of(peer.ended(write.job_id, WHY), SourceFree) == [SourceFree(SENT)]
+    assert len(peer.control.relay.jobs) == 0
 
 
 def test_a_room_that_is_added_again_goes_on_with_what_is_staged_of_it() -> None:
