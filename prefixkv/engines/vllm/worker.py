@@ -23,7 +23,7 @@ from prefixkv.engines.vllm.host_worker import WorkerHost
 from prefixkv.engines.vllm.options import ANY_HOST, ConnectorOptions, ServerSetup
 from prefixkv.engines.vllm.orders import Chunk, OfferOrder, Open, StepOrders, WorkerReport
 from prefixkv.engines.vllm.stats import Counters
-from prefixkv.engines.vllm.wakeup import WakeupSender
+from prefixkv.engines.vllm.wakeup import wake_by
 from prefixkv.errors import HandshakeError, RequestError
 from prefixkv.spi import DeviceEvent
 from prefixkv.transfer import (
@@ -89,7 +89,7 @@ class WorkerSide:
         self._decode: DecodeTransfers | None = None
         self._prefill: PrefillTransfers | None = None
         self._host: WorkerHost | None = None
-        self._wakeup: WakeupSender | None = None
+        self._wakes = False  # the scheduler has our descriptors, or cannot have them
         # Loads into which a peer may still write, and sends from which a write may still read. An
         # entry goes with the proof that no write touches its pages (`_settle`, SourceFree), not
         # with the outcome.
@@ -165,8 +165,7 @@ class WorkerSide:
         return [side for side in (self._decode, self._prefill) if side is not None]
 
     def close(self) -> None:
-        """Idempotent; each part is closed even if another raises. The wakeups first: they wait on
-        descriptors that the others own."""
+        """Idempotent; each part is closed even if another raises."""
         self._opened.close()
 
     # --- orders -----------------------------------------------------------------------------------
@@ -184,7 +183,7 @@ class WorkerSide:
             self._clear(orders.cleared)
         # 2. Rooms begin. Before the aborts: a request may begin and end between two steps, and an
         # abort that finds no room would leave it open without end.
-        if orders.bell and self._wakeup is None:
+        if orders.bell and not self._wakes:
             self._start_wakeups(orders.bell)
         # All parts of a load are known before one of them can end.
         loading = [opening.rid for opening in orders.opens]
@@ -227,15 +226,13 @@ class WorkerSide:
     def _start_wakeups(self, address: str) -> None:
         fds = [side.fileno() for side in self._sides]
         fds += [self._host.fileno()] if self._host is not None else []
+        self._wakes = True
         try:
-            self._wakeup = WakeupSender(address, fds)
+            wake_by(address, fds)
         except OSError as error:
             _log.warning("this worker cannot wake the scheduler, which polls it: %s", error)
-            return
-        self._opened.callback(self._wakeup.close)
-        # Only now: the scheduler lets its engine rest once every worker has reported that it sends
-        # wakeups.
-        self._report.bells = 1
+        else:
+            self._report.bells = 1
 
     def _open(self, opening: Open) -> None:
         try:
@@ -318,9 +315,6 @@ class WorkerSide:
                 if error:
                     self._report.failed.setdefault(rid, error)
                 self._end_load(rid, failed=bool(error))
-        if self._wakeup is not None:
-            # After the events were taken. Before, it would ring for those that were just taken.
-            self._wakeup.arm()
         results, self._results = self._results, Results()
         return results
 

@@ -91,17 +91,6 @@ def _prompts_start_beside_others(patch: Patch) -> None:
     patch(ScheduledSends, "may_start", asked)
 
 
-def _bells_ring_once(patch: Patch) -> None:
-    arm = Bell.arm
-
-    def armed(self: Any) -> None:
-        if not hasattr(self, "was_armed"):
-            self.was_armed = True
-            arm(self)
-
-    patch(Bell, "arm", armed)
-
-
 # --- of host memory: some without the laws of its tiers, so that what follows shows ---------------
 
 
@@ -254,7 +243,7 @@ MUTANTS: dict[str, dict[str, Fault]] = {
         # Behind a request that needs blocks of loads.
         "promised_prompts_wait_for_loads": _replaced(Turns, "must_yield", _none),
         "rests_too_early": _replaced(wakeup_module, "QUIET_STEPS", 0),
-        "bells_ring_once": _bells_ring_once,
+        "bells_ring_once": _replaced(Bell, "arm", _none),
         "nothing_is_held": _replaced(Holds, "take", _none),
     },
     "host": {
