@@ -8,7 +8,8 @@ the slots that the engine has to write with junk, so that it sees what was not w
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, Final, NamedTuple
 
@@ -25,6 +26,7 @@ from prefixkv import (
     PrefillRequest,
     Request,
 )
+from prefixkv.conformance.interface import Side
 from prefixkv.errors import CallerError, InternalError
 from prefixkv.spi import DeviceEvent, Pages, pages_for
 
@@ -45,29 +47,38 @@ def _token_bytes(pool: KVPool, pages: Pages | list[int], start: int, end: int) -
     return rows[start - first * size : end - first * size].copy()
 
 
+@dataclass(slots=True)
+class Notes:
+    """What the witnesses of one run share. `probe` False: no byte is read or written, only calls
+    are watched."""
+
+    tell: Tell
+    random: np.random.Generator
+    probe: bool
+    one_token: bool  # per request and step: nothing behind the next slot is written
+    # Decode's, by room and generation, until prefill is asked.
+    asks: dict[tuple[int, int], PrefillAsk] = field(default_factory=dict)
+    added: list[tuple[Side, Request]] = field(default_factory=list)
+
+
 class _Watch:
-    """What is alike on both sides: calls that are refused, and pages that no request has. `probe`
-    False: no byte is read or written, only calls are watched."""
+    """What is alike on both sides: calls that are refused, and pages that no request has."""
 
     WATCHED: tuple[str, ...] = ()
-    side = ""
+    side: Side
 
-    def __init__(
-        self, node: DecodeNode | PrefillNode, tell: Tell, random: np.random.Generator, probe: bool,
-        asks: dict[tuple[int, int], PrefillAsk],
-    ) -> None:  # fmt: skip
-        """`asks`: decode's, by room and generation, until prefill is asked."""
+    def __init__(self, node: DecodeNode | PrefillNode, notes: Notes) -> None:
         self._pool, self.node = node.pool, node
-        self._tell, self._random, self.asks = tell, random, asks
+        self._tell, self._random, self._notes = notes.tell, notes.random, notes
         # The inside of an opaque page has no slots that anyone but its kernels knows.
-        self.probe = probe and not node.pool.layout.opaque
+        self.probe = notes.probe and not node.pool.layout.opaque
         self.calls: Counter[str] = Counter()
         self.blamed: BaseException | None = None  # the exception that was reported already
         self._junk: dict[Any, ByteArray] = {}  # by request that is computed: from prefix_len on
         self._writing: list[tuple[DeviceEvent, set[int]]] = []  # pages, until the event
         self._unowned: list[int] = []
         self._bytes: ByteArray | None = None
-        if probe:  # what was never computed must not matter
+        if notes.probe:  # what was never computed must not matter
             for page in range(node.pool.layout.num_pages):
                 self._put_junk(page, slice(None))
         self._note_unowned()
@@ -184,17 +195,11 @@ class DecodeWitness(_Watch):
                "abort")  # fmt: skip
     side = "decode"
 
-    def __init__(
-        self, node: DecodeNode, tell: Tell, random: np.random.Generator, probe: bool,
-        asks: dict[tuple[int, int], PrefillAsk], one_token: bool,
-    ) -> None:  # fmt: skip
-        """`one_token`: one per request and step, so nothing behind the next slot is written."""
-        super().__init__(node, tell, random, probe, asks)
-        self._one_token = one_token
+    def __init__(self, node: DecodeNode, notes: Notes) -> None:
+        super().__init__(node, notes)
         self._computes = node.config.compute is not None
         self.requests: dict[str, DecodeRequest] = {}
         self.rooms: dict[int, str] = {}  # whose they are
-        self._added: list[Request] = []
         # Tokens that found no page, by request, with their position.
         self._owed: dict[DecodeRequest, tuple[int, int]] = {}
         self._named: Counter[str] = Counter()  # to be retracted, and not retracted yet
@@ -205,11 +210,7 @@ class DecodeWitness(_Watch):
     def _after_add(self, result: DecodeRequest, request: Request) -> None:
         self.requests[result.rid] = result
         self.rooms[request.room] = result.rid
-        self._added.append(request)
-
-    def take_added(self) -> list[Request]:
-        added, self._added = self._added, []
-        return added
+        self._notes.added.append(("decode", request))
 
     def _after_pop_transferred(self, result: list[DecodeRequest]) -> None:
         for req in result:
@@ -248,7 +249,7 @@ class DecodeWitness(_Watch):
 
     def _after_pop_needs_prefill(self, result: list[PrefillAsk]) -> None:
         for ask in result:
-            self.asks[ask.room, ask.generation] = ask
+            self._notes.asks[ask.room, ask.generation] = ask
 
     def _before_append_many(self, reqs: Sequence[DecodeRequest], token_ids: Sequence[int]) -> None:
         self._check_not_again()
@@ -292,7 +293,7 @@ class DecodeWitness(_Watch):
     def _mark(self, req: DecodeRequest, slots: dict[DecodeRequest, _Slot]) -> None:
         """Put junk into the slot at the request's `kv_len`, and remember it in `slots`."""
         size, position = self._pool.layout.page_size, req.kv_len
-        if not self.probe or not self._one_token or position // size >= len(req.pages):
+        if not self.probe or not self._notes.one_token or position // size >= len(req.pages):
             return
         page = int(req.pages[position // size])
         before = _token_bytes(self._pool, req.pages, position, position + 1)[0]
@@ -325,21 +326,11 @@ class DecodeWitness(_Watch):
                 self._mark(req, self._written)
 
     def _after_retract(self, result: None, rid: str, *args: Any, **options: Any) -> None:
-        self._forget_owed(rid)
-        # One retraction may be enough for all that were named.
-        self._named.clear()
-
-    def _after_finish(self, result: None, req: DecodeRequest, *args: Any, **options: Any) -> None:
-        self._forget_owed(req.rid)
-
-    def _after_abort(self, result: bool, rid: str, *args: Any, **options: Any) -> None:
-        self._forget_owed(rid)
-
-    def _forget_owed(self, rid: str) -> None:
         """Owe no token to a request that does not run any more."""
         for kept in (self._owed, self._slots, self._written):
-            for req in [req for req in kept if req.rid == rid]:
-                kept.pop(req)
+            kept.pop(self.requests[rid], None)  # type: ignore[attr-defined]
+        # One retraction may be enough for all that were named.
+        self._named.clear()
 
     def explain(self) -> Iterator[tuple[str, str]]:
         """Yield why decode may not come to rest: (law, text) each."""
@@ -351,7 +342,7 @@ class DecodeWitness(_Watch):
             if not req.state.ended and not self._named:
                 num = len(req.output)
                 yield "tokens", f"{req.rid}: its token {num} had no page, and was never appended"
-        for (_, generation), ask in self.asks.items():
+        for (_, generation), ask in self._notes.asks.items():
             yield "order", f"prefill was never asked for {ask.rid} again (generation {generation})"
         for req in self.requests.values():
             state, num = req.state.value, len(req.output)
@@ -370,23 +361,14 @@ class PrefillWitness(_Watch):
     WATCHED = ("add", "pop_bootstrapped", "send_chunk", "pop_sent", "pop_failed", "abort")
     side = "prefill"
 
-    def __init__(
-        self, node: PrefillNode, tell: Tell, random: np.random.Generator, probe: bool,
-        asks: dict[tuple[int, int], PrefillAsk],
-    ) -> None:  # fmt: skip
-        super().__init__(node, tell, random, probe, asks)
-        self.added: list[Request] = []
+    def __init__(self, node: PrefillNode, notes: Notes) -> None:
+        super().__init__(node, notes)
         self._sent: dict[PrefillRequest, int] = {}  # tokens handed over of what is computed
         self._handed: dict[PrefillRequest, tuple[list[int], ByteArray]] = {}
 
-    def take_added(self, rooms: Container[int]) -> list[Request]:
-        taken = [one for one in self.added if one.room in rooms]
-        self.added = [one for one in self.added if one.room not in rooms]
-        return taken
-
     def _before_add(self, request: Request) -> None:
-        self.added.append(request)
-        ask = self.asks.pop((request.room, request.generation), None)
+        self._notes.added.append(("prefill", request))
+        ask = self._notes.asks.pop((request.room, request.generation), None)
         if ask is None:
             return
         tokens = np.asarray(ask.tokens)
