@@ -235,7 +235,8 @@ class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         results = self.worker.take_results()
         return compat.KVConnectorTransferResults(
-            finished_recving=results.received, failed_recving=results.failed
+            finished_recving={*results},
+            failed_recving={rid for rid, has_failed in results.items() if has_failed},
         )
 
     def build_connector_worker_meta(self) -> Any:

@@ -44,14 +44,6 @@ _log = logging.getLogger("vllm.prefixkv")
 
 
 @dataclass(slots=True)
-class Results:
-    """Loads that are over: `received` are all of them, `failed` those without KV."""
-
-    received: set[str] = field(default_factory=set)
-    failed: set[str] = field(default_factory=set)
-
-
-@dataclass(slots=True)
 class _Send:
     """A send from which a write may still read. `pages` are those that were handed over. `offered`
     is the chunk of an offer that no decode server has opened yet, and `ready` stands behind the
@@ -100,7 +92,8 @@ class WorkerSide:
         self._pending: Counter[str] = Counter()
         self._failed: set[str] = set()
         # Collected between two calls; `take_results` and `take_report` empty them.
-        self._results, self._report = Results(), WorkerReport()
+        self._results: dict[str, bool] = {}
+        self._report = WorkerReport()
         self._bytes_sent = 0
         self.counters = Counters()
 
@@ -299,8 +292,9 @@ class WorkerSide:
 
     # --- outcomes ---------------------------------------------------------------------------------
 
-    def take_results(self) -> Results:
-        """Return the loads that are over since the last call. Takes in all events until now."""
+    def take_results(self) -> dict[str, bool]:
+        """Return the loads that are over since the last call, True where the KV has not come. Takes
+        in all events until now."""
         if self._decode is not None:
             for event in taken(self._decode.take_events, _log):
                 self._take_decode_event(event)
@@ -308,14 +302,14 @@ class WorkerSide:
             for sent_event in taken(self._prefill.take_events, _log):
                 self._take_prefill_event(sent_event)
         if self._host is not None:
-            ends, loaded = self._host.take_ends()
-            self._report.copied += ends
             self._report.host_pages |= self._host.take_size()
-            for rid, error in loaded.items():
-                if error:
-                    self._report.failed.setdefault(rid, error)
-                self._end_load(rid, failed=bool(error))
-        results, self._results = self._results, Results()
+            for done, rid in self._host.take_ends():
+                self._report.copied.append(done)
+                if rid and done.error is not None:
+                    self._report.failed.setdefault(rid, str(done.error))
+                if rid:
+                    self._end_load(rid, failed=done.error is not None)
+        results, self._results = self._results, {}
         return results
 
     def _take_decode_event(self, event: DecodeEvent) -> None:
@@ -354,8 +348,7 @@ class WorkerSide:
             self._failed.add(rid)
         if self._pending[rid] == 0:
             del self._pending[rid]
-            self._results.received.add(rid)
-            self._results.failed |= self._failed & {rid}
+            self._results[rid] = rid in self._failed
             self._failed.discard(rid)
 
     def _settle(self, key: RoomKey) -> None:

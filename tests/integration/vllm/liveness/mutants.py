@@ -117,8 +117,7 @@ def _failed_copies_count(patch: Patch) -> None:
     take = WorkerHost.take_ends
 
     def taken(self: Any) -> Any:
-        ends, loaded = take(self)
-        return [msgspec.structs.replace(end, error=None) for end in ends], dict.fromkeys(loaded, "")
+        return [(msgspec.structs.replace(end, error=None), rid) for end, rid in take(self)]
 
     patch(WorkerHost, "take_ends", taken)
 
