@@ -199,18 +199,6 @@ class EngineSides(Protocol):
 
 
 def check_sides(sides: Any) -> None:
-    """Raise SidesError for a needed attribute that is missing or of another type."""
-    kind = type(sides).__name__
-    wanted: dict[str, type] = {"decode": DecodeNode, "prefill": PrefillNode, "vocabulary": range}
-    for name, type_ in wanted.items():
-        may_be_none = name == "prefill"
-        needed = f"a {type_.__name__} is needed" + " (or None)" * may_be_none
-        try:
-            value = getattr(sides, name)
-        except AttributeError as error:
-            raise SidesError(f"{kind}: {error}: {needed}") from error
-        if not isinstance(value, type_) and not (may_be_none and value is None):
-            raise SidesError(f"{kind}.{name} is {value!r:.80}, {needed}")
-    for name in ("submit", "abort", "step", "expected", "restart", "close"):
-        if not callable(getattr(sides, name, None)):
-            raise SidesError(f"{kind} has no method {name!r}, EngineSides has one")
+    wanted = (name for name in vars(EngineSides) if not name.startswith("_"))
+    if missing := [name for name in wanted if not hasattr(sides, name)]:
+        raise SidesError(f"{type(sides).__name__} lacks {', '.join(missing)} of EngineSides")

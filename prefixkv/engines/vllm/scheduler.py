@@ -73,9 +73,7 @@ class SchedulerSide:
         self.ledger = Ledger(groups, setup.num_ranks)
         self.holds, self.counters = self.ledger.holds, self.ledger.counters
         self.flights = Flights()
-        self.sends = ScheduledSends(
-            self.ledger, options.offer_timeout_s, options.offer_grace_s, options.reached_at
-        )
+        self.sends = ScheduledSends(self.ledger, options.offer_grace_s, options.reached_at)
         self.loads = ScheduledLoads(self.ledger)
         self.compute = OwnCompute(
             options.compute_below, setup.step_tokens, loads=bool(options.host_memory)

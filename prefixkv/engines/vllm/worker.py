@@ -21,7 +21,7 @@ from prefixkv import DecodeConfig, KVPool, Mesh, ModelConfig, PrefillConfig, Pre
 from prefixkv.engines.rank_group import Gather, decode_transfers, prefill_transfers, taken
 from prefixkv.engines.vllm.host_worker import WorkerHost
 from prefixkv.engines.vllm.options import ANY_HOST, ConnectorOptions, ServerSetup
-from prefixkv.engines.vllm.orders import Chunk, OfferOrder, Open, StepOrders, WorkerReport
+from prefixkv.engines.vllm.orders import Chunk, Open, StepOrders, WorkerReport
 from prefixkv.engines.vllm.stats import Counters
 from prefixkv.engines.vllm.wakeup import wake_by
 from prefixkv.errors import HandshakeError, RequestError
@@ -265,14 +265,14 @@ class WorkerSide:
             self._host.begin_writes(ready)
         self._hand_over(orders.computed, ready)
 
-    def _hand_over(self, computed: Iterable[Chunk | OfferOrder], ready: DeviceEvent | None) -> None:
-        for one in computed:
-            if isinstance(one, Chunk):
-                self._send(one, ready)
+    def _hand_over(self, computed: Iterable[Chunk], ready: DeviceEvent | None) -> None:
+        for chunk in computed:
+            if not chunk.digest:
+                self._send(chunk, ready)
                 continue
-            chunk = one.chunk
-            with self._begun(one.rid, chunk.key, chunk, ready):
-                self.prefill.offer(*chunk.key.numbers, chunk.end, one.digest, one.timeout_s)
+            with self._begun(chunk.rid, chunk.key, chunk, ready):
+                numbers, timeout_s = chunk.key.numbers, self._options.offer_timeout_s
+                self.prefill.offer(*numbers, chunk.end, chunk.digest, timeout_s)
 
     def _send(self, chunk: Chunk, ready: DeviceEvent | None) -> None:
         key = chunk.key
