@@ -66,7 +66,7 @@ class ScenarioRun:
         self._patience_s = patience_s
         self._notes = Notes(self.tell, self.random, probe, settings.tokens_per_step == 1)
         self._decode: DecodeWitness
-        self._prefill: PrefillWitness | None = None
+        self._witnesses: dict[Side, DecodeWitness | PrefillWitness] = {}
         self.sides = make(settings)
         try:
             check_sides(self.sides)
@@ -76,9 +76,6 @@ class ScenarioRun:
             with suppress(Exception):  # the error that says what is wrong matters
                 self.sides.close()
             raise
-
-    def _witnesses(self) -> list[DecodeWitness | PrefillWitness]:
-        return [self._decode, *([] if self._prefill is None else [self._prefill])]
 
     def _nodes(self) -> dict[Side, DecodeNode | PrefillNode]:
         """Return the nodes that are in this process."""
@@ -92,10 +89,10 @@ class ScenarioRun:
         settings = self.settings
         wanted: DecodeConfig | PrefillConfig
         if isinstance(node, DecodeNode):
-            self._decode = DecodeWitness(node, self._notes)
+            self._witnesses["decode"] = self._decode = DecodeWitness(node, self._notes)
             side, wanted, pages = "decode", settings.decode, settings.decode_pages
         else:
-            self._prefill = PrefillWitness(node, self._notes)
+            self._witnesses["prefill"] = PrefillWitness(node, self._notes)
             side, wanted, pages = "prefill", settings.prefill, settings.prefill_pages
         # A node that is not what the settings say would show something else.
         for field in fields(wanted):
@@ -155,8 +152,8 @@ class ScenarioRun:
         # What was to be asked again was the former life's.
         self._notes.asks.clear()
         self._notes.added.clear()
-        for node in self._nodes().values():
-            if all(node is not one.node for one in self._witnesses()):
+        for side, node in self._nodes().items():
+            if node is not self._witnesses[side].node:
                 self._meet(node)
 
     def step(self) -> bool:
@@ -215,7 +212,7 @@ class ScenarioRun:
         return said, rooms, [one.get(name) for one in stats for name in names]
 
     def _stalled(self, law: str) -> None:
-        why = [found for one in self._witnesses() for found in one.explain()]
+        why = [found for one in self._witnesses.values() for found in one.explain()]
         # Everything is one way or another a consequence of what comes first.
         for found in why[:4]:
             self.tell(*found)
@@ -252,13 +249,13 @@ class ScenarioRun:
         except (NotImplementedError, ScenarioOverError):
             raise
         except Exception as error:
-            if not any(error is one.blamed for one in self._witnesses()):
+            if not any(error is one.blamed for one in self._witnesses.values()):
                 self.tell("calls", f"a loop raised {type(error).__name__}: {error}")
             raise ScenarioOverError from error
 
     def _look(self, when: str) -> None:
         """Let the witnesses look, and take over what the clients have seen."""
-        for witness in self._witnesses():
+        for witness in self._witnesses.values():
             witness.look(when)
         self._check_given()
         for answer in self.answers:

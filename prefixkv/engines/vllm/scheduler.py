@@ -311,7 +311,7 @@ class SchedulerSide:
         Called for every end: finished, aborted, or failed."""
         rid = request.request_id
         continues = None if str(request.status) in GIVEN_UP else self._continues(request)
-        if self.sends.proves and (in_flight := _num_in_flight(request)):
+        if self.sends.proves and (in_flight := int(request.num_in_flight_tokens)):
             self._in_flight[rid] = in_flight, [*request.block_hashes]
         # The shadow first: it needs the blocks' hashes, which are there until vLLM frees them.
         if self._shadow is not None and request.prompt_token_ids is not None:
@@ -395,7 +395,7 @@ class SchedulerSide:
         """Return how many tokens of a request that ends have KV that may be copied: of one that was
         aborted, or has failed, the prompt, and only where a token came of it."""
         num_tokens = len(request.all_token_ids)
-        num_computed = request.num_computed_tokens - _num_in_flight(request)
+        num_computed = request.num_computed_tokens - request.num_in_flight_tokens
         if str(request.status) not in GIVEN_UP:
             return int(min(num_tokens, num_computed))
         num_prompt = int(request.num_prompt_tokens)
@@ -571,7 +571,3 @@ class SchedulerSide:
             self.sends, self.loads, self.flights, self.compute, self.holds, self.host
         ):  # fmt: skip
             part.check_invariants()
-
-
-def _num_in_flight(request: Any) -> int:
-    return int(request.num_in_flight_tokens)
