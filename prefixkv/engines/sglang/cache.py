@@ -353,7 +353,7 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         if start == end:
             return _NO_PAGES
         table, size = self.req_to_token_pool.req_to_token, self.page_size
-        return self._slots.pages_of_row(table, row, start * size, end * size)
+        return self._slots.pages(table[row, start * size : end * size])
 
     def _place(self, handle: Handle) -> TreeNode | None:
         return None if handle.result is None else self.tree.locate(handle.result)[0]

@@ -22,11 +22,8 @@ TOKEN_WORDS = 2
 
 
 def namespace_of(extra_key: str | None, cache_salt: str | None) -> Hashable:
-    """Return the namespace of a request's key, by its extra key and salt.
-
-    It keeps apart requests with equal tokens; None: the common one.
-
-    A long text is replaced by its digest, which then stands in cache events as well.
+    """Return the namespace of a request's key, which keeps apart requests with equal tokens; None:
+    the common one. A long text is replaced by its digest, which cache events have then as well.
 
     >>> namespace_of("lora", "")
     ('lora', None)

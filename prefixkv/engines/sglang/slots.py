@@ -11,14 +11,8 @@ from prefixkv.spi import Pages
 
 
 class SlotTable:
-    """A table on the device with one row of slots per page: pages become slots in one gather.
-
-    Takes 8 bytes per token of the pool.
-
-    Args:
-        num_pages: one above the largest page id.
-        page_size: tokens per page.
-        device: the device of the pool.
+    """A table on the device with one row of slots per page: pages become slots in one gather. Takes
+    8 bytes per token of the pool. `num_pages` is one above the largest page id.
 
     >>> SlotTable(8, 4, "cpu").slots(np.array([7, 3], np.int32)).tolist()
     [28, 29, 30, 31, 12, 13, 14, 15]
@@ -50,10 +44,6 @@ class SlotTable:
             return tensor
         # From pageable memory the copy might wait for what is queued before it.
         return tensor.pin_memory().to(self._device, non_blocking=True)
-
-    def pages_of_row(self, table: torch.Tensor, row: int, start: int, end: int) -> Pages:
-        """Return the page ids of tokens `start` to `end` of a row. Waits for a GPU."""
-        return self.pages(table[row, start:end])
 
     def page_ids_of_row(self, table: torch.Tensor, row: int, start: int, end: int) -> torch.Tensor:
         """Return the same on the device, int64; `start` is a page's first token. Waits for

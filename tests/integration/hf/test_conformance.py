@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,18 +25,14 @@ from prefixkv.engines.hf import (
 )
 from prefixkv.engines.hf.reference import Reference
 from prefixkv.errors import AbortedError
+from tests.support.hf_world import TINY
 from tests.support.patience import PATIENCE_S
-
-_SIZES: Final[dict[str, Any]] = {
-    "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 256,
-}  # fmt: skip
 
 
 @cache
 def _made(family: str) -> tuple[PagedModel, Reference]:
     if family == "llama":
-        model = make_model("llama", 1, **_SIZES)
+        model = make_model("llama", 1, **{**TINY, "device": "cpu"})
     else:
         model = make_model(config_of(family), seed=1)
     return model, Reference(model)
