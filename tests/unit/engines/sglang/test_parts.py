@@ -124,9 +124,9 @@ def test_pages_become_slots_and_slots_pages(page_size: int) -> None:
     assert slots.tolist() == [p * page_size + i for p in (49, 0, 7) for i in range(page_size)]
     assert table.pages(slots.to(torch.int32)).tolist() == [49, 0, 7]
     rows = torch.stack([torch.zeros_like(slots), slots]).to(torch.int32)
-    found = table.pages_of_row(rows, 1, page_size, 3 * page_size)
+    found = table.pages(rows[1, page_size : 3 * page_size])
     assert (found.tolist(), found.dtype) == ([0, 7], np.dtype(np.int32))
-    assert not len(table.pages_of_row(rows, 1, page_size, page_size))
+    assert not len(table.pages(rows[1, page_size:page_size]))
     assert table.page_ids_of_row(rows, 1, page_size, 3 * page_size).tolist() == [0, 7]
     slots += 1  # the caller's
     assert table.slots(pages)[0] == 49 * page_size
