@@ -74,7 +74,8 @@ class _Watch:
         self.probe = notes.probe and not node.pool.layout.opaque
         self.calls: Counter[str] = Counter()
         self.blamed: BaseException | None = None  # the exception that was reported already
-        self._junk: dict[Any, ByteArray] = {}  # by request that is computed: from prefix_len on
+        self._done: dict[Any, int] = {}  # tokens with KV of what the engine computes
+        self._junk: dict[Any, ByteArray] = {}  # of these: from prefix_len on
         self._writing: list[tuple[DeviceEvent, set[int]]] = []  # pages, until the event
         self._unowned: list[int] = []
         self._bytes: ByteArray | None = None
@@ -148,20 +149,20 @@ class _Watch:
         part[:] = self._random.integers(0, _JUNK_BYTES, part.shape, np.uint8)
         self._pool.write_pages([page], data)
 
-    def _to_be_computed(self, req: PrefillRequest | DecodeRequest, num_tokens: int) -> None:
-        """Put junk where the engine has to write KV, up to `num_tokens`."""
-        size, first = self._pool.layout.page_size, req.prefix_len
-        if self.probe and first < num_tokens:  # else it lacks a state alone
-            for at, page in enumerate(req.pages[first // size :].tolist()):
-                self._put_junk(page, slice(0 if at else first % size, None))
-            self._junk[req] = _token_bytes(self._pool, req.pages, first, num_tokens)
+    def _handed_out(self, result: list[Any], limit: Any = None) -> None:
+        """Put junk where the engine has to write KV of requests that it is to compute."""
+        size = self._pool.layout.page_size
+        for req in result:
+            first = self._done[req] = req.prefix_len
+            if self.probe and first < req.fill_len:  # else it lacks a state alone
+                for at, page in enumerate(req.pages[first // size :].tolist()):
+                    self._put_junk(page, slice(None if at else first % size, None))
+                self._junk[req] = _token_bytes(self._pool, req.pages, first, req.fill_len)
 
-    def _check_computed(
-        self, req: PrefillRequest | DecodeRequest, start: int, end: int, event: DeviceEvent | None
-    ) -> None:
+    def _check_computed(self, req: Any, end: int, event: DeviceEvent | None) -> None:
         """Tell if a chunk is not written, as far as `event` lets it be looked at."""
-        junk, begin = self._junk.get(req), req.prefix_len
-        if junk is None:
+        junk, start, begin = self._junk.get(req), self._done.get(req, end), req.prefix_len
+        if junk is None or req.state.ended or not start < end <= req.fill_len:
             return
         if event is not None and not event.query():
             del self._junk[req]
@@ -173,6 +174,12 @@ class _Watch:
             self._tell("law 8", f"{req.rid}: tokens up to {end} were handed over, and the KV of "
                        f"token {unwritten[0]} was not computed (computing begins at prefix_len, "
                        f"{begin})")  # fmt: skip
+
+    def _explain_computed(self) -> Iterator[tuple[str, str]]:
+        for req, done in self._done.items():
+            if not req.state.ended and done < req.fill_len:
+                so_far = f"{done} of its {req.fill_len} tokens came"
+                yield "law 7", f"{req.rid} was handed out to be computed, {so_far}"
 
     def _never_called(self, *names: str) -> Iterator[tuple[str, str]]:
         for name in names:
@@ -205,7 +212,6 @@ class DecodeWitness(_Watch):
         self._named: Counter[str] = Counter()  # to be retracted, and not retracted yet
         self._slots: dict[DecodeRequest, _Slot] = {}  # the next step has to write these
         self._written: dict[DecodeRequest, _Slot] = {}  # the step that found no page wrote these
-        self._done: dict[DecodeRequest, int] = {}  # tokens of what the engine computes here
 
     def _after_add(self, result: DecodeRequest, request: Request) -> None:
         self.requests[result.rid] = result
@@ -217,17 +223,12 @@ class DecodeWitness(_Watch):
             if req.resumed:
                 self._mark(req, self._slots)
 
-    def _after_pop_local(self, result: list[DecodeRequest]) -> None:
-        for req in result:
-            self._done[req] = req.prefix_len
-            self._to_be_computed(req, req.fill_len)
+    _after_pop_local = _Watch._handed_out
 
     def _before_computed(
         self, req: DecodeRequest, end: int, aux: bytes = b"", after: DeviceEvent | None = None
     ) -> None:
-        start = self._done.get(req, end)
-        if start < end <= req.fill_len and not req.state.ended:
-            self._check_computed(req, start, end, after)
+        self._check_computed(req, end, after)
 
     def _after_computed(
         self, result: None, req: DecodeRequest, end: int, aux: bytes = b"",
@@ -351,10 +352,7 @@ class DecodeWitness(_Watch):
             elif not req.state.ended:
                 so_far = f"{num} of {req.max_new_tokens} tokens"
                 yield "law 7", f"{req.rid} is {state} for ever, with {so_far}"
-        for req, done in self._done.items():
-            if not req.state.ended:
-                so_far = f"{done} of its {req.fill_len} tokens have KV"
-                yield "law 7", f"{req.rid} came out of pop_local, {so_far}"
+        yield from self._explain_computed()
 
 
 class PrefillWitness(_Watch):
@@ -363,7 +361,6 @@ class PrefillWitness(_Watch):
 
     def __init__(self, node: PrefillNode, notes: Notes) -> None:
         super().__init__(node, notes)
-        self._sent: dict[PrefillRequest, int] = {}  # tokens handed over of what is computed
         self._handed: dict[PrefillRequest, tuple[list[int], ByteArray]] = {}
 
     def _before_add(self, request: Request) -> None:
@@ -381,24 +378,19 @@ class PrefillWitness(_Watch):
             if wanted != got:
                 self._tell("order", f"{ask.rid}: prefill was asked again with another {name}")
 
-    def _after_pop_bootstrapped(self, result: list[PrefillRequest], limit: Any = None) -> None:
-        for req in result:
-            self._sent[req] = req.prefix_len
-            self._to_be_computed(req, req.num_tokens)
+    _after_pop_bootstrapped = _Watch._handed_out
 
     def _before_send_chunk(
         self, req: PrefillRequest, end: int, last: bool = False, aux: bytes = b"",
         ready: Any = None, state_slot: int = -1,
     ) -> None:  # fmt: skip
-        sent = self._sent.get(req, 0)
-        if req.state.value == "computing" and sent < end <= req.num_tokens:
-            self._check_computed(req, sent, end, ready)
+        self._check_computed(req, end, ready)
 
     def _after_send_chunk(
         self, result: int, req: PrefillRequest, end: int, *args: Any, **options: Any
     ) -> None:
-        if req in self._sent:
-            self._sent[req] = end
+        if req in self._done:
+            self._done[req] = end
         if req in self._junk and req.pages_held is not None:
             pages = req.pages.tolist()
             self._handed[req] = pages, _token_bytes(self._pool, pages, 0, end)
@@ -422,7 +414,4 @@ class PrefillWitness(_Watch):
 
     def explain(self) -> Iterator[tuple[str, str]]:
         yield from self._never_called("pop_bootstrapped", "pop_sent", "pop_failed")
-        for req, sent in self._sent.items():
-            if req.state.value == "computing":
-                so_far = f"{sent} of its {req.num_tokens} tokens"
-                yield "law 7", f"{req.rid} was handed out to be computed, {so_far} came"
+        yield from self._explain_computed()

@@ -478,7 +478,7 @@ MUTANTS = [
     Mutant(WritesAgainWhatItHasSent, "one prompt", "law 5", "after it was handed over"),
     Mutant(NeverPopsFailures, "aborts on prefill", "calls", "never calls pop_failed", True),
     Mutant(StopsInTheMiddle, "one prompt", "law 7", "was handed out to be computed", True),
-    Mutant(NeverComputes, ALONE, "law 7", "came out of pop_local, 0 of its", True),
+    Mutant(NeverComputes, ALONE, "law 7", "was handed out to be computed, 0 of its", True),
     Mutant(NeverTakesPrompts, ALONE, "calls", "decode's engine never calls pop_local", True),
     Mutant(GivesUpWithPrefill, ALONE, "law 7", "it failed: AbortedError"),
     Mutant(SaysThatNoChatGoesOn, "host memory", "cache", "nothing of what was finished was copied"),
