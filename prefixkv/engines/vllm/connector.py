@@ -75,7 +75,7 @@ class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
             self._scheduler.sends.proves = bool(compat.envs.VLLM_COMPUTE_NANS_IN_LOGITS)
             hooks.install(compat.Scheduler, compat.EngineCore, compat.EngineCoreProc)
             self.wakeups = WakeupListener(compat.WAKEUP)
-            self._scheduler.rest.address = self.wakeups.address
+            self._scheduler.rest.listener = self.wakeups
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:

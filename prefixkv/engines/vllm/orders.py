@@ -113,9 +113,8 @@ class WorkerReport(Struct):
     By request id: `failed` loads, with the reason; `refused` are those of them whose servers do not
     fit. `settled` loads have no writer any more; `overdue` loads are not settled in time.
     `promised` sends have decode's pages; `unsent` sends failed; `freed` sends have no reader any
-    more. `bells` is the number of workers that send wakeups from now on, `address` that of rank 0.
-    `host_pages`, by rank, are the ready pages of host memory and all of them, where that has
-    changed.
+    more. `address` is that of rank 0. `host_pages`, by rank, are the ready pages of host memory and
+    all of them, where that has changed.
     """
 
     failed: dict[str, str] = {}
@@ -124,7 +123,6 @@ class WorkerReport(Struct):
     promised: list[str] = []
     unsent: dict[str, str] = {}
     freed: list[str] = []
-    bells: int = 0
     address: str = ""
     refused: set[str] = set()
     copied: list[HostCopyDone] = []

@@ -446,7 +446,6 @@ class SchedulerSide:
         report, received = report or WorkerReport(), list(received)
         if report or received:
             self.rest.stepped(is_quiet=False)
-        self.rest.num_senders += report.bells
         self.sends.address = self.sends.address or report.address
         self.loads.take(report)
         for rid, error in report.failed.items():

@@ -31,22 +31,21 @@ _ONCE: Final = select.EPOLLIN | select.EPOLLONESHOT
 
 @dataclass(slots=True)
 class Rest:
-    """The quiet steps of one engine, and which workers wake it."""
+    """The quiet steps of one engine, and what wakes it."""
 
     num_ranks: int
-    address: str = ""
-    num_senders: int = 0  # workers that say that they wake the engine
+    listener: WakeupListener | None = None
     quiet_steps: int = 0  # consecutive ones, in which nothing was ordered, computed, reported
 
     @property
     def has_wakeups(self) -> bool:
         """True where every worker wakes the engine when it has something to report."""
-        return bool(self.address) and self.num_senders >= self.num_ranks
+        return self.listener is not None and self.listener.num_senders >= self.num_ranks
 
     @property
     def bell(self) -> str:
         """Address for the next orders, until every worker has answered; each takes the first."""
-        return self.address if self.num_senders < self.num_ranks else ""
+        return "" if self.listener is None or self.has_wakeups else self.listener.address
 
     def stepped(self, is_quiet: bool) -> None:
         self.quiet_steps = self.quiet_steps + 1 if is_quiet else 0
@@ -67,7 +66,8 @@ class WakeupListener(Closing):
         self._wakeup = wakeup
         self.address = f"prefixkv-{secrets.token_hex(16)}"
         self._inputs: Queue[Any] | None = None
-        self._fds: list[int] = []  # the workers', since each has sent them
+        self.num_senders = 0  # workers, each of which sends its descriptors once
+        self._fds: list[int] = []
         self._closing = False
         with ExitStack() as undo:
             self._socket = undo.enter_context(socket(AF_UNIX, SOCK_DGRAM))
@@ -88,6 +88,7 @@ class WakeupListener(Closing):
                         self._opened.callback(os.close, new)
                         self._epoll.register(new, _ONCE)
                         self._fds.append(new)
+                    self.num_senders += 1
                 elif self._inputs is not None:
                     self._inputs.put_nowait(self._wakeup)
 

@@ -224,8 +224,6 @@ class WorkerSide:
             wake_by(address, fds)
         except OSError as error:
             _log.warning("this worker cannot wake the scheduler, which polls it: %s", error)
-        else:
-            self._report.bells = 1
 
     def _open(self, opening: Open) -> None:
         try:

@@ -134,6 +134,7 @@ class Tower:
 
     def __init__(self, wakeup: Any) -> None:
         self.inputs: Any = None
+        self.num_senders = 0
         self.address = f"tower {len(Thread.world.towers)}"
         Thread.world.towers[self.address] = self
 
@@ -153,6 +154,7 @@ class Bell:
 
     def __init__(self, address: str, fds: list[int]) -> None:
         self.tower = Thread.world.towers[address]
+        self.tower.num_senders += 1
         threads = {thread.events.fd: thread.events for thread in Thread.world.threads}
         inboxes = threads | {copies.ends.fd: copies.ends for copies in Thread.world.copies}
         self._events = [inboxes[fd] for fd in fds]
