@@ -121,30 +121,27 @@ class SchedulerSide:
             )
             if ask is None:
                 return
-            if isinstance(ask, DrawAsk):
-                self.sends.draw(request)
-                self._end_before_last(request)
-                return
-            room = ask.room if isinstance(ask, LoadAsk) else (ask.decode, ask.room)
-            if request.abort_immediately and room in self._recent:
-                return  # what became of the room was seen to when the request itself ended
-            # Before the parameters are checked further: a refused room has been dealt with too.
-            self._recent[room] = None
-            if len(self._recent) > RECENT_ROOMS:
-                del self._recent[next(iter(self._recent))]
+            if not isinstance(ask, DrawAsk):
+                room = ask.room if isinstance(ask, LoadAsk) else (ask.decode, ask.room)
+                if request.abort_immediately and room in self._recent:
+                    return  # what became of the room was seen to when the request itself ended
+                # Before the parameters are checked further: a refused room has been dealt with too.
+                self._recent[room] = None
+                if len(self._recent) > RECENT_ROOMS:
+                    del self._recent[next(iter(self._recent))]
             if isinstance(ask, LoadAsk):
                 self.loads.begin(request, ask)
+                return
+            if isinstance(ask, DrawAsk):
+                self.sends.draw(request)
             else:
                 self.sends.begin(request, ask)
-                self._end_before_last(request)
+            # A prompt's last token is left out, where layers keep a state: it has no way back.
+            groups = self.ledger.groups
+            if groups.has_states:
+                leave_out_last_token(request, groups.hash_size or groups.block_size)
         except CallerError as error:
             self._record_error(request.request_id, str(error))
-
-    def _end_before_last(self, request: Any) -> None:
-        """Leave a prompt's last token out, where layers keep a state: it has no way back."""
-        groups = self.ledger.groups
-        if groups.has_states:
-            leave_out_last_token(request, groups.hash_size or groups.block_size)
 
     def _record_error(self, rid: str, error: str, level: int = logging.WARNING) -> None:
         _log.log(level, "request %s: %s", rid, error)
