@@ -56,13 +56,8 @@ class _Asked:
     """What is known of a request that vLLM has asked about and not admitted."""
 
     hit: int = 0  # tokens that were cached when it was matched last
-    hosted: int = 0  # tokens behind these, loaded from host memory if this step admits it
+    hosted: int = 0  # tokens behind these, loaded from host memory if it loads any
     has_joined: bool = False  # it has waited for another request's load
-
-    def load_hosted(self, num_tokens: int) -> tuple[int, bool]:
-        """Return (tokens, asynchronous) where prefill sends nothing."""
-        self.hosted = num_tokens
-        return num_tokens, num_tokens > 0
 
 
 class SchedulerSide:
@@ -187,7 +182,7 @@ class SchedulerSide:
         asks = rid in loads.wanted or rid in loads.followers
         hosted = self._in_host_memory(request, num_computed)
         asked = self._asked.setdefault(rid, _Asked())
-        asked.hit, asked.hosted = num_computed, 0
+        asked.hit, asked.hosted = num_computed, hosted
         if not asks and not hosted:
             return 0, False
         # 4. Too little is missing for a transfer to pay.
@@ -205,7 +200,7 @@ class SchedulerSide:
         # 6. A follower, and no load of its prompt is under way; or prefill is not asked: vLLM
         # computes what is missing, and host memory has not.
         if rid not in loads.wanted:
-            return asked.load_hosted(hosted)
+            return hosted, hosted > 0
         # Or vLLM has looked for its prefix in all groups: what it has of the window there is
         # cached, and is not to be written over.
         if groups.windows and num_computed and not self.ignores_windows(request):
@@ -215,7 +210,7 @@ class SchedulerSide:
         if hosted and not ask.nonce:
             load_s = self.host.load_s(hosted // self._block_size)
             if not self.compute.is_worth_loading(missing, hosted, load_s, ask.prefill):
-                hosted = 0
+                hosted = asked.hosted = 0
         # 8. It is quicker to compute the rest here, or that is too little for a transfer. Asked
         # behind 5., since what is on its way is not missing.
         rest = missing - hosted
@@ -223,15 +218,14 @@ class SchedulerSide:
         # Not where prefill has drawn the room: it has computed the prompt already.
         may_compute = self.compute.is_on and not ask.nonce
         if is_small or (may_compute and self.compute.is_here(rid, rest, ask.prefill)):
-            return asked.load_hosted(hosted)
+            return hosted, hosted > 0
         # 9. A server of both roles: loads together leave blocks to compute with (see `bind`).
         if loads.most_blocks is not None:
             num_blocks = groups.blocks_of(request.num_prompt_tokens)
             if not loads.could_fit(num_blocks):
-                return asked.load_hosted(hosted)  # it is computed here
+                return hosted, hosted > 0  # it is computed here
             if not loads.fits(num_blocks):
                 return None, False
-        asked.hosted = hosted
         return missing, True
 
     def _in_host_memory(self, request: Any, num_computed: int) -> int:
