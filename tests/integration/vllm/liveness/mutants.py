@@ -266,7 +266,9 @@ MUTANTS: dict[str, dict[str, Fault]] = {
     },
     "states": {
         # The state that is sent is then behind a token that vLLM computes on decode once more.
-        "prefill_computes_the_last_token": _replaced(SchedulerSide, "_end_before_last", _none),
+        "prefill_computes_the_last_token": _replaced(
+            scheduler_module, "leave_out_last_token", _none
+        ),
         "prefill_goes_on": _prefill_goes_on,
         # vLLM gives the block to another request, whoever still sends it.
         "states_are_not_held": _windows_are_not_held,
