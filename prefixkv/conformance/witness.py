@@ -177,7 +177,7 @@ class _Watch:
 
     def _explain_computed(self) -> Iterator[tuple[str, str]]:
         for req, done in self._done.items():
-            if not req.state.ended and done < req.fill_len:
+            if not req.state.ended:
                 so_far = f"{done} of its {req.fill_len} tokens came"
                 yield "law 7", f"{req.rid} was handed out to be computed, {so_far}"
 
@@ -389,7 +389,7 @@ class PrefillWitness(_Watch):
     def _after_send_chunk(
         self, result: int, req: PrefillRequest, end: int, *args: Any, **options: Any
     ) -> None:
-        if req in self._done:
+        if self._done.pop(req, None) is not None and end < req.fill_len:
             self._done[req] = end
         if req in self._junk and req.pages_held is not None:
             pages = req.pages.tolist()
