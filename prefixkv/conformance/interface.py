@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple, Protocol
 
@@ -199,6 +199,22 @@ class EngineSides(Protocol):
 
 
 def check_sides(sides: Any) -> None:
-    wanted = (name for name in vars(EngineSides) if not name.startswith("_"))
-    if missing := [name for name in wanted if not hasattr(sides, name)]:
-        raise SidesError(f"{type(sides).__name__} lacks {', '.join(missing)} of EngineSides")
+    """Raise SidesError, which names all that is missing or of another type."""
+    calls = ("submit", "abort", "step", "expected", "restart", "close")
+    needed: dict[str, tuple[Any, str]] = {
+        "decode": (DecodeNode, "a DecodeNode"),
+        "prefill": (PrefillNode | None, "a PrefillNode (or None)"),
+        "vocabulary": (range, "a range"),
+        **dict.fromkeys(calls, (Callable, "a method")),
+    }
+    wrong = []
+    for name, (kind, noun) in needed.items():
+        try:
+            if isinstance(value := getattr(sides, name), kind):
+                continue
+            found = f"{value!r:.80}"
+        except AttributeError as error:  # of a property it may be another attribute
+            found = "missing" if error.name == name else f"not to be had ({error})"
+        wrong.append(f"{name} is {found}, {noun} is needed")
+    if wrong:
+        raise SidesError(f"{type(sides).__name__}: {'; '.join(wrong)}")

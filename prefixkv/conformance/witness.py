@@ -329,7 +329,7 @@ class DecodeWitness(_Watch):
     def _after_retract(self, result: None, rid: str, *args: Any, **options: Any) -> None:
         """Owe no token to a request that does not run any more."""
         for kept in (self._owed, self._slots, self._written):
-            kept.pop(self.requests[rid], None)  # type: ignore[attr-defined]
+            kept.pop(self.requests[rid], None)
         # One retraction may be enough for all that were named.
         self._named.clear()
 

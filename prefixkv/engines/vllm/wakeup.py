@@ -84,11 +84,13 @@ class WakeupListener(Closing):
         while not self._closing:
             for fd, _ in self._epoll.poll():
                 if fd == self._socket.fileno():
-                    for new in recv_fds(self._socket, 1, _MOST_FDS, MSG_CMSG_CLOEXEC)[1]:
+                    count, fds, *_ = recv_fds(self._socket, 1, _MOST_FDS, MSG_CMSG_CLOEXEC)
+                    for new in fds:
                         self._opened.callback(os.close, new)
                         self._epoll.register(new, _ONCE)
                         self._fds.append(new)
-                    self.num_senders += 1
+                    # Not where this process has no descriptors left for them: the engine polls.
+                    self.num_senders += count == bytes([len(fds)])
                 elif self._inputs is not None:
                     self._inputs.put_nowait(self._wakeup)
 
@@ -115,4 +117,4 @@ def wake_by(address: str, fds: Sequence[int]) -> None:
     be reached."""
     with socket(AF_UNIX, SOCK_DGRAM) as to:
         to.connect("\0" + address)
-        send_fds(to, [b"\0"], fds)
+        send_fds(to, [bytes([len(fds)])], fds)

@@ -568,6 +568,14 @@ class WithoutAnything:
         pass
 
 
+class HalfASide(WithoutAnything):
+    decode = prefill = vocabulary = abort = None
+
+    @property
+    def step(self) -> Any:
+        return self.worker  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -578,7 +586,16 @@ class WithoutAnything:
         ([".sides:Sides"], "MODULE:NAME is needed, '.sides:Sides' is not: "),
         (["--only", "one promt"], "there is no scenario 'one promt', there are 'one prompt', 't"),
         (["--page-size", "3"], "page_size is 3, a multiple of 4 is needed"),
-        ([f"{__name__}:WithoutAnything"], "WithoutAnything lacks decode, prefill, vocabulary, sub"),
+        (
+            [f"{__name__}:WithoutAnything"],
+            "WithoutAnything: decode is missing, a DecodeNode is needed; prefill is missing, a Pre",
+        ),
+        (
+            [f"{__name__}:HalfASide"],
+            "HalfASide: decode is None, a DecodeNode is needed; vocabulary is None, a range is "
+            "needed; submit is missing, a method is needed; abort is None, a method is needed; "
+            "step is not to be had ('HalfASide' object has no attribute 'worker'), a method is",
+        ),
     ],
 )
 def test_a_mistake_in_the_command_is_one_line_and_status_2(
