@@ -152,8 +152,8 @@ class ScenarioRun:
         # What was to be asked again was the former life's.
         self._notes.asks.clear()
         self._notes.added.clear()
-        for side, node in self._nodes().items():
-            if node is not self._witnesses[side].node:
+        for node in self._nodes().values():
+            if all(node is not one.node for one in self._witnesses.values()):
                 self._meet(node)
 
     def step(self) -> bool:

@@ -1,9 +1,9 @@
 """How long the engine may rest where its scheduler only waits, and what wakes it: by itself vLLM
 polls, a step each millisecond.
 
-The scheduler has a `WakeupListener`: an abstract unix datagram socket with a random name, which
-travels to the workers in `StepOrders`. Each worker sends it the descriptors that are readable while
-its transfers have events. Workers on another host cannot; vLLM then continues to poll.
+The scheduler has a `WakeupListener`: an abstract unix datagram socket, whose name travels to the
+workers in `StepOrders` with a secret. Each worker sends it the secret, and the descriptors that are
+readable while its transfers have events. Workers on another host cannot; vLLM then polls on.
 """
 
 from __future__ import annotations
@@ -64,14 +64,15 @@ class WakeupListener(Closing):
 
     def __init__(self, wakeup: Any) -> None:
         self._wakeup = wakeup
-        self.address = f"prefixkv-{secrets.token_hex(16)}"
+        name, self._secret = f"prefixkv-{secrets.token_hex(16)}", secrets.token_hex(16)
+        self.address = f"{name}/{self._secret}"
         self._inputs: Queue[Any] | None = None
         self.num_senders = 0  # workers, each of which sends its descriptors once
         self._fds: list[int] = []
         self._closing = False
         with ExitStack() as undo:
             self._socket = undo.enter_context(socket(AF_UNIX, SOCK_DGRAM))
-            self._socket.bind("\0" + self.address)
+            self._socket.bind("\0" + name)
             self._epoll = undo.enter_context(select.epoll())
             self._epoll.register(self._socket, select.EPOLLIN)
             self._thread = threading.Thread(
@@ -84,15 +85,22 @@ class WakeupListener(Closing):
         while not self._closing:
             for fd, _ in self._epoll.poll():
                 if fd == self._socket.fileno():
-                    count, fds, *_ = recv_fds(self._socket, 1, _MOST_FDS, MSG_CMSG_CLOEXEC)
-                    for new in fds:
-                        self._opened.callback(os.close, new)
-                        self._epoll.register(new, _ONCE)
-                        self._fds.append(new)
-                    # Not where this process has no descriptors left for them: the engine polls.
-                    self.num_senders += count == bytes([len(fds)])
+                    self._take_fds()
                 elif self._inputs is not None:
                     self._inputs.put_nowait(self._wakeup)
+
+    def _take_fds(self) -> None:
+        said, fds, *_ = recv_fds(self._socket, 64, _MOST_FDS, MSG_CMSG_CLOEXEC)
+        # Any process of this host finds the socket. And fewer come where none are left here.
+        if said != _said(self._secret, fds):
+            for fd in fds:
+                os.close(fd)
+            return
+        for fd in fds:
+            self._opened.callback(os.close, fd)
+            self._epoll.register(fd, _ONCE)
+        self._fds += fds
+        self.num_senders += 1
 
     def rest(self, inputs: Queue[Any], timeout_s: float) -> None:
         """Wait until the engine's queue has an item, and take nothing out of it. A worker's events
@@ -115,6 +123,11 @@ class WakeupListener(Closing):
 def wake_by(address: str, fds: Sequence[int]) -> None:
     """Let a listener wake its engine when one of `fds` is readable. Raises OSError where it cannot
     be reached."""
+    name, _, secret = address.partition("/")
     with socket(AF_UNIX, SOCK_DGRAM) as to:
-        to.connect("\0" + address)
-        send_fds(to, [bytes([len(fds)])], fds)
+        to.connect("\0" + name)
+        send_fds(to, [_said(secret, fds)], fds)
+
+
+def _said(secret: str, fds: Sequence[int]) -> bytes:
+    return f"{secret} {len(fds)}".encode()

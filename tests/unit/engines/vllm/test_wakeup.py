@@ -19,6 +19,7 @@ def test_a_rest_ends_once_by_a_workers_events_and_by_any_input() -> None:
     before = os.listdir("/proc/self/fd")
     with WakeupListener("wake up") as listener:
         listener.rest(inputs, 0.0)
+        wake_by(listener.address + "other", events)  # of a stranger
         wake_by(listener.address, events[:1])
         wake_by(listener.address, events[1:])
         for event in events:
@@ -27,6 +28,7 @@ def test_a_rest_ends_once_by_a_workers_events_and_by_any_input() -> None:
                 listener.rest(inputs, LONG_S)
                 assert inputs.get_nowait() == "wake up"
             os.eventfd_read(event)
+        assert listener.num_senders == 2
         for _ in range(9):
             listener.rest(inputs, 0.05)
             if inputs.empty():
