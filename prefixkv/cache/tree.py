@@ -10,8 +10,16 @@ import numpy as np
 
 from prefixkv.cache.events import Change, ChangeLog, Inserted
 from prefixkv.cache.eviction.plain import guarded
-from prefixkv.cache.eviction.policy import Policy, Said, SessionHints, Use, make_policy
-from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, forget
+from prefixkv.cache.eviction.policy import (
+    EvictionQueue,
+    LeafHeap,
+    Policy,
+    Said,
+    SessionHints,
+    Use,
+    forget,
+    make_policy,
+)
 from prefixkv.cache.node import PAGE_ID_BYTES, Mark, Packed, Root, TreeNode, Want, root_of
 from prefixkv.cache.radix_key import TOKEN_BYTES, common_pages
 from prefixkv.cache.results import PrefixLock, packed_ids

@@ -4,7 +4,7 @@ A request that has ended keeps its lock and its own tail until the control plane
 write reads them (`source_free`), and the engine has seen the end (`pop_sent`, `pop_failed`): it may
 be computing into them. A chunk's KV goes to the tree at the next `pop_bootstrapped`, so the chunk
 is on its way before. Requests that need a prefix which another computes wait
-(`shared_prefixes.py`).
+(`bootstrap_queue.py`).
 
 Source: SGLang's prefill queues (`disaggregation/prefill.py`).
 """
@@ -36,7 +36,7 @@ from prefixkv.pages.requests import (
     still_pending,
 )
 from prefixkv.paging import pages_for
-from prefixkv.prefill.bootstrap_queue import PrefillBootstrapQueue
+from prefixkv.prefill.bootstrap_queue import PrefillBootstrapQueue, SharedPrefixes
 from prefixkv.prefill.request import (
     EnginePrefix,
     PrefillJournal,
@@ -46,7 +46,6 @@ from prefixkv.prefill.request import (
     checked_chunk,
     state_of,
 )
-from prefixkv.prefill.shared_prefixes import SharedPrefixes
 from prefixkv.protocol.commands import (
     AbortRoom,
     AddRoom,

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 
 from prefixkv.admission import AdmissionPolicy, admission_names, register_admission
 from prefixkv.cache.eviction.plain import LeastRecentlyUsed
-from prefixkv.cache.eviction.policy import policy_names, register_policy
-from prefixkv.cache.eviction.queues import EvictionQueue
+from prefixkv.cache.eviction.policy import EvictionQueue, policy_names, register_policy
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.config import DecodeConfig, PageOptions, PrefillConfig

@@ -14,8 +14,14 @@ from functools import partial
 from math import inf
 from typing import Any, cast
 
-from prefixkv.cache.eviction.policy import Policy, Use, register_policy
-from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, LeafRank
+from prefixkv.cache.eviction.policy import (
+    EvictionQueue,
+    LeafHeap,
+    LeafRank,
+    Policy,
+    Use,
+    register_policy,
+)
 from prefixkv.cache.node import Mark
 from prefixkv.errors import UserErrors
 from prefixkv.paging import MAX_INDEX

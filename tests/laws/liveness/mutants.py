@@ -7,9 +7,8 @@ from prefixkv.decode.admission import Admission
 from prefixkv.decode.flights import Flights
 from prefixkv.decode.rooms import Rooms
 from prefixkv.decode.scheduler import DecodeScheduler
-from prefixkv.prefill.bootstrap_queue import PrefillBootstrapQueue
+from prefixkv.prefill.bootstrap_queue import PrefillBootstrapQueue, SharedPrefixes
 from prefixkv.prefill.scheduler import PrefillScheduler
-from prefixkv.prefill.shared_prefixes import SharedPrefixes
 from tests.laws.liveness.world import Prefill
 from tests.laws.mutants import Mutant
 

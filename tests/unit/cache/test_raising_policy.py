@@ -13,8 +13,7 @@ import pytest
 
 from benchmarks.policies.gated import Gated
 from prefixkv.cache.eviction.plain import LeastRecentlyUsed
-from prefixkv.cache.eviction.policy import Policy, Use
-from prefixkv.cache.eviction.queues import LeafHeap, LeafRank
+from prefixkv.cache.eviction.policy import LeafHeap, LeafRank, Policy, Use
 from prefixkv.cache.node import Mark, TreeNode
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
