@@ -55,7 +55,7 @@ MUTANTS = (
             "del self._due[number]",
         ),
     ),
-    Mutant("sent pages stay", (PrefillScheduler.hear, "self._maybe_release(req, now_s)", "pass")),
+    Mutant("sent pages stay", (PrefillScheduler.hear, "req.source_free = True", "pass")),
     Mutant("held pages stay", (DecodeScheduler.room_drained, "self.pages.release(key)", "pass")),
     Mutant(
         "a flight that came before the one that it joined is not complete when that one is",
