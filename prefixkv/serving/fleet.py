@@ -369,7 +369,7 @@ class Fleet:
                 }  # fmt: skip
                 facts["prefixkv.attempt"] = attempt
                 with current().part("generate", facts, is_call=True) as step:
-                    tokens = self._stream(decode, sent, step.headers)
+                    tokens = outputs_of(self._client, decode, sent, step.headers)
                     async with contextlib.aclosing(tokens) as stream:
                         output = await _first(stream, members)
                         if output.finish == "error":
@@ -418,32 +418,6 @@ class Fleet:
             chosen.append((self.members[route.worker], route))
         return chosen
 
-    async def _stream(
-        self, decode: WorkerInfo, ask: Ask, headers: Mapping[str, str]
-    ) -> AsyncGenerator[TokenEvent, None]:
-        """Yield the outputs of one attempt; `headers` carry its trace. Raises WorkerLostError, or
-        ApiError if the worker refuses the request."""
-        url, body, left = f"{decode.url}/generate", msgspec.json.encode(ask), ask.num_samples
-        try:
-            async with self._client.post(url, data=io.BytesIO(body), headers=headers) as answer:
-                if answer.status != 200:
-                    refusal = await answer.read()
-                    raise _refusal_error(decode.name, answer.status, refusal)
-                rest = b""
-                async for piece in pieces_of(self._client, answer):
-                    *lines, rest = (rest + piece).split(b"\n")
-                    for line in lines:
-                        if line:
-                            output = _output_decoder.decode(line)
-                            left -= output.finish is not None
-                            yield output
-        except aiohttp.ClientError as error:
-            why = f"{decode.name} was lost"
-            raise WorkerLostError(why, f"{type(error).__name__} {error}") from None
-        # A stream that closes in order, but with samples that have not ended, is a lost worker too.
-        if left:
-            raise WorkerLostError(f"{decode.name} ended before its answer did")
-
     async def announce(self, announcement: Announcement) -> None:
         """Tell each decode worker that answers: any of them may have had the session's last turn.
         What a worker does not hear costs time, no answer."""
@@ -464,6 +438,33 @@ class Fleet:
         for name in list(self.members):
             self.remove(name)
         await self._client.close()
+
+
+async def outputs_of(
+    client: aiohttp.ClientSession, decode: WorkerInfo, ask: Ask, headers: Mapping[str, str]
+) -> AsyncGenerator[TokenEvent, None]:
+    """Yield the outputs of a request to a worker; `headers` carry its trace. Raises
+    WorkerLostError, or ApiError if the worker refuses the request."""
+    url, body, left = f"{decode.url}/generate", msgspec.json.encode(ask), ask.num_samples
+    try:
+        async with client.post(url, data=io.BytesIO(body), headers=headers) as answer:
+            if answer.status != 200:
+                refusal = await answer.read()
+                raise _refusal_error(decode.name, answer.status, refusal)
+            rest = b""
+            async for piece in pieces_of(client, answer):
+                *lines, rest = (rest + piece).split(b"\n")
+                for line in lines:
+                    if line:
+                        output = _output_decoder.decode(line)
+                        left -= output.finish is not None
+                        yield output
+    except aiohttp.ClientError as error:
+        why = f"{decode.name} was lost"
+        raise WorkerLostError(why, f"{type(error).__name__} {error}") from None
+    # A stream that closes in order, but with samples that have not ended, is a lost worker too.
+    if left:
+        raise WorkerLostError(f"{decode.name} ended before its answer did")
 
 
 async def _first(

@@ -24,7 +24,6 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Final
 
@@ -362,14 +361,13 @@ def phases_of(record: Attributes) -> list[tuple[str, float, float]]:
     ...            "ended_s": 1.5})[1]
     ('queue', 1.0, 1.5)
     """
-    skipped = set()
+    skipped = set[str]()
     if record["side"] == "decode":
         # Without a load from host memory, or a flight of another request, the KV is in the tree as
         # soon as it is here. One with both waits for the load (`DecodeJournal.committed`).
         is_computed = record.get("decode_computed_tokens") and not record["asked_bytes"]
-        skipped = {"transfer" if is_computed else "compute"}
-        skipped |= {"flight"} if record["host_tokens"] else {"load"}
-        skipped |= set() if record["shared_tokens"] else {"flight"}
+        waits_for = "load" if record["host_tokens"] else "flight" if record["shared_tokens"] else ""
+        skipped = {"transfer" if is_computed else "compute", "flight", "load"} - {waits_for}
     phases: list[tuple[str, float, float]] = []
     begun_s = 0.0
     for name, until in PHASES[record["side"]].items():
@@ -383,22 +381,15 @@ def phases_of(record: Attributes) -> list[tuple[str, float, float]]:
     return phases
 
 
-@dataclass(slots=True)
-class _LiveRequest:
-    span: OpenSpan
-    num: int
-    left: int  # answers that have not ended
-    offset_ns: int  # one for all its times: two clocks could put a step outside of it
-    end_ns: int = 0
-
-
 class NodeSpans:
     """Spans of the requests of a node. Used on the event loop; the engine's thread calls only what
     `follow` hands to the node."""
 
     def __init__(self, tracing: Tracing, role: str) -> None:
         self._tracing, self._role = tracing, role
-        self._live: dict[str, _LiveRequest] = {}
+        # By the engine's id: the span, how many answers it has and how many have not ended, and one
+        # offset for all its times, since two clocks could put a step outside of it.
+        self._live: dict[str, tuple[OpenSpan, int, int, int]] = {}
 
     def follow(self, node: Any, loop: asyncio.AbstractEventLoop) -> None:
         """Called before the engine's thread starts."""
@@ -423,44 +414,43 @@ class NodeSpans:
         # What the sampler leaves out has no steps either.
         is_kept = span.is_recording and rid not in self._live
         if is_kept:  # before the engine has it: it may end before the call returns
-            offset_ns = time.time_ns() - time.monotonic_ns()
-            self._live[rid] = _LiveRequest(span, num, num, offset_ns)
+            self._live[rid] = span, num, num, time.time_ns() - time.monotonic_ns()
         try:
             yield span
         except BaseException as error:
             span.fail_by(error)
             if is_kept:
                 self._live.pop(rid, None)
-            span.end()
+                is_kept = False
             raise
-        if not is_kept:
-            span.end()
+        finally:
+            if not is_kept:
+                span.end()
 
     def _write(self, record: dict[str, Any], arrived_s: float) -> None:
         """Write the spans of one record, and with the last answer that of the request."""
         rid, sample = record["rid"], ""
         if self._role == "decode":
             rid, _, sample = rid.rpartition("/")
-        live = self._live.get(rid)
-        if live is None:
+        if rid not in self._live:
             return  # not sampled, or of a request that was refused
-        begun_ns = live.offset_ns + round(arrived_s * 1e9)
+        span, num, left, offset_ns = self._live.pop(rid)
+        begun_ns = offset_ns + round(arrived_s * 1e9)
         end_ns = begun_ns + round(record["ended_s"] * 1e9)
-        live.left -= 1
-        live.end_ns = max(live.end_ns, end_ns)
-        span = live.span
-        if live.num > 1:
+        if left > 1:
+            self._live[rid] = span, num, left - 1, offset_ns
+        if num > 1:
             # Several answers to one prompt are requests of their own on the node: a span for each.
             facts = {"prefixkv.sample": int(sample)}
-            span = self._tracing.start("answer", span.context, attributes=facts, start_ns=begun_ns)
-        self._fill(span, record, begun_ns)
-        if span is not live.span:
+            answer = self._tracing.start("answer", span.context, SpanKind.INTERNAL, facts, begun_ns)
+            self._fill(answer, record, begun_ns)
+            answer.end(end_ns)
+            if answer.failed:
+                span.fail("an answer has failed", record["outcome"])
+        else:
+            self._fill(span, record, begun_ns)
+        if left == 1:  # records come as answers end
             span.end(end_ns)
-            if span.failed:
-                live.span.fail("an answer has failed", record["outcome"])
-        if not live.left:
-            del self._live[rid]
-            live.span.end(live.end_ns)
 
     def _fill(self, span: OpenSpan, record: dict[str, Any], begun_ns: int) -> None:
         """Write what a record says. An error is also one of the step that was under way."""
@@ -472,19 +462,17 @@ class NodeSpans:
             # A number of 64 bits without a sign, which the protocol does not carry.
             | {"prefixkv.room": str(record["room"])}
         )  # fmt: skip
-        outcome, steps = record["outcome"], []
-        for name, from_s, to_s in phases_of(record):
-            from_ns, to_ns = (begun_ns + round(second * 1e9) for second in (from_s, to_s))
-            steps.append((self._tracing.start(name, span.context, start_ns=from_ns), to_ns))
-        if outcome in ("failed", "aborted"):
-            for failed in (span, steps[-1][0]):
-                failed.fail(record["error"] or outcome, outcome)
-        for step, to_ns in steps:
+        has_failed, phases = record["outcome"] in ("failed", "aborted"), phases_of(record)
+        for number, (name, *times_s) in enumerate(phases, 1):
+            from_ns, to_ns = (begun_ns + round(time_s * 1e9) for time_s in times_s)
+            step = self._tracing.start(name, span.context, start_ns=from_ns)
+            for failed in (span, step) if has_failed and number == len(phases) else ():
+                failed.fail(record["error"] or record["outcome"], record["outcome"])
             step.end(to_ns)
 
     def close(self) -> None:
         """End what is open."""
         while self._live:
-            _, live = self._live.popitem()
-            live.span.fail("the worker has ended", "aborted")
-            live.span.end()
+            _, (span, *_) = self._live.popitem()
+            span.fail("the worker has ended", "aborted")
+            span.end()
