@@ -646,9 +646,9 @@ def retold_events(events: bytes, cached: int | None) -> tuple[bytes, dict[str, i
 
 
 async def whole_events(piece: bytes, pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-    """Cut a stream, which begins with `piece`, into whole server-sent events. If it breaks off by an
-    exception within an event, that rest is left out: an error event sent after it would be read as
-    part of it."""
+    """Cut a stream, which begins with `piece`, into whole server-sent events. If an exception
+    breaks it off within an event, that rest is left out: an error event sent after it would be read
+    as part of it."""
     rest = b""
     while piece:
         events, end, rest = (rest + piece).rpartition(b"\n\n")
