@@ -29,12 +29,11 @@ import msgspec
 from msgspec.structs import replace
 
 from prefixkv.errors import ConfigError, HandshakeError, ProtocolError
-from prefixkv.serving.client import make_client, pieces_of
+from prefixkv.serving.client import make_client, pieces_of, wait_set
 from prefixkv.serving.failures import ApiError, answer_ended, failed, is_inner, is_not_finite
 from prefixkv.serving.feed import batches_of
 from prefixkv.serving.log import current_record
 from prefixkv.serving.router import BoundedAffinityRouter, Route
-from prefixkv.serving.streams import wait_set
 from prefixkv.serving.tracing import current
 from prefixkv.serving.wire import (
     SILENCE_S,

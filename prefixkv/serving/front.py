@@ -26,6 +26,7 @@ from starlette.routing import Route
 
 from prefixkv import PrefixKVError
 from prefixkv.engines.hf.generation import OPENAI, SamplingDefaults
+from prefixkv.serving.client import numbered
 from prefixkv.serving.config import ListenSettings
 from prefixkv.serving.failures import answer_ended, refused
 from prefixkv.serving.fleet import Fleet
@@ -52,7 +53,6 @@ from prefixkv.serving.openai import (
     too_long,
     unknown_model,
 )
-from prefixkv.serving.streams import numbered
 from prefixkv.serving.text import TextError, Texts
 from prefixkv.serving.tracing import current
 from prefixkv.serving.wire import (
@@ -334,7 +334,7 @@ class Front(Entrance):
             outcome = "failed"
             # A refusal is the client's mistake; its status says so.
             if not isinstance(error, ApiError) or error.status >= 500:
-                trace.fail(str(error), type(error).__name__)
+                trace.fail(error)
             raise
         finally:
             metrics.requests.labels(outcome).inc()

@@ -131,7 +131,7 @@ class App:
         except BaseException as error:
             # 1. It is given up, or its answer has begun: uvicorn ends the connection, and logs why.
             if record.status or not isinstance(error, Exception):
-                current().fail_by(error)
+                current().fail(error)
                 raise
             # 2. It has no answer yet.
             await _answer_of(error)(scope, receive, send_recorded)
@@ -175,7 +175,7 @@ def _answer_of(error: Exception) -> Response:
         response = ApiError(error.status_code, why).response()
         response.headers.update(error.headers or {})
         return response
-    current().fail_by(error)
+    current().fail(error)
     logger.error("request %s failed", record.id, exc_info=error)
     return ApiError(500, "the server failed; its log says why", "server_error").response()
 

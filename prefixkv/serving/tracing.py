@@ -102,10 +102,8 @@ def make_tracing(role: str, name: str = "") -> Tracing:
         name: the worker's, the resource's `prefixkv.worker`.
     """
     variable = asked_by()
-    if not variable:
-        return Tracing()
     try:
-        return Tracing(_provider(role, name))
+        return Tracing(_provider(role, name) if variable else None)
     except ImportError as error:
         raise ConfigError(
             f"{variable} asks for traces, which need {', '.join(EXTRA)} ({error}): "
@@ -208,7 +206,7 @@ class OpenSpan:
 
     def __init__(self, tracing: Tracing, span: Span, context: Context) -> None:
         self.context, self._tracing, self._span = context, tracing, span
-        self.failed = False
+        self.failed, self.is_recording = False, span.is_recording
 
     @property
     def headers(self) -> Mapping[str, str]:
@@ -217,26 +215,19 @@ class OpenSpan:
         self._tracing.propagator.inject(headers, self.context)
         return headers
 
-    @property
-    def is_recording(self) -> bool:
-        return self._span.is_recording()
-
     def add(self, attributes: Attributes) -> None:
         """Values that cannot be sent are left out."""
         self._span.set_attributes(_sendable(attributes))
 
-    def fail(self, why: str, kind: str = "failed") -> None:
+    def fail(self, why: str | BaseException, kind: str = "failed") -> None:
         """Have the span end as an error; the first call counts."""
+        if isinstance(why, BaseException):
+            kind = type(why).__name__
+            why, kind = ("given up", "aborted") if isinstance(why, _GIVEN_UP) else (str(why), kind)
         if not self.failed:
             self.failed = True
             self.add({"error.type": kind})
             self._span.set_status(StatusCode.ERROR, _clean(why))
-
-    def fail_by(self, error: BaseException) -> None:
-        if isinstance(error, _GIVEN_UP):
-            self.fail("given up", "aborted")
-        else:
-            self.fail(str(error), type(error).__name__)
 
     def end(self, end_ns: int | None = None) -> None:
         """End and write the span, now or at a time in nanoseconds since 1970."""
@@ -244,14 +235,13 @@ class OpenSpan:
 
     def end_answer(self, record: RequestRecord) -> None:
         """End the span of a request whose answer has been sent, or whose client has left."""
-        status = record.status
+        status, has_left = record.status, record.has_left
         self.add({"prefixkv.rid": record.fields.get("id")})
+        self.add({"http.response.status_code": None if has_left else status})
         # By OpenTelemetry's conventions a server's span is no error where the client is at fault.
-        if record.has_left:
+        if has_left:
             self.fail("the client left", "aborted")
-        else:
-            self.add({"http.response.status_code": status})
-        if status >= 500:
+        elif status >= 500:
             self.fail(f"status {status}", str(status))
         elif record.is_error:
             self.add({"error.type": str(status)})
@@ -270,7 +260,7 @@ class OpenSpan:
             yield step
         except BaseException as error:
             if not (may_be_cut and isinstance(error, _GIVEN_UP)):
-                step.fail_by(error)
+                step.fail(error)
             raise
         finally:
             step.end()
@@ -412,13 +402,13 @@ class NodeSpans:
         )  # fmt: skip
         # One that is here already is refused by the engine, and must not take the other's place.
         # What the sampler leaves out has no steps either.
-        is_kept = span.is_recording and rid not in self._live
+        is_kept = span.is_recording() and rid not in self._live
         if is_kept:  # before the engine has it: it may end before the call returns
             self._live[rid] = span, num, num, time.time_ns() - time.monotonic_ns()
         try:
             yield span
         except BaseException as error:
-            span.fail_by(error)
+            span.fail(error)
             if is_kept:
                 self._live.pop(rid, None)
                 is_kept = False

@@ -34,7 +34,7 @@ from prefixkv import DecodeConfig, PrefillConfig, PrefixKVError
 from prefixkv.engines.hf.requests import AnswerToken, Generate, PrefillJob
 from prefixkv.errors import CallerError, CapacityError, ClosedError, DrainingError
 from prefixkv.serving import interrupts
-from prefixkv.serving.client import make_client
+from prefixkv.serving.client import make_client, wait_set
 from prefixkv.serving.config import (
     OPTION_NAMES,
     DecodeWorkerConfig,
@@ -45,11 +45,9 @@ from prefixkv.serving.config import (
 from prefixkv.serving.feed import EventTap
 from prefixkv.serving.http import ApiError, Entrance, Stream, json_response
 from prefixkv.serving.log import current_record
-from prefixkv.serving.streams import wait_set
 from prefixkv.serving.tracing import NodeSpans
 from prefixkv.serving.wire import (
     LIFE_SIGN_S,
-    AbortJobs,
     Announcement,
     Ask,
     FenceRequest,
@@ -295,8 +293,8 @@ class PrefillWorker(Worker):
 
     async def _abort(self, request: Request) -> Response:
         """Ids that are unknown are ignored."""
-        asked = await self._read(request, AbortJobs)
-        await self._call(lambda engine: [engine.abort(rid) for rid in asked.rids])
+        rids = await self._read(request, list[str])
+        await self._call(lambda engine: [engine.abort(rid) for rid in rids])
         return Response(status_code=202)
 
 
@@ -492,8 +490,7 @@ class DecodeWorker(Worker):
     async def _send_abort(self, url: str, rids: list[str]) -> None:
         """Failures are ignored: prefill hears of it over the node too, once the nodes have met."""
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-            body = msgspec.json.encode(AbortJobs(rids))
-            async with self._client.post(f"{url}/abort", data=body):
+            async with self._client.post(f"{url}/abort", data=msgspec.json.encode(rids)):
                 pass
 
     def _spawn(self, work: Any) -> None:

@@ -25,7 +25,6 @@ from prefixkv.serving.config import (
 )
 from prefixkv.serving.http import ApiError, App, HttpServer
 from prefixkv.serving.wire import (
-    AbortJobs,
     Ask,
     TokenEvent,
 )
@@ -66,7 +65,7 @@ class Prefill:
         return Response(self.says, self.status, media_type="text/plain; charset=utf-8")
 
     async def _abort(self, request: Request) -> Response:
-        self.aborted += msgspec.json.decode(await request.body(), type=AbortJobs).rids
+        self.aborted += msgspec.json.decode(await request.body(), type=list[str])
         return Response(status_code=202)
 
 
