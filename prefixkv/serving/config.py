@@ -279,27 +279,24 @@ class ServeConfig(FrontSettings):
                 raise ConfigError(f"{one.name}: is of --ray, which is not set")
         self.host_size()
 
-    def host_size(self) -> tuple[str, float | int] | None:
-        """Return the setting of a decode worker that gives it serve's `host_memory`, and its value;
-        None where there is none. Raises ConfigError for what is no size.
+    def host_size(self) -> dict[str, float]:
+        """Return the setting of a decode worker that gives it serve's `host_memory`. Raises
+        ConfigError for what is no size.
 
         >>> ServeConfig(host_memory="8GiB").host_size(), ServeConfig(host_memory="4x").host_size()
-        (('host_memory_num_bytes', 8589934592), ('host_memory_times', 4.0))
+        ({'host_memory_num_bytes': 8589934592}, {'host_memory_times': 4.0})
         """
         if not self.host_memory:
-            return None
+            return {}
         number, unit = parse_size(self.host_memory) or (0.0, "")
         if not unit:
             raise ConfigError(
                 f"host_memory: {self.host_memory!r} is no size: 8GiB, or 4x (times the pool)"
             )
-        name, value = (
-            ("host_memory_times", number) if unit == "x" else ("host_memory_num_bytes", int(number))
-        )
         # The worker's settings take 0 for "not given".
-        if not value:
+        if not (number := number if unit == "x" else int(number)):
             raise ConfigError(f"host_memory: {self.host_memory!r} is none; leave it out")
-        return name, value
+        return {"host_memory_times" if unit == "x" else "host_memory_num_bytes": number}
 
 
 def check_key(setting: str, key: str) -> None:

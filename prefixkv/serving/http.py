@@ -489,18 +489,16 @@ class Entrance:
         collectors: Sequence[Any] = (), status_routes: Sequence[BaseRoute] = (), node: Any = None,
     ) -> None:  # fmt: skip
         """`node`: of a worker, which writes the lines of the requests that it answers."""
-        listen, kind, who, most = self._listen, self._kind, self._kind, 0
-        if node is None:
-            most = self._limits.max_requests_per_client
-        else:
-            kind, who = "worker", node.peer_id.name
-        outcomes = Outcomes(kind, {"node": who, "side": self._kind}, self._file)
-        registry = CollectorRegistry(auto_describe=False)
-        # Imported only here: a front and a proxy have no node, and need not load its runtime.
+        listen, kind, who = self._listen, self._kind, self._kind
+        most = listen.limits.max_requests_per_client
         if node is not None:
+            # Imported only here: a front and a proxy have no node, and need not load its runtime.
             from prefixkv.spi import NodeCollector
 
+            kind, who, most = "worker", node.peer_id.name, 0
             collectors = NodeCollector(node), *collectors
+        outcomes = Outcomes(kind, {"node": who, "side": self._kind}, self._file)
+        registry = CollectorRegistry(auto_describe=False)
         for collector in (*collectors, *outcomes.collectors):
             registry.register(collector)
 
