@@ -126,7 +126,8 @@ def _sent(figures: dict[str, float]) -> float:
 def _row(later: list[ChatAnswer], sent_bytes: float) -> dict[str, float]:
     ttft_ms = 1e3 * np.array([answer.ttft_s for answer in later])
     itl_ms = 1e3 * np.array([one for answer in later for one in answer.itl_s])
-    hits = sum(answer.hit_tokens for answer in later) / sum(len(answer.prompt) for answer in later)
+    usages = [answer.usage for answer in later]
+    hits = sum(one.decode_hit_tokens for one in usages) / sum(one.prompt_tokens for one in usages)
     return {
         "later_ttft_p50_ms": round(float(np.percentile(ttft_ms, 50)), 2),
         "later_ttft_p99_ms": round(float(np.percentile(ttft_ms, 99)), 2),

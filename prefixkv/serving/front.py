@@ -360,18 +360,17 @@ async def _events(
     first: TokenEvent, outputs: AsyncGenerator[TokenEvent, None], answers: Answers
 ) -> AsyncGenerator[bytes, None]:
     """A failure midway ends the events by an error event, without the last ones."""
-    async with contextlib.aclosing(outputs):
-        try:
-            if piece := answers.piece(first):
+    try:
+        if piece := answers.piece(first):
+            yield piece
+        async for output in outputs:
+            if piece := answers.piece(output):
                 yield piece
-            async for output in outputs:
-                if piece := answers.piece(output):
-                    yield piece
-        # The status 200 has been sent, so the error travels as an event.
-        except ApiError as error:
-            yield event(error.body())
-            return
-    yield answers.end()
+    # The status 200 has been sent, so the error travels as an event.
+    except ApiError as error:
+        yield event(error.body())
+    else:
+        yield answers.end()
 
 
 async def show_page(request: Request) -> Response:

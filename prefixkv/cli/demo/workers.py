@@ -20,6 +20,7 @@ from prefixkv.serving.config import KINDS
 from prefixkv.serving.fleet import WorkerLostError, outputs_of
 from prefixkv.serving.http import ApiError
 from prefixkv.serving.launch import Child
+from prefixkv.serving.openai import Usage
 from prefixkv.serving.roles import without_settings
 from prefixkv.serving.wire import SILENCE_S, Ask, WorkerInfo
 from prefixkv.settings import as_environ
@@ -37,27 +38,15 @@ class ModelWorkerError(PrefixKVError):
 
 @dataclass(slots=True)
 class ChatAnswer:
-    """Outcome of one request. Of its prompt, the KV of the first `hit_tokens` was cached on decode,
-    and that of the next `shared_tokens` was arriving there for another request. Prefill had that of
-    the first `prefill_hit_tokens` cached."""
+    """Outcome of one request."""
 
     prompt: list[int]
     max_new_tokens: int
+    usage: Usage
     tokens: list[int] = field(default_factory=list)
-    hit_tokens: int = 0
-    prefill_hit_tokens: int = 0
-    shared_tokens: int = 0
     # By the client's clock: from sending to the first token, then between two tokens.
     ttft_s: float = 0.0
     itl_s: list[float] = field(default_factory=list)
-
-    @property
-    def computed_tokens(self) -> int:
-        return len(self.prompt) - self.prefill_hit_tokens
-
-    @property
-    def sent_tokens(self) -> int:
-        return len(self.prompt) - self.hit_tokens - self.shared_tokens
 
 
 class ModelWorkers:
@@ -138,7 +127,7 @@ class ModelWorkers:
             salt: requests with different salts share nothing.
             ignore_end: True: the model's end tokens do not end the answer.
         """
-        answer = ChatAnswer(list(prompt), max_new_tokens)
+        answer = ChatAnswer(list(prompt), max_new_tokens, Usage(len(prompt)))
         prefill, how = self._infos[PREFILL], Sampling(ignore_end=ignore_end)
         ask = Ask(
             rid, answer.prompt, prefill.endpoint, how, max_new_tokens, namespace=salt,
@@ -156,11 +145,9 @@ class ModelWorkers:
                         answer.itl_s.append(now_s - last_s)
                     else:
                         answer.ttft_s = now_s - last_s
+                        answer.usage.add_prompt(len(prompt), output)
                     last_s = now_s
                     answer.tokens.append(output.token)
-                    answer.hit_tokens = output.hit_tokens
-                    answer.prefill_hit_tokens = output.prefill_hit_tokens
-                    answer.shared_tokens = output.shared_tokens
         except (ApiError, WorkerLostError) as error:
             raise ModelWorkerError(f"request {rid}: {error}") from None
         return answer
