@@ -45,7 +45,7 @@ from prefixkv.serving.http import (
 )
 from prefixkv.serving.log import HEADER, Rate, RequestRecord, current_record
 from prefixkv.serving.router import BoundedAffinityRouter
-from prefixkv.serving.tracing import ASKED, current
+from prefixkv.serving.tracing import current
 from prefixkv.spi import TOKEN_BYTES, page_keys
 
 logger = logging.getLogger("prefixkv.proxy")
@@ -248,8 +248,7 @@ class Proxy(Entrance):
         line = current_record()
         body, given = parameters_of(await read_body(request, self._limits))
         asked = _Asked(request.url.path, body, line, not given.stream)
-        shown = {name: decode_body(body[name], Any) for name in ASKED if name in body}
-        current().describe_request(asked.path, shown | {"stream": given.stream})
+        current().describe_request(asked.path, msgspec.structs.asdict(given))
         if asked.field not in body:
             raise refused(asked.field, "is missing")
         # A client that set them would choose the room and the peers that the engines use.
@@ -524,6 +523,13 @@ class Steering(SessionFields, kw_only=True):
 
     stream: bool | None = None
     n: int | None = None
+    # For traces.
+    model: Any = None
+    max_tokens: Any = None
+    temperature: Any = None
+    top_p: Any = None
+    top_k: Any = None
+    seed: Any = None
     # By which vLLM computes a prompt on decode: see `computes_alone`.
     use_beam_search: Any = None
     prompt_logprobs: Any = None

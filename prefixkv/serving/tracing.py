@@ -57,7 +57,7 @@ _ASKING: Final = (
 _BY_PROTOCOL: Final = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}
 _LOGS_OF_HEADERS: Final = ("opentelemetry.trace.span", "opentelemetry.baggage.propagation")
 _PASSWORD: Final = re.compile(r"//[^/\s@]*@")
-ASKED: Final = {
+_ASKED: Final = {
     "model": "model", "max_tokens": "max_tokens", "n": "choice.count",
     "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "seed": "seed",
 }  # fmt: skip
@@ -272,7 +272,7 @@ class OpenSpan:
         self._span.update_name(f"{operation} {name}".rstrip())
         self.add(
             {"gen_ai.operation.name": operation, "gen_ai.provider.name": name and "prefixkv"}
-            | {f"gen_ai.request.{shown}": body.get(key) for key, shown in ASKED.items()}
+            | {f"gen_ai.request.{shown}": body.get(key) for key, shown in _ASKED.items()}
             | {"gen_ai.request.stream": bool(body.get("stream"))}
         )
 
