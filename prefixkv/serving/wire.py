@@ -10,7 +10,6 @@
 | decode | POST /announce | an `Announcement` | 202, also of a session that is unknown there |
 | decode | POST /generate | an `Ask` | lines: `TokenEvent`s; an empty line is a sign of life |
 | prefill | POST /jobs | a `PrefillJob`, whose `namespace` is a salt | 202 |
-| prefill | POST /abort | a list of `rid`s | 202 |
 
 Closing a connection ends what was asked on it. Errors have OpenAI's form.
 """

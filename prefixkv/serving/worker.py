@@ -278,10 +278,7 @@ class PrefillWorker(Worker):
         return PrefillEngine(model, pool, node, chunk_tokens)
 
     def _routes(self) -> list[Route]:
-        return [
-            Route("/jobs", self._job, methods=["POST"]),
-            Route("/abort", self._abort, methods=["POST"]),
-        ]
+        return [Route("/jobs", self._job, methods=["POST"])]
 
     async def _job(self, request: Request) -> Response:
         job = await self._read(request, PrefillJob)
@@ -289,12 +286,6 @@ class PrefillWorker(Worker):
         job = _for_engine(job)
         with self._spans.begin(request.headers, job.rid):
             await self._call(lambda engine: engine.submit(job))
-        return Response(status_code=202)
-
-    async def _abort(self, request: Request) -> Response:
-        """Ids that are unknown are ignored."""
-        rids = await self._read(request, list[str])
-        await self._call(lambda engine: [engine.abort(rid) for rid in rids])
         return Response(status_code=202)
 
 
@@ -306,7 +297,6 @@ class _OpenRequest:
         self.outputs: deque[TokenEvent] = deque()
         self.has_output = asyncio.Event()
         self.left = ask.num_samples  # samples that have not ended
-        self.jobs: list[str] = []  # rids of jobs sent to prefill and not aborted
         self.error = ""  # why this worker aborted it, if it did
         self.headers: Mapping[str, str] = {}  # that carry its trace to prefill
 
@@ -406,13 +396,9 @@ class DecodeWorker(Worker):
                 return
 
     async def _end_request(self, one: _OpenRequest) -> None:
-        """What has not finished is aborted here and at prefill."""
-        # Removed first: `_send_job` takes a missing entry as the sign to abort the job it has just
-        # sent.
-        if self._open.pop(one.ask.rid, None) is None or not one.left:
-            return
-        self._abort_request(one)
-        self._abort_jobs(one)
+        """What has not finished is aborted; its node tells prefill's."""
+        if self._open.pop(one.ask.rid, None) is not None and one.left:
+            self._abort_request(one)
 
     # --- from the engine --------------------------------------------------------------------------
 
@@ -433,14 +419,11 @@ class DecodeWorker(Worker):
         for job in jobs:
             one = self._open.get(_rid_of(job.rid))
             if one is not None:
-                one.jobs.append(job.rid)
                 self._spawn(self._send_job(one, job))
         for output in outputs:
             one = self._open.get(output.rid)
             if one is not None:
                 one.queue_output(_event_of(output))
-                if output.finish in ("abort", "error"):
-                    self._abort_jobs(one)
 
     def _after_engine_end(self) -> None:
         """Give every open request an error for each sample that has not ended."""
@@ -473,25 +456,10 @@ class DecodeWorker(Worker):
             # Set before the abort is posted: the output that it causes is reported with this cause.
             one.error = reason
             self._abort_request(one)
-        # The request was given up while the job was on its way, so the abort that `_end_request`
-        # sent may have overtaken it: send another one behind it.
-        elif self._open.get(one.ask.rid) is not one:  # it was given up meanwhile
-            await self._send_abort(url, [job.rid])
 
     def _abort_request(self, one: _OpenRequest) -> None:
         with contextlib.suppress(ClosedError):
             self.loop.post(lambda engine: engine.abort(one.ask.rid))
-
-    def _abort_jobs(self, one: _OpenRequest) -> None:
-        rids, one.jobs = one.jobs, []
-        if rids and one.ask.prefill_url:
-            self._spawn(self._send_abort(one.ask.prefill_url, rids))
-
-    async def _send_abort(self, url: str, rids: list[str]) -> None:
-        """Failures are ignored: prefill hears of it over the node too, once the nodes have met."""
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-            async with self._client.post(f"{url}/abort", data=msgspec.json.encode(rids)):
-                pass
 
     def _spawn(self, work: Any) -> None:
         """Keep the task alive until it ends."""
