@@ -130,7 +130,7 @@ class Bodies:
                 {"topology": messages.Topology(4, self.number(), self.number())},
                 {"topology": messages.Topology(self.number())},
                 {"refused": self.text()},
-                {"rank": self.number(), "staged": True},
+                {"rank": self.number(), "relayed": True},
                 {"known": self.number()},
             )
         )

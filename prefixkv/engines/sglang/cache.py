@@ -23,7 +23,7 @@ from prefixkv.engines.envelope import hints_of
 from prefixkv.engines.sglang import internals as sgl
 from prefixkv.engines.sglang.clock import CLOCK, RankClock
 from prefixkv.engines.sglang.events import EventTranslator
-from prefixkv.engines.sglang.keys import TOKEN_WORDS, RequestKey, namespace_of, pack_words
+from prefixkv.engines.sglang.keys import TOKEN_WORDS, Packer, RequestKey, namespace_of
 from prefixkv.engines.sglang.slots import SlotTable
 from prefixkv.engines.sglang.waiting import weight_order
 from prefixkv.errors import LockError, RequestError, UserErrors
@@ -90,6 +90,7 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         # Page 0 is SGLang's padding, so ids go up to size // page_size, inclusive.
         num_pages = allocator.size // self.page_size + 1
         self._clock = clock
+        self._packer = Packer(self.is_eagle)
         # The tree counts words of keys; its policy has bounds in tokens.
         policy = make_policy(policy)
         policy.token_scale = 1 / TOKEN_WORDS
@@ -362,13 +363,12 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         own: RequestKey | None = getattr(req, "prefixkv_key", None)
         namespace = namespace_of(req.extra_key, req.cache_salt)
         if own is None or own.namespace != namespace:
-            own = req.prefixkv_key = RequestKey(namespace, self.is_eagle)
+            own = req.prefixkv_key = RequestKey(namespace, self._packer)
         return own
 
     def _packed(self, key: Any) -> RadixKey:
         namespace = namespace_of(key.extra_key, key.cache_salt)
-        data = pack_words(key.token_ids, 0, _raw_len(key), self.is_eagle)
-        return RadixKey.of_packed(data, namespace)
+        return self._packer.pack(key.token_ids, _raw_len(key), namespace)
 
 
 _NO_PAGES: Pages = np.empty(0, np.int32)

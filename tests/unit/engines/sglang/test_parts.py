@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 from prefixkv.cache.events import NO_PARENT, Inserted, PagePaths
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey
-from prefixkv.engines.sglang import keys
 from prefixkv.engines.sglang.clock import RankClock, TimeMark
 from prefixkv.engines.sglang.joins import Joins
-from prefixkv.engines.sglang.keys import RequestKey, namespace_of, pack_words
+from prefixkv.engines.sglang.keys import FEW, Packer, RequestKey, namespace_of
 from prefixkv.engines.sglang.slots import SlotTable
 from prefixkv.engines.sglang.waiting import Depths, NewPagesFirst, weight_order
 from prefixkv.errors import TokenError
@@ -38,15 +37,15 @@ def words(tokens: list[int], bigram: bool) -> list[int]:
 @given(
     bigram=st.booleans(),
     steps=st.lists(
-        st.tuples(st.sampled_from("agn"), st.integers(0, 96)),
+        st.tuples(st.sampled_from("agn"), st.integers(0, 9) | st.integers(FEW, 3 * FEW)),
         max_size=12,
     ),
 )
 def test_a_key_that_grows_is_the_key_of_what_it_covers(
     bigram: bool, steps: list[tuple[str, int]]
 ) -> None:
-    """Asked for more, for less, of an array that grew and of another one."""
-    key, ids = RequestKey("lora", bigram), array("q", [7, 8])
+    """Asked for more, for less, of an array that grew and of another one, by few and by many."""
+    key, ids = RequestKey("lora", Packer(bigram)), array("q", [7, 8])
     for what, number in steps:
         if what == "g":
             ids.extend(range(number))
@@ -64,30 +63,30 @@ def test_only_added_tokens_are_packed_and_other_tokens_are_packed_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     packed: list[tuple[int, int]] = []
-
-    def note(ids: array[int], start: int, end: int, bigram: bool) -> bytes:
-        packed.append((start, end))
-        return pack_words(ids, start, end, bigram)
-
-    key, ids = RequestKey(None, False), array("q", range(1000))
-    key.cover(ids, 999)
-    monkeypatch.setattr(keys, "pack_words", note)
-    key.cover(ids, 999)
+    words_of = Packer.words
+    monkeypatch.setattr(
+        Packer,
+        "words",
+        lambda packer, ids, *ends: (packed.append(ends), words_of(packer, ids, *ends))[1],
+    )
+    key, ids = RequestKey(None, Packer(False)), array("q", range(1000))
+    for _ in range(3):
+        key.cover(ids, 999)
     ids.extend(range(5))
     key.cover(ids, 1005)
     key.cover(ids, 100)
-    assert packed == [(999, 1005)]
     longer = ids + array("q", [7])  # SGLang puts the prompt and what came after it together
     key.cover(longer, 1006)
-    assert packed[1:] == [(0, 1005), (1005, 1006)]
+    assert packed == [(0, 999), (999, 1005), (1005, 1006)]
     longer = longer[:]
     longer[500] = 3
     assert key.cover(longer, 1006).tokens()[1000:1002].tolist() == [3, 0]
+    assert packed[3:] == [(0, 1006)]
 
 
 @pytest.mark.parametrize("more", [0, 1, 100])
 def test_pairs_of_tokens_that_no_int32_holds_are_refused_and_the_key_stays(more: int) -> None:
-    key, ids = RequestKey(None, True), array("q", [1, 2])
+    key, ids = RequestKey(None, Packer(True)), array("q", [1, 2])
     key.cover(ids, 2)
     for bad in (-1, 1 << 31, 1 << 40):
         longer = ids[:]
@@ -102,7 +101,7 @@ def test_pairs_of_tokens_that_no_int32_holds_are_refused_and_the_key_stays(more:
 def test_tokens_that_no_int32_holds_are_keys_of_their_own() -> None:
     """Two tokens with the same lower half are two."""
     tokens = [5, 5 + (1 << 32), -1, 1 << 31]
-    packed = {pack_words(array("q", [token]), 0, 1, False) for token in tokens}
+    packed = {Packer(False).words(array("q", [token]), 0, 1) for token in tokens}
     assert len(packed) == 4
 
 
@@ -127,7 +126,9 @@ def test_pages_become_slots_and_slots_pages(page_size: int) -> None:
     found = table.pages_of_row(rows, 1, page_size, 3 * page_size)
     assert (found.tolist(), found.dtype) == ([0, 7], np.dtype(np.int32))
     assert not len(table.pages_of_row(rows, 1, page_size, page_size))
-    assert table.page_ids_of_row(rows, 1, page_size, 3 * page_size).tolist() == [0, 7]
+    rows[1] += 3 * page_size
+    assert table.pages_of_row(rows, 1, page_size, 3 * page_size).tolist() == [3, 10]
+    assert table.pages_of_row(rows.flip(0), 1, 0, page_size).tolist() == [0]  # of another pool
     slots += 1  # the caller's
     assert table.slots(pages)[0] == 49 * page_size
     assert len(table.slots(pages[:0])) == 0
