@@ -134,6 +134,8 @@ async def test_a_client_that_leaves_ends_its_request_also_while_prefill_takes_it
     while await stage.live():
         await asyncio.sleep(0.01)
     stage.prefill.takes.set()
+    # It has not failed by itself.
+    assert await stage.worker._call(lambda engine: engine.node.counters["aborted"]) == 1
 
 
 @played()
