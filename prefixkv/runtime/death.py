@@ -229,7 +229,8 @@ class ProverThread(Proofs):
         self._is_written_to = is_written_to
         self._tell = tell
         self._own_life: HeldLife | None = None
-        if timing.prove_death:
+        self._is_on = timing.prove_death
+        if self._is_on:
             try:
                 self._own_life = HeldLife()
             except OSError as error:
@@ -245,9 +246,9 @@ class ProverThread(Proofs):
         return None if self._own_life is None else self._own_life.life
 
     def submit(self, peer: PeerId, life: ProcessLife) -> None:
-        """Have a peer's process looked at soon. No-op while it is queued or being
-        looked at, and where `prove_death` is off."""
-        if peer in self._asked or self._own_life is None:
+        """Have a peer's process looked at soon. No-op while it is queued or being looked at, and
+        where `prove_death` is off."""
+        if peer in self._asked or not self._is_on:
             return
         # Started on the first use: most nodes never doubt a peer.
         if self._thread is None:

@@ -154,8 +154,8 @@ class TransportLoop(ABC, Generic[P]):
             self._connect_again(peer)
 
     def _set_stamp(self, peer: P) -> None:
-        ours, theirs = self._memory, peer.memory
-        peer.outbox.stamp = CHECKS[0].stamp(ours, theirs) if theirs.checksum else Stamp()
+        memory = self._memory, peer.memory
+        peer.outbox.stamp = CHECKS[0].stamp(*memory) if peer.memory.checksum else Stamp()
 
     def remove_peer(self, peer_id: PeerId) -> None:
         """Remove a peer: its jobs that are not posted end now."""

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -250,6 +251,18 @@ def test_a_process_that_lives_is_not_told() -> None:
     prover.close()
     held.close()
     assert told == [dead]
+
+
+def test_a_process_that_cannot_tell_which_it_is_looks_at_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(death, "HeldLife", Mock(side_effect=OSError("no locks")))
+    told: list[PeerId] = []
+    prover = ProverThread("p", ControlConfig(), False, told.append)
+    assert prover.life is None
+    prover.submit(PeerId("d", 1), a_dead_life())
+    until(lambda: bool(told))
+    prover.close()
 
 
 def test_switched_off_it_tells_and_looks_at_nothing() -> None:
