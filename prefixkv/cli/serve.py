@@ -14,9 +14,8 @@ from typing import Annotated, Any, Final
 import typer
 
 from prefixkv.errors import ConfigError
-from prefixkv.proxy.config import ProxyConfig, ServerAt
 from prefixkv.serving import check_packages, is_there
-from prefixkv.serving.config import KINDS, FrontConfig, ServeConfig
+from prefixkv.serving.config import KINDS, FrontConfig, ProxyConfig, ServeConfig, ServerAt
 from prefixkv.settings import Setting, load, read_toml, settings_of
 
 

@@ -29,10 +29,10 @@ from starlette.routing import Route
 
 from prefixkv import Hints
 from prefixkv.errors import ConfigError
-from prefixkv.proxy.config import ProxyConfig, ServerAt
 from prefixkv.proxy.metrics import ProxyMetrics
 from prefixkv.serving import interrupts
 from prefixkv.serving.client import make_client, pieces_of
+from prefixkv.serving.config import ProxyConfig, ServerAt
 from prefixkv.serving.failures import ApiError, failed, is_inner, refused
 from prefixkv.serving.hints import SessionFields
 from prefixkv.serving.http import (
@@ -152,9 +152,8 @@ class _ServerSide:
         if not left:
             yield None
             return
-        with current().part("routing", {"prefixkv.role": self.role}) as step:
-            route = self.router.route(keys, time.monotonic(), among=well or left)
-            step.add({"prefixkv.server": route.worker, "prefixkv.pages": route.matched_pages})
+        route = self.router.route(keys, time.monotonic(), among=well or left)
+        current().add({f"prefixkv.{self.role}_matched_pages": route.matched_pages})
         try:
             yield self.servers[route.worker]
         finally:
@@ -177,7 +176,7 @@ class Proxy(Entrance):
         self.sides: dict[Role, _ServerSide] = {
             "prefill": _ServerSide("prefill", prefill), "decode": _ServerSide("decode", decode),
         }  # fmt: skip
-        self.metrics = ProxyMetrics(self.sides)
+        self.metrics = ProxyMetrics(self._routing, self.sides["prefill"].servers)
         self._lines: dict[str, Rate] = {}  # of the log, by server
         super().__init__("proxy", config.listen)
         serve = self._tracing.traced(self._serve)
@@ -203,6 +202,13 @@ class Proxy(Entrance):
         ok = not self.draining and "ok" in states["decode"].values()
         state = "draining" if self.draining else "ok" if ok else "no decode server"
         return ok, {"status": state, **states}
+
+    def _routing(self) -> dict[str, int]:
+        return {
+            f"{role}_{name}": number
+            for role, side in self.sides.items()
+            for name, number in side.router.stats().items()
+        }
 
     async def start(self) -> None:
         """The status port opens first, so that probes see a proxy that is about to start."""
@@ -277,8 +283,8 @@ class Proxy(Entrance):
            cache.
         3. One prompt and one answer: the request has a room itself.
         """
-        begun_s, line, cached = time.monotonic(), asked.line, None
-        with self.metrics.counted(line):
+        cached = None
+        with self.metrics.counted() as line:
             prompts = (
                 [asked.body[asked.field]] if asked.is_chat else prompts_of(asked.body["prompt"])
             )
@@ -289,10 +295,7 @@ class Proxy(Entrance):
             async with AsyncExitStack() as held:
                 run = _ProxiedRequest(self, asked, transfers=num == 1 and not is_alone)
                 answer = await run.answer(held)
-                ttft_s = time.monotonic() - begun_s
-                self.metrics.ttft.observe(ttft_s)
-                line.mark("first_token")
-                current().add({"gen_ai.response.time_to_first_chunk": ttft_s})
+                self.metrics.begun(line)
                 if asked.is_whole:
                     content, counted = retold(answer.first, cached)
                     line.fields |= counted
@@ -472,9 +475,7 @@ class _ProxiedRequest:
             async with AsyncExitStack() as stack:
                 # Its span ends with the connection. Prefill is cut once decode has its KV.
                 step = stack.enter_context(
-                    current().part(
-                        role, {"url.full": url}, is_call=True, may_be_cut=role == "prefill"
-                    )
+                    current().call(role, {"url.full": url}, may_be_cut=role == "prefill")
                 )
                 head = {"content-type": "application/json", HEADER: rid, **step.headers}
                 asked = client.post(url, data=content, headers=head, trace_request_ctx=is_sent)

@@ -14,8 +14,10 @@ import asyncio
 import contextlib
 import logging
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -100,17 +102,14 @@ class WorkerActor:
                 os._exit(1)
             raise
         interrupts.keep_what_is_loaded()
-        self._running = asyncio.create_task(self._run())
+        self._running = asyncio.create_task(self._worker.run())
         process = None if self._held is None else self._held.life
         return Life(self._worker.info, context.get_node_id(), process)
 
-    async def _run(self) -> None:
-        if not await self._worker.run():
-            os._exit(1)  # its engine has failed: Ray restarts the actor
-
     async def watch(self) -> None:
         """Return once the worker was drained and has ended."""
-        await asyncio.shield(self._running)
+        if not await asyncio.shield(self._running):
+            os._exit(1)  # its engine has failed: Ray restarts the actor
 
     async def drain(self) -> None:
         self._worker.drain()
@@ -135,12 +134,6 @@ async def ended_on_node(life: Life) -> bool:
     here = NodeAffinitySchedulingStrategy(life.node, soft=False)
     task = ray.remote(is_dead).options(num_cpus=0, max_retries=0, scheduling_strategy=here)
     return bool(await task.remote(life.process))
-
-
-async def _is_node_alive(node: str) -> bool:
-    """A node that Ray has given up never returns."""
-    nodes = await asyncio.to_thread(ray.nodes)
-    return any(one["NodeID"] == node and one["Alive"] for one in nodes)
 
 
 class Actor(Kept):
@@ -194,7 +187,10 @@ class Actor(Kept):
     async def _prove(self, life: Life) -> None:
         """Ask the life's node until its end is proved or said by an operator, or the node is
         lost."""
-        while await _is_node_alive(life.node):
+        # A node that Ray has given up never returns.
+        while (life.node, True) in {
+            (node["NodeID"], node["Alive"]) for node in await asyncio.to_thread(ray.nodes)
+        }:
             if life.key in self._fleet.fenced:
                 return
             # No answer proves nothing: ask again, unless Ray has given the node up.
@@ -252,12 +248,9 @@ class RayLaunch(ServeLaunch):
         self._group = placement_group(
             bundles * (config.prefill + config.decode), strategy=config.ray_placement
         )
-        configs: list[Any] = [
-            load(KINDS[role], None, environ)
-            for role, environs in self.environs.items()
-            for environ in environs
-        ]
-        for index, config in enumerate(_with_keys(configs)):
+        roles = [(role, environ) for role, many in self.environs.items() for environ in many]
+        configs = _with_keys([load(KINDS[role], None, environ) for role, environ in roles])
+        for index, ((role, _), config) in enumerate(zip(roles, configs, strict=True)):
             kind = ray.remote(WorkerActor).options(
                 name=config.node.name, num_cpus=self.config.ray_cpus,
                 num_gpus=self.config.ray_gpus, max_restarts=-1,
@@ -268,7 +261,6 @@ class RayLaunch(ServeLaunch):
             except ValueError as error:
                 why = f"{config.node.name} is in {namespace} already: {error}"
                 raise ConfigError(why) from None
-            role = "decode" if isinstance(config, DecodeWorkerConfig) else "prefill"
             self._workers.append(Actor(role, config.node.name, handle, fleet))
 
     async def _close(self) -> None:
@@ -284,12 +276,10 @@ async def _check_reachable(address: str) -> None:
     if not host or not port.isdecimal():
         return  # "auto": Ray knows where
     try:
-        async with asyncio.timeout(_REACH_S):
-            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-    except OSError as error:  # TimeoutError is one
-        why = str(error) or f"no answer within {_REACH_S:g} s"
-        raise ConfigError(f"there is no cluster at {address}: {why}") from None
-    writer.close()
+        connect = partial(socket.create_connection, (host.strip("[]"), int(port)), _REACH_S)
+        (await asyncio.to_thread(connect)).close()
+    except OSError as error:
+        raise ConfigError(f"there is no cluster at {address}: {error}") from None
 
 
 def _with_keys(configs: Sequence[Any]) -> list[Any]:

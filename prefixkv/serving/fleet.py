@@ -306,16 +306,14 @@ class Fleet:
     def silent(self) -> list[str]:
         return [name for name, member in self.members.items() if member.silent]
 
-    def _of_role(self, role: str) -> list[_Member]:
-        return [member for member in self.members.values() if member.info.role == role]
-
-    def _answering(self, role: str) -> list[_Member]:
-        return [member for member in self._of_role(role) if not member.silent]
-
     def _usable(self, role: str) -> list[_Member]:
         """Return the workers that are not silent; where all are, those that are not given up."""
-        waited_for = [member for member in self._of_role(role) if not member.given_up]
-        return self._answering(role) or waited_for
+        here = [member for member in self.members.values() if member.info.role == role]
+        waited_for = [member for member in here if not member.given_up]
+        return [member for member in here if not member.silent] or waited_for
+
+    def _answering(self, role: str) -> list[_Member]:
+        return [member for member in self._usable(role) if not member.silent]
 
     @property
     def context(self) -> int:
@@ -336,23 +334,22 @@ class Fleet:
         An attempt that fails before its first output is repeated on other workers. The line of the
         request log names those of the last one.
 
-        Raises: ApiError 400 if a worker refuses the request; 500 if what was computed first is not
-        finite; 503 if none accepts it or its worker is lost.
+        Raises: ApiError 400 if a worker refuses the request; 500 if what was computed is not
+        finite; 503 if none accepts it, or its worker is lost or has ended it.
         """
         lost, line = set[str](), current_record()
+        output: TokenEvent | None
         for attempt in range(_ATTEMPTS):
             try:
                 async with asyncio.timeout(ask.deadline_s):
                     await self.wait_for_workers()
             except TimeoutError:
                 raise self._not_ready(self._missing(self._usable)) from None
-            with current().part("routing", {"prefixkv.attempt": attempt}) as step:
-                chosen = self._choose(ask, lost)
-                facts: dict[str, Any] = {}
-                for member, route in chosen:
-                    facts[f"prefixkv.{member.info.role}"] = route.worker
-                    facts[f"prefixkv.{member.info.role}_matched_pages"] = route.matched_pages
-                step.add(facts)
+            chosen = self._choose(ask, lost)
+            facts: dict[str, Any] = {"prefixkv.attempt": attempt}
+            for member, route in chosen:
+                facts[f"prefixkv.{member.info.role}"] = route.worker
+                facts[f"prefixkv.{member.info.role}_matched_pages"] = route.matched_pages
             members = [member for member, _ in chosen]
             decode, *prefills = (member.info for member in members)
             # A rid per attempt: an earlier one may still be ending on the same worker.
@@ -366,24 +363,23 @@ class Fleet:
                     "decode": decode.name, "prefill": prefills[0].name if prefills else "",
                     "attempts": line.fields.get("attempts", 0) + 1,
                 }  # fmt: skip
-                facts["prefixkv.attempt"] = attempt
-                with current().part("generate", facts, is_call=True) as step:
+                with current().call("generate", facts) as step:
                     tokens = outputs_of(self._client, decode, sent, step.headers)
                     async with contextlib.aclosing(tokens) as stream:
-                        output = await _first(stream, members)
-                        if output.finish == "error":
-                            # No worker is at fault by its place: the same may come of another try.
-                            if is_not_finite(output.error):
-                                raise answer_ended(output.error)
-                            raise WorkerLostError(f"{decode.name} failed", output.error)
+                        first = await _first(stream, members)
+                        # What is not finite is no worker's fault by its place: the same may come of
+                        # another try.
+                        if first.finish == "error" and not is_not_finite(first.error):
+                            raise WorkerLostError(f"{decode.name} failed", first.error)
                         # From here on a repeat would send tokens twice: a failure now goes to the
                         # client.
-                        begun = True
-                        yield output
-                        async for output in stream:
-                            if output.error:
+                        begun, output = True, first
+                        while output is not None:
+                            if output.finish in ("error", "abort"):
                                 step.fail(output.error)
+                                raise answer_ended(output.error)
                             yield output
+                            output = await anext(stream, None)
                 return
             except WorkerLostError as error:
                 if begun or attempt == _ATTEMPTS - 1:

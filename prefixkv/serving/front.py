@@ -18,17 +18,15 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 import msgspec
-from prometheus_client import Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client import Counter
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from prefixkv import PrefixKVError
 from prefixkv.engines.hf.generation import OPENAI, SamplingDefaults
 from prefixkv.serving.client import numbered
 from prefixkv.serving.config import ListenSettings
-from prefixkv.serving.failures import answer_ended, refused
+from prefixkv.serving.failures import refused
 from prefixkv.serving.fleet import Fleet
 from prefixkv.serving.hints import AnnouncedTurn
 from prefixkv.serving.http import (
@@ -41,8 +39,9 @@ from prefixkv.serving.http import (
     run_until_disconnect,
 )
 from prefixkv.serving.log import current_record
-from prefixkv.serving.logprobs import AnswerLogprobs, TokenTexts
+from prefixkv.serving.metrics import RequestMetrics
 from prefixkv.serving.openai import (
+    AnswerLogprobs,
     Answers,
     ChatRequest,
     CompletionRequest,
@@ -53,7 +52,7 @@ from prefixkv.serving.openai import (
     too_long,
     unknown_model,
 )
-from prefixkv.serving.text import TextError, Texts
+from prefixkv.serving.text import TextError, Texts, TokenTexts
 from prefixkv.serving.tracing import current
 from prefixkv.serving.wire import (
     Announcement,
@@ -301,46 +300,30 @@ class Front(Entrance):
 
     async def _outputs(self, asks: list[Ask], usage: Usage) -> AsyncGenerator[TokenEvent, None]:
         """Have the fleet answer, an `Ask` per prompt, and count tokens, hits and outcome. Answer
-        number `i * n + sample` is of prompt `i`, as OpenAI counts. Raises ApiError for an answer
-        that its worker has ended."""
-        metrics, line, trace, outcome = self.metrics, current_record(), current(), "aborted"
-        begun_s, ttft_s, finishes = time.monotonic(), None, list[str]()
-        try:
-            stream = numbered([*map(self.fleet.generate, asks)])
-            async with contextlib.aclosing(stream):
-                async for number, output in stream:
-                    if output.token is not None:
-                        if ttft_s is None:
-                            ttft_s = time.monotonic() - begun_s
-                            metrics.ttft.observe(ttft_s)
-                            line.mark("first_token")
-                        usage.output_tokens += 1
-                        # All samples share one prompt, so its parts count once.
-                        if output.sample == output.position == 0:
-                            usage.add_prompt(len(asks[number].tokens), output)
-                    if output.finish is not None:
-                        finishes.append(output.finish)
-                    if output.finish in ("error", "abort"):
-                        trace.fail(output.error)
-                        raise answer_ended(output.error)
-                    if number:
-                        sample = number * asks[0].num_samples + output.sample
-                        output = msgspec.structs.replace(output, sample=sample)
-                    yield output
-            # Reached only at the end of the stream: a client that leaves raises at `yield`, and the
-            # outcome stays "aborted".
-            outcome = "finished"
-        except (ApiError, PrefixKVError) as error:
-            outcome = "failed"
-            # A refusal is the client's mistake; its status says so.
-            if not isinstance(error, ApiError) or error.status >= 500:
-                trace.fail(error)
-            raise
-        finally:
-            metrics.requests.labels(outcome).inc()
-            metrics.count(usage)
-            line.fields |= {"outcome": outcome, **msgspec.structs.asdict(usage)}
-            trace.describe_answer(usage.body(), finishes, ttft_s)
+        number `i * n + sample` is of prompt `i`, as OpenAI counts. Raises ApiError."""
+        metrics, trace, finishes = self.metrics, current(), list[str]()
+        with metrics.counted() as line:
+            try:
+                stream = numbered([*map(self.fleet.generate, asks)])
+                async with contextlib.aclosing(stream):
+                    async for number, output in stream:
+                        if output.token is not None:
+                            if not usage.output_tokens:
+                                metrics.begun(line)
+                            usage.output_tokens += 1
+                            # All samples share one prompt, so its parts count once.
+                            if output.sample == output.position == 0:
+                                usage.add_prompt(len(asks[number].tokens), output)
+                        if output.finish is not None:
+                            finishes.append(output.finish)
+                        if number:
+                            sample = number * asks[0].num_samples + output.sample
+                            output = msgspec.structs.replace(output, sample=sample)
+                        yield output
+            finally:
+                metrics.count(usage)
+                line.fields |= msgspec.structs.asdict(usage)
+                trace.add({"gen_ai.response.finish_reasons": tuple(finishes)})
 
     def _most_tokens(
         self, num_prompt: int, asked: ChatRequest | CompletionRequest, param: str
@@ -383,37 +366,20 @@ async def _tokens(encode: Callable[[], list[int]], size: int) -> list[int]:
     return encode() if size <= _SHORT else await asyncio.to_thread(encode)
 
 
-class _FrontMetrics:
+class _FrontMetrics(RequestMetrics):
     def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
-        self.requests = Counter(
-            "prefixkv_front_requests", "Requests by how they ended.", ["outcome"], registry=None
-        )
-        self.ttft = Histogram(
-            "prefixkv_front_ttft_seconds", "From a request to its first token.", registry=None
-        )
+        super().__init__("front", fleet.stats)
         self._tokens = Counter(
             "prefixkv_front_tokens",
             "Tokens: of prompts, those of them that were hit on decode (of these, in its host "
             "memory) and on prefill, those that decode computed, of answers.",
             ["kind"], registry=None,
         )  # fmt: skip
-        # All rows are there from the start, so that a rate sees the first request that fails.
-        for outcome in ("finished", "failed", "aborted"):
-            self.requests.labels(outcome)
         self.count(Usage(0))
-        self.collectors = [self.requests, self.ttft, self._tokens, self]
+        self.collectors.append(self._tokens)
 
     def count(self, usage: Usage) -> None:
         counts = msgspec.structs.asdict(usage)
         for kind in ("prompt", "decode_hit", "prefill_hit", "decode_host", "decode_computed"):
             self._tokens.labels(kind).inc(counts[f"{kind}_tokens"])
         self._tokens.labels("answer").inc(usage.output_tokens)
-
-    def collect(self) -> list[Metric]:
-        family = GaugeMetricFamily(
-            "prefixkv_front_routing", "What the routers count, by worker's kind.", labels=["what"]
-        )
-        for name, number in self._fleet.stats().items():
-            family.add_metric([name], number)
-        return [family]

@@ -542,4 +542,3 @@ class Entrance:
 
     async def _close(self) -> None:
         """Close what answers come through, once none is sent any more."""
-        raise NotImplementedError

@@ -169,10 +169,6 @@ class Worker(Entrance):
         self._after_engine_end()
         await self.stop(grace_s=1.0)
 
-    async def _close(self) -> None:
-        # The ends of requests that the engine's thread has reported are handled by now.
-        self._spans.close()
-
     def health(self) -> tuple[bool, dict[str, Any]]:
         state = (
             "failed" if self.loop.error is not None
@@ -284,7 +280,7 @@ class PrefillWorker(Worker):
         job = await self._read(request, PrefillJob)
         current_record().fields["id"] = front_rid(job.rid)
         job = _for_engine(job)
-        with self._spans.begin(request.headers, job.rid):
+        with self._spans.asked(request.headers, job.rid):
             await self._call(lambda engine: engine.submit(job))
         return Response(status_code=202)
 
@@ -355,7 +351,6 @@ class DecodeWorker(Worker):
         for task in list(self._tasks):
             task.cancel()
         await self._client.close()
-        await super()._close()
 
     # --- a request --------------------------------------------------------------------------------
 
@@ -368,8 +363,7 @@ class DecodeWorker(Worker):
         # Registered before it is submitted: outputs may come before `_call` returns.
         one = self._open[ask.rid] = _OpenRequest(ask)
         try:
-            with self._spans.begin(request.headers, ask.rid, ask.num_samples) as span:
-                one.headers = span.headers
+            with self._spans.asked(request.headers, ask.rid, ask.num_samples) as one.headers:
                 await self._call(lambda engine: engine.submit(wanted, self._collect_output))
         except BaseException:
             await self._end_request(one)
