@@ -87,9 +87,6 @@ class _Member:
         self.silent = False
         # Lives that are over and that it has to hear of.
         self.fences: asyncio.Queue[FenceRequest] = asyncio.Queue()
-        # Requests that wait for the worker's first output: `watch` ends these. Those that have
-        # begun are left: their own connection tells whether the worker lives.
-        self.waiting: set[asyncio.Timeout] = set()
         self._quiet_ticks = 0
 
     async def mark_alive(self, pieces: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
@@ -105,25 +102,14 @@ class _Member:
         """True if no request waits for the worker any more."""
         return self._quiet_ticks >= _GIVEN_UP_TICKS
 
-    async def watch(self, has_others: Callable[[], bool]) -> None:
-        """Mark the worker silent after `_QUIET_TICKS` without a sign of life. What waits for it is
-        ended once it can go elsewhere, or it is given up. `has_others`: another worker of its role
-        answers."""
+    async def watch(self) -> None:
+        """Mark the worker silent after `_QUIET_TICKS` without a sign of life."""
         while True:
             await asyncio.sleep(_TICK_S)
             self._quiet_ticks += 1
-            if self._quiet_ticks < _QUIET_TICKS:
-                continue
-            if not self.silent:
+            if self._quiet_ticks >= _QUIET_TICKS and not self.silent:
                 self.silent = True
                 logger.warning("%s is silent: requests go elsewhere, or wait", self.info.name)
-            # A worker that is alone and only stood still for a while has lost no request.
-            if not self.given_up and not has_others():
-                continue
-            # Rescheduling a time-out to now ends its wait with TimeoutError.
-            for patience in self.waiting:
-                if not patience.expired():
-                    patience.reschedule(asyncio.get_running_loop().time())
 
 
 class Fleet:
@@ -187,7 +173,7 @@ class Fleet:
             member.fences.put_nowait(life)
         member.tasks = (
             asyncio.create_task(self._apply_events(member)),
-            asyncio.create_task(member.watch(lambda: bool(self._answering(info.role)))),
+            asyncio.create_task(member.watch()),
             asyncio.create_task(self._report_fences(member)),
         )
 
@@ -366,7 +352,7 @@ class Fleet:
                 with current().call("generate", facts) as step:
                     tokens = outputs_of(self._client, decode, sent, step.headers)
                     async with contextlib.aclosing(tokens) as stream:
-                        first = await _first(stream, members)
+                        first = await self._first(stream, members)
                         # What is not finite is no worker's fault by its place: the same may come of
                         # another try.
                         if first.finish == "error" and not is_not_finite(first.error):
@@ -391,6 +377,31 @@ class Fleet:
             finally:
                 for member, route in chosen:
                     self.routers[member.info.role].ended(route, time.monotonic())
+
+    async def _first(
+        self, stream: AsyncGenerator[TokenEvent, None], members: Sequence[_Member]
+    ) -> TokenEvent:
+        """Return the first output of an attempt. Raises WorkerLostError if a worker is silent and
+        another one can answer, or it is given up. What has begun is left: its own connection tells
+        whether the worker lives."""
+        # A decode worker that answers alone need not hear of its prefill worker's silence.
+        awaited = members[:1] if members[0].info.alone else members
+        first = asyncio.ensure_future(anext(stream))
+        try:
+            # No time limit of its own: the prompt may take long. A worker that is alone, and only
+            # stood still for a while, has lost no request.
+            while not (await asyncio.wait((first,), timeout=_TICK_S))[0]:
+                silent = [
+                    member.info.name for member in awaited
+                    if member.silent and (member.given_up or self._answering(member.info.role))
+                ]  # fmt: skip
+                if silent:
+                    raise WorkerLostError(f"{' and '.join(silent)} did not answer")
+            return first.result()
+        finally:
+            first.cancel()
+            # Nothing reads the stream when it is closed.
+            await asyncio.gather(first, return_exceptions=True)
 
     def _choose(self, ask: Ask, lost: Collection[str]) -> list[tuple[_Member, Route]]:
         """Choose a decode and a prefill worker, counted in their routers; only a decode worker,
@@ -460,28 +471,6 @@ async def outputs_of(
     # A stream that closes in order, but with samples that have not ended, is a lost worker too.
     if left:
         raise WorkerLostError(f"{decode.name} ended before its answer did")
-
-
-async def _first(
-    stream: AsyncGenerator[TokenEvent, None], members: Sequence[_Member]
-) -> TokenEvent:
-    """Return the first output of an attempt. Raises WorkerLostError if a worker falls silent and
-    another one can answer."""
-    # A decode worker that answers alone need not hear of its prefill worker's silence.
-    awaited = members[:1] if members[0].info.alone else members
-    try:
-        # No time limit of its own: the prompt may take long. Only silence ends the wait.
-        async with asyncio.timeout(None) as patience:
-            for member in awaited:
-                member.waiting.add(patience)
-            try:
-                return await anext(stream)
-            finally:
-                for member in awaited:
-                    member.waiting.discard(patience)
-    except TimeoutError:
-        silent = [member.info.name for member in awaited if member.silent]
-        raise WorkerLostError(f"{' and '.join(silent)} did not answer") from None
 
 
 def _refusal_error(worker: str, status: int, body: bytes) -> Exception:
