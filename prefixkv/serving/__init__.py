@@ -6,7 +6,8 @@ run. The extra `serve`.
 - `wire`: what a front, a decode worker and a prefill worker say to each other.
 - `worker`: one process with one node; `fleet`: the workers as a front sees them; `front`: the
   OpenAI interface over a fleet; `launch`: all of it.
-- `log`: what is known of a request, and its lines and refusals by reason; `tracing`: its spans
+- `log`: what is known of a request, and its lines and refusals by reason; `metrics`: what is
+  counted of requests; `tracing`: their spans
   (the extra `otel`).
 - `cluster`: the workers as actors of a Ray cluster (the extra `ray`).
 """
