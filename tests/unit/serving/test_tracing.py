@@ -26,7 +26,6 @@ from opentelemetry.trace import SpanKind
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
-from benchmarks.ports import free_port
 from prefixkv.engines.hf.small import small_tokenizer
 from prefixkv.errors import ConfigError
 from prefixkv.proxy.server import Proxy
@@ -49,6 +48,7 @@ from prefixkv.serving.worker import PrefillWorker
 from tests.support.collector import Collector
 from tests.support.patience import NEVER_S, PATIENCE_S
 from tests.support.patience import until as wait_until
+from tests.support.ports import free_port
 from tests.support.scenes import until
 from tests.unit.proxy.test_server import (
     Engine,
