@@ -62,16 +62,11 @@ class Life(msgspec.Struct, frozen=True):
 
 
 class WorkerActor:
-    """One `Worker` on the event loop of the actor's process. Ray restarts the process when it ends;
-    every start is another life.
-
-    Args:
-        config: the worker binds to the address of the actor's node.
-        environ: variables that the node's environment does not have.
-    """
+    """One `Worker` on the event loop of the actor's process, at the address of its node. Ray
+    restarts the process when it ends; every start is another life."""
 
     def __init__(self, config: WorkerConfig, environ: Mapping[str, str]) -> None:
-        # What the node has is kept: it may name the collector of its own machine.
+        # What the node's environment has is kept: it may name the collector of its own machine.
         for name, text in environ.items():
             os.environ.setdefault(name, text)
         interrupts.log_to_stderr()
@@ -178,8 +173,7 @@ class Actor(Kept):
                 logger.warning("%s is lost: %s", self._name, str(error).strip().splitlines()[0])
             return False
         finally:
-            # No more requests first. Then the proof, except at our own end, where nothing is
-            # reused.
+            # No more requests first; then the proof, but at our own end, where nothing is reused.
             self._has_gone(life.info)
             if not self._ending:
                 self._proofs[life.key] = asyncio.create_task(self._prove(life))
@@ -243,12 +237,10 @@ class RayLaunch(ServeLaunch):
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise ConfigError(f"there is no cluster at {config.ray}: {error}") from None
         self.signals.heed()  # again: `ray.init` has installed handlers of its own
-        bundle = {"CPU": float(config.ray_cpus), "GPU": config.ray_gpus}
-        bundles = [{name: num for name, num in bundle.items() if num}]
-        self._group = placement_group(
-            bundles * (config.prefill + config.decode), strategy=config.ray_placement
-        )
         roles = [(role, environ) for role, many in self.environs.items() for environ in many]
+        gpus = {"GPU": config.ray_gpus} if config.ray_gpus else {}
+        bundles = [{"CPU": float(config.ray_cpus), **gpus}] * len(roles)
+        self._group = placement_group(bundles, strategy=config.ray_placement)
         configs = _with_keys([load(KINDS[role], None, environ) for role, environ in roles])
         for index, ((role, _), config) in enumerate(zip(roles, configs, strict=True)):
             kind = ray.remote(WorkerActor).options(
@@ -285,8 +277,8 @@ async def _check_reachable(address: str) -> None:
 def _with_keys(configs: Sequence[Any]) -> list[Any]:
     """Give keys to those without keys in their settings. Decode workers are CURVE's clients:
     prefill accepts their public keys alone, each under its worker's name."""
-    names = [config.node.name for config in configs if isinstance(config, DecodeWorkerConfig)]
-    server, clients = _new_pair(), {name: _new_pair() for name in names}
+    decode = [config.node for config in configs if isinstance(config, DecodeWorkerConfig)]
+    server, clients = _new_pair(), {node.name: _new_pair() for node in decode}
     allowed = {public: name for name, (public, _) in clients.items()}
     made = []
     for config in configs:
