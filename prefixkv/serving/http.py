@@ -131,7 +131,7 @@ class App:
         except BaseException as error:
             # 1. It is given up, or its answer has begun: uvicorn ends the connection, and logs why.
             if record.status or not isinstance(error, Exception):
-                current().fail_by(error)
+                current().fail(error)
                 raise
             # 2. It has no answer yet.
             await _answer_of(error)(scope, receive, send_recorded)
@@ -175,7 +175,7 @@ def _answer_of(error: Exception) -> Response:
         response = ApiError(error.status_code, why).response()
         response.headers.update(error.headers or {})
         return response
-    current().fail_by(error)
+    current().fail(error)
     logger.error("request %s failed", record.id, exc_info=error)
     return ApiError(500, "the server failed; its log says why", "server_error").response()
 
@@ -489,18 +489,16 @@ class Entrance:
         collectors: Sequence[Any] = (), status_routes: Sequence[BaseRoute] = (), node: Any = None,
     ) -> None:  # fmt: skip
         """`node`: of a worker, which writes the lines of the requests that it answers."""
-        listen, kind, who, most = self._listen, self._kind, self._kind, 0
-        if node is None:
-            most = self._limits.max_requests_per_client
-        else:
-            kind, who = "worker", node.peer_id.name
-        outcomes = Outcomes(kind, {"node": who, "side": self._kind}, self._file)
-        registry = CollectorRegistry(auto_describe=False)
-        # Imported only here: a front and a proxy have no node, and need not load its runtime.
+        listen, kind, who = self._listen, self._kind, self._kind
+        most = listen.limits.max_requests_per_client
         if node is not None:
+            # Imported only here: a front and a proxy have no node, and need not load its runtime.
             from prefixkv.spi import NodeCollector
 
+            kind, who, most = "worker", node.peer_id.name, 0
             collectors = NodeCollector(node), *collectors
+        outcomes = Outcomes(kind, {"node": who, "side": self._kind}, self._file)
+        registry = CollectorRegistry(auto_describe=False)
         for collector in (*collectors, *outcomes.collectors):
             registry.register(collector)
 
@@ -544,4 +542,3 @@ class Entrance:
 
     async def _close(self) -> None:
         """Close what answers come through, once none is sent any more."""
-        raise NotImplementedError
