@@ -7,9 +7,8 @@ leases       staging leases never overlap a live one, end once, are held until p
 windows      every token that a step sees in a window is there, of its path; a naive model agrees
 scheduler    decode, one to four ranks, with host memory, windows, states, over transfers and copies
              that fail, keeps every law after each step, and ends with nothing held
-pair         two sides over a bad network, with aborts, restarts and flushes, end with nothing held;
-             every byte read is the one computed (seven seeds of eight are audited each 8 steps)
-mesh_pair    the same for whole workers of any meshes, staged, sliced or direct
+mesh_pair    whole workers of any meshes, staged, sliced or direct, over a bad network, with aborts,
+             restarts and flushes, end with nothing held; every byte read is the one computed
 weights      the same while weights change in place: two versions never mix
 engine       tokens of Hugging Face's models are what the model says by itself; `--models llama,...`
 liveness     in whatever order requests arrive at small pools, each ends; `--case` plays one again,
@@ -27,7 +26,6 @@ import logging
 import multiprocessing
 import os
 import pathlib
-import random
 import sys
 import time
 from collections import Counter
@@ -139,36 +137,6 @@ def simulated(make: Callable[[int], Any]) -> Round:
         return {**counted, "finished in all": sim.finished}
 
     return play
-
-
-_STORM = {
-    "drop": 0.08, "duplicate": 0.3, "reorder": 0.5, "abort": 0.05, "fail_at_post": 0.04,
-    "fail_at_check": 0.06, "lose_notification": 0.01, "restart": 0.005, "junk": 0.05, "flush": 0.01,
-}  # fmt: skip
-
-
-def pair(options: argparse.Namespace) -> Round:
-    from tests.support.sim import storm_of
-    from tests.support.sim_engines import PairSim
-
-    def make(number: int) -> PairSim:
-        """A simulation whose storms, pool sizes and policy follow from the seed."""
-        chance = random.Random(number)
-        storm = storm_of(chance, _STORM)
-        sizes: Any = {
-            "decode_pages": chance.choice([13, 18, 40]), "prefill_pages": chance.choice([14, 32]),
-            "failure_policy": chance.choice(["fail", "retry"]),
-            "audit_every": 8 if number % 8 else 1,
-        }  # fmt: skip
-        if chance.random() < 0.4:
-            sizes |= {
-                "window": chance.choice([2, 5, 9, 14]),
-                "window_pages": (chance.choice([16, 24, 40]), chance.choice([10, 16, 40])),
-                "checkpoints": chance.choice([0, 2, 6]),
-            }
-        return PairSim(number, storm, **sizes)
-
-    return simulated(make)
 
 
 def mesh_pair(options: argparse.Namespace) -> Round:
@@ -291,7 +259,7 @@ def _explored(task: tuple[Any, int, float]) -> tuple[Any, Any]:
 
 SEEDED = {
     "allocator": allocator, "radix": radix, "leases": leases, "windows": windows,
-    "scheduler": scheduler, "pair": pair, "mesh_pair": mesh_pair, "weights": weights,
+    "scheduler": scheduler, "mesh_pair": mesh_pair, "weights": weights,
     "engine": engine,
 }  # fmt: skip
 WHOLE = {"liveness": liveness, "explore": explore, "frames": frames}

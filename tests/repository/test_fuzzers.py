@@ -24,7 +24,6 @@ SHORT = {
             "leases": [],
             "liveness": ["--seed", "7000"],
             "mesh_pair": [],
-            "pair": [],
             "radix": [],
             "scheduler": [],
             "weights": [],

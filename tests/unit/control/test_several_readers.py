@@ -80,15 +80,6 @@ def test_every_reader_proves_its_own_promise() -> None:
         assert not bodies(peer.chunk(0, [1, 2, 3], last=True), Outcome)
 
 
-def test_an_abort_of_another_use_than_the_one_aborted_before_is_answered_as_its_own() -> None:
-    peer = Readers(tp=1)
-    [a, _] = peer.greet(2)
-    peer.on(add_room())
-    peer.say(a, Abort(*SENT.numbers, "one", 7))
-    said = peer.say(a, Abort(*SENT.numbers, "two", 3))
-    assert [body.ticket for _, body in bodies(said, Drained)] == [3]
-
-
 def refused(said: list[Any]) -> str:
     ((_, reply),) = bodies(said, HelloReply)
     return str(reply.refused)

@@ -589,7 +589,7 @@ def test_what_an_engine_waits_for_before_a_chunk_is_not_the_chunk(at: str, stall
             desk.computed(req, done)
         step()
         steps += 1
-    assert steps < 40
+        assert steps < 40
     if at == "before each pass":
         assert steps == 3, "chunks of 8, 16 and 16 tokens, as without a stall"
 

@@ -37,11 +37,9 @@ def serve(pair: MeshPair) -> None:
     for turn, length in enumerate([30, 61]):
         prompts = {f"{seed}.{turn}": tokens_of(seed, length + seed) for seed in range(3)}
         pair.serve(1 + 3 * turn, prompts)
-        assert all((pair.prefix_lens[rid] > 0) == (turn > 0) for rid in prompts)
+        assert all((pair.d.prefix_lens[rid][0] > 0) == (turn > 0) for rid in prompts)
     assert not pair.failed
-    assert pair.mismatches == 0
-    pair.decode.audit()
-    pair.prefill.audit()
+    pair.check_at_rest()
 
 
 @pytest.mark.slow
