@@ -13,6 +13,8 @@ weights      the same while weights change in place: two versions never mix
 engine       tokens of Hugging Face's models are what the model says by itself; `--models llama,...`
 liveness     in whatever order requests arrive at small pools, each ends; `--case` plays one again,
              `--mutants` has to find each
+frames       whatever a prefill and a decode node are sent, they live, no call of their engines
+             raises, and honest requests are served with every byte right; `--frames`
 explore      in every state that a small configuration can reach the laws hold, and a way leads to
              rest; `--config`, `--max-states`, and `--mutants` has to find each
 """
@@ -152,10 +154,10 @@ def weights(options: argparse.Namespace) -> Round:
 def engine(options: argparse.Namespace) -> Round:
     import torch
 
-    from benchmarks.hybrid_models import FAMILIES, config_of
     from prefixkv.engines.hf import PagedModel, make_model
     from tests.support.hf_workload import Found, run_round
     from tests.support.hf_world import TINY, Reference
+    from tests.support.hybrid_models import FAMILIES, config_of
 
     def make(kind: str, number: int) -> PagedModel:
         if kind in FAMILIES:
@@ -193,6 +195,16 @@ def liveness(options: argparse.Namespace) -> None:
         profile = orders.long_profile(options.seed)
         counts = orders.explore(profile, time.monotonic() + options.seconds)
         print(f"liveness: {dict(counts)}, no finding")
+
+
+def frames(options: argparse.Namespace) -> None:
+    from fuzz.frames import attack
+
+    try:
+        attack(options.frames, options.seconds, options.seed)
+    except BaseException:
+        print(f"found with --seed {options.seed}", file=sys.stderr)
+        raise
 
 
 def all_found(found: Iterable[tuple[str, Any]]) -> None:
@@ -250,7 +262,7 @@ SEEDED = {
     "scheduler": scheduler, "mesh_pair": mesh_pair, "weights": weights,
     "engine": engine,
 }  # fmt: skip
-WHOLE = {"liveness": liveness, "explore": explore}
+WHOLE = {"liveness": liveness, "explore": explore, "frames": frames}
 
 
 def main() -> None:
@@ -266,6 +278,7 @@ def main() -> None:
     parser.add_argument("--case", help="of liveness, as a failure printed it, or a name of ONCE")
     parser.add_argument("--config", help="of explore; by default all")
     parser.add_argument("--max-states", type=int, default=10**9, help="of each configuration")
+    parser.add_argument("--frames", type=int, default=1_000_000, help="at most")
     parser.add_argument("--mutants", action="store_true", help="of explore and liveness")
     options = parser.parse_args()
     logging.disable(logging.WARNING)

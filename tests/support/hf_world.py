@@ -12,7 +12,6 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from benchmarks.hybrid_models import config_of
 from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig
 from prefixkv.engines.hf import (
     DecodeEngine,
@@ -27,6 +26,7 @@ from prefixkv.engines.hf.models import unpaged_copy
 from prefixkv.engines.hf.requests import TokenLogprob
 from prefixkv.engines.hf.thinking import KeepThinking
 from tests.support.devices import DEVICE
+from tests.support.hybrid_models import config_of
 from tests.support.patience import NEVER_S, until
 
 BY_SIZE = 100.0  # a share of steps
@@ -188,7 +188,7 @@ class World:
 
 @cache
 def family(name: str) -> tuple[PagedModel, Reference]:
-    """A tiny model of `benchmarks/hybrid_models.py`."""
+    """A tiny model of `hybrid_models`."""
     made = make_model(config_of(name), seed=3, device=DEVICE)
     return made, Reference(made)
 

@@ -25,7 +25,6 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
-from benchmarks.ports import free_port
 from prefixkv.engines.hf.small import small_tokenizer
 from prefixkv.errors import ConfigError
 from prefixkv.proxy.config import ProxyConfig, ServerAt
@@ -42,6 +41,7 @@ from prefixkv.serving.worker import PrefillWorker
 from tests.support.collector import Collector
 from tests.support.patience import NEVER_S, PATIENCE_S
 from tests.support.patience import until as wait_until
+from tests.support.ports import free_port
 from tests.support.scenes import until
 from tests.unit.proxy.test_server import (
     Engine,
