@@ -327,9 +327,7 @@ class _FrontRequest:
         except BaseException:
             await self._outputs.aclose()
             raise
-        return Stream(
-            self._events(first), self._limits, "text/event-stream", end=self._outputs.aclose
-        )
+        return Stream(self._events(first), "text/event-stream", end=self._outputs.aclose)
 
     async def _events(self, first: TokenEvent) -> AsyncGenerator[bytes, None]:
         """A failure midway ends the events by an error event, without the last ones."""
