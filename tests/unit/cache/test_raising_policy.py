@@ -243,8 +243,8 @@ def full_cache(policy: Policy) -> RadixCache:
 
 @pytest.mark.parametrize(
     ("what", "said"),
-    [*product(["floor"], [10**9, -5, 0, 0.5]), *product(["queue"], [Stale, Silent, Stuck]), ("rank", Later),
-     ("rank", lambda history: float("nan"))],
+    [*product(["floor"], [10**9, -5, 0, 0.5]), *product(["queue"], [Stale, Silent, Stuck]),
+     ("rank", Later), ("rank", lambda history: float("nan"))],
 )  # fmt: skip
 def test_an_eviction_ends_and_takes_each_page_once_whatever_a_policy_says(
     what: str, said: Any

@@ -193,8 +193,8 @@ def test_a_farewell_that_fails_is_an_error_of_close(monkeypatch: pytest.MonkeyPa
 def test_a_part_that_fails_to_close_keeps_no_other_open(monkeypatch: pytest.MonkeyPatch) -> None:
     close = ProverThread.close
 
-    def broken(prover: ProverThread, ended: bool = True) -> None:
-        close(prover, ended)
+    def broken(prover: ProverThread, *, ended: bool = True) -> None:
+        close(prover, ended=ended)
         raise ZeroDivisionError("on purpose")
 
     monkeypatch.setattr(ProverThread, "close", broken)
