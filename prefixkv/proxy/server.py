@@ -303,7 +303,7 @@ class Proxy(Entrance):
                 # `Stream` calls `end` when the client has read all of it or has left; until then
                 # what the run holds belongs to the stream.
                 return Stream(
-                    self._pieces(answer, cached, line), self._limits, answer.media_type,
+                    self._pieces(answer, cached, line), answer.media_type,
                     end=held.pop_all().aclose,
                 )  # fmt: skip
 

@@ -209,7 +209,7 @@ class Worker(Entrance):
         return Response(status_code=204)
 
     async def _stream_events(self, _: Request) -> Response:
-        return Stream(self._events.frames(), self._limits, "application/octet-stream")
+        return Stream(self._events.frames(), "application/octet-stream")
 
     async def _list_lost_peers(self, _: Request) -> Response:
         lost = await self._call(lambda engine: engine.node.lost_peers())
@@ -369,7 +369,7 @@ class DecodeWorker(Worker):
             await self._end_request(one)
             raise
         end = partial(self._end_request, one)
-        return Stream(self._lines(one), self._limits, "application/x-ndjson", end=end)
+        return Stream(self._lines(one), "application/x-ndjson", end=end)
 
     async def _announce(self, request: Request) -> Response:
         said = await self._read(request, Announcement)
