@@ -296,7 +296,7 @@ class Front(Entrance):
             await outputs.aclose()
             raise
         events = _events(first, outputs, answers)
-        return Stream(events, self._limits, "text/event-stream", end=outputs.aclose)
+        return Stream(events, "text/event-stream", end=outputs.aclose)
 
     async def _outputs(self, asks: list[Ask], usage: Usage) -> AsyncGenerator[TokenEvent, None]:
         """Have the fleet answer, an `Ask` per prompt, and count tokens, hits and outcome. Answer
