@@ -27,7 +27,6 @@ BENCHMARKS = {
     "gpu": "host copies on one GPU, and writes behind its stream",
     "chaos": "wrong bytes, hangs and leaks while workers die, stop and are cut off",
     "soak": "memory, descriptors, threads and tables through 100,000 failing rooms",
-    "hybrid_models": "folders of tiny models with recurrent layers or windows",
     "env": "a virtual environment with an engine and this checkout, or with Dynamo",
 }
 

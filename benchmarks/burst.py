@@ -24,11 +24,12 @@ import numpy as np
 import numpy.typing as npt
 import typer
 
+from benchmarks import stand_in
 from benchmarks.pair import Watch, run_pair
 from benchmarks.report import JsonFile, check_outputs, tell, write
 from prefixkv import DecodeNode, PrefillNode
 from prefixkv.config import DecodeConfig, PrefillConfig
-from prefixkv.conformance.hashing import PrefixHasher
+from prefixkv.conformance.hashing import Hashes
 from prefixkv.conformance.pattern import KVPattern
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.request import Request
@@ -72,38 +73,28 @@ def prompt_of(burst: int, number: int, system_tokens: int, suffix_tokens: int) -
     return np.concatenate([system, suffix])
 
 
-class Prefill:
+class Prefill(stand_in.Prefill):
     """The prefill process. Told of requests over a pipe; stops once where the first of a burst is
     midway."""
 
     def __init__(self, pipe: Connection, sizes: Sizes, follow_s: float) -> None:
-        self.pipe = pipe
-        self.chunk_tokens, self.midway = sizes.chunk_tokens, sizes.system_tokens // 4
+        pool = KVPool.create(PREFILL_PAGES, **SHAPE)
+        node = PrefillNode(pool, PrefillConfig(max_running=COMPUTING, follow_s=follow_s))
+        super().__init__(node, [KVPattern(pool.layout, SALT, pool)], sizes.chunk_tokens)
+        self.pipe, self.midway = pipe, sizes.system_tokens // 4
         self.tokens = 0
-        self.pool = KVPool.create(PREFILL_PAGES, **SHAPE)
-        self.pattern = KVPattern(self.pool.layout, SALT, self.pool)
-        self.hasher = PrefixHasher()
-        self.node = PrefillNode(self.pool, PrefillConfig(max_running=COMPUTING, follow_s=follow_s))
         self.first = ""
         self.stopped = False
-        self.computed: dict[str, tuple[Any, int]] = {}
 
     def run(self) -> None:
         with self.node as node:
             self.pipe.send(node.endpoint)
+            busy = False
             while True:
-                busy = bool(self.computed) and not self.stopped
                 for ready in wait([self.pipe, node.fileno()], 0.0 if busy else 1.0):
                     if ready is self.pipe and not self.take(self.pipe.recv()):
                         return
-                for req in node.pop_bootstrapped():
-                    self.computed[req.rid] = req, req.prefix_len
-                for req in node.pop_failed():
-                    self.computed.pop(req.rid, None)
-                node.pop_sent()
-                if not self.stopped:
-                    for rid in list(self.computed):
-                        self.compute(rid)
+                busy = self.step()
 
     def take(self, message: Any) -> bool:
         """False at the end."""
@@ -112,7 +103,7 @@ class Prefill:
                 self.first = rid
             case ("add", rid, room, generation, tokens):
                 attempt = {"room": room, "generation": generation, "decode": "decode-0"}
-                self.node.add(Request(rid, tokens, deadline_s=PATIENCE_S, **attempt))
+                self.add(Request(rid, tokens, deadline_s=PATIENCE_S, **attempt))
             case ("go", fails):
                 self.stopped = False
                 if fails:
@@ -121,20 +112,16 @@ class Prefill:
                 self.pipe.send((self.node.stats()["bytes_sent"], self.tokens))
         return message is not None
 
-    def compute(self, rid: str) -> None:
-        if self.stopped:
-            return
-        req, start = self.computed[rid]
-        hashes = self.hasher.prefixes(req.tokens)
-        end = min(start + self.chunk_tokens, req.num_tokens)
+    def due(self) -> list[Any]:
+        return [] if self.stopped else super().due()
+
+    def compute(self, req: Any) -> None:
+        if not self.stopped:  # in the midst of a step, too
+            super().compute(req)
+
+    def sent_chunk(self, req: Any, start: int, end: int) -> None:
         self.tokens += end - start
-        self.pattern.fill(req.pages, start, hashes[:end])
-        last = end == req.num_tokens
-        self.node.send_chunk(req, end, last=last, aux=b"token" if last else b"")
-        self.computed[rid] = req, end
-        if last:
-            del self.computed[rid]
-        elif rid == self.first and start < self.midway <= end:
+        if req.rid == self.first and start < self.midway <= end < req.num_tokens:
             self.stopped = True
             self.pipe.send("midway")
 
@@ -145,24 +132,38 @@ def prefill_side(
     Prefill(pipe, sizes, follow_s).run()
 
 
-class Decode:
+class Decode(stand_in.Decode):
     """The decode side: one burst a call."""
 
     def __init__(self, pipe: Connection, sizes: Sizes) -> None:
-        self.pipe, self.sizes = pipe, sizes
         pool = KVPool.create(DECODE_PAGES, **SHAPE)
+        node = DecodeNode(pool, DecodeConfig(reserve_tokens=PAGE_SIZE))
+        super().__init__(node, [KVPattern(pool.layout, SALT, pool)])
+        self.pipe, self.sizes = pipe, sizes
         self.page_bytes = pool.layout.page_bytes
-        self.pattern = KVPattern(pool.layout, SALT, pool)
-        self.hasher = PrefixHasher()
-        self.node = DecodeNode(pool, DecodeConfig(reserve_tokens=PAGE_SIZE))
         self.prefill = pipe.recv()
+        self.began_s = 0.0
+
+    def ask(self, ask: Any) -> None:
+        rid = f"{ask.rid}/{ask.generation}"
+        self.pipe.send(("add", rid, ask.room, ask.generation, ask.tokens))
+
+    def arrived(self, req: Any, hashes: Hashes) -> None:
+        self.took_s[req.rid] = time.perf_counter() - self.began_s
+        self.wrong += self.mismatches(req, hashes)
+        self.wrong += self.has_wrong_aux(req, hashes)
+
+    def failed(self, req: Any) -> None:
+        self.num_failed += 1
 
     def burst(self, number: int, ends: str) -> dict[str, Any]:
         sizes, node = self.sizes, self.node
         before, (sent_before, computed_before) = node.stats(), self.sums()
         rids = [f"{number}.{at}" for at in range(sizes.requests)]
         self.pipe.send(("first", rids[0]))
-        began_s = time.perf_counter()
+        self.took_s: dict[str, float] = {}
+        self.wrong = self.num_failed = 0
+        self.began_s, told = time.perf_counter(), False
         for at, rid in enumerate(rids):
             tokens = prompt_of(number, at, sizes.system_tokens, sizes.suffix_tokens)
             room = number * sizes.requests + at
@@ -170,10 +171,8 @@ class Decode:
             where: dict[str, Any] = {"room": room, "prefill": self.prefill}
             node.add(Request(rid, tokens, max_new_tokens=1, deadline_s=PATIENCE_S, **where))
         node.pop_preallocated()
-        took_s: dict[str, float] = {}
-        wrong, failed, told = 0, 0, False
-        while len(took_s) + failed < len(rids):
-            assert time.perf_counter() - began_s < PATIENCE_S, node.stats()
+        while len(self.took_s) + self.num_failed < len(rids):
+            assert time.perf_counter() - self.began_s < PATIENCE_S, node.stats()
             for ready in wait([self.pipe, node.fileno()], 1.0):
                 if ready is self.pipe:
                     assert self.pipe.recv() == "midway"
@@ -181,17 +180,7 @@ class Decode:
                         node.abort(rids[0])
                     self.pipe.send(("go", ends == "failed on prefill"))
                     told = True
-            node.pop_preallocated()
-            for ask in node.pop_needs_prefill():
-                self.pipe.send(
-                    ("add", f"{ask.rid}/{ask.generation}", ask.room, ask.generation, ask.tokens)
-                )
-            failed += len(node.pop_failed())
-            for req in node.pop_transferred():
-                took_s[req.rid] = time.perf_counter() - began_s
-                wrong += self.pattern.mismatches(req.pages, self.hasher.prefixes(req.key.tokens()))
-                node.append_many([req], [7])
-                node.finish(req)
+            self.step()
         assert told
         node.audit()
         after = node.stats()
@@ -206,9 +195,9 @@ class Decode:
             "distinct_tokens": sizes.distinct_tokens,
             "computed_ratio": round(computed / sizes.distinct_tokens, 4), "bytes_sent": sent,
             "bytes_of_one_prompt_and_the_suffixes": once, "ratio": round(sent / once, 4),
-            "ratio_if_each_were_sent_whole": round(alone / once, 2), "ran": len(took_s),
-            "failed": failed, "pages_wrong": wrong,
-            "all_run_after_s": round(max(took_s.values()), 3),
+            "ratio_if_each_were_sent_whole": round(alone / once, 2), "ran": len(self.took_s),
+            "failed": self.num_failed, "pages_wrong": self.wrong,
+            "all_run_after_s": round(max(self.took_s.values()), 3),
             **{name: after.get(name, 0) - before.get(name, 0) for name in names},
         }  # fmt: skip
 

@@ -15,7 +15,9 @@ Timing decides what meets what, so a seed gives the same storm, not the same run
 
 from __future__ import annotations
 
+import contextlib
 import heapq
+import queue
 import random
 import signal
 import sys
@@ -115,7 +117,16 @@ class Run:
             heapq.heappop(self._events)[2]()
 
     def wait(self, done: Callable[[], bool], timeout_s: float) -> bool:
-        return self.cluster.wait(done, self.take, timeout_s, self.run_events)
+        """Handle messages and events until it is so. False if it is not within that time."""
+        deadline_s = time.monotonic() + timeout_s
+        while not done():
+            self.run_events()
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                return False
+            with contextlib.suppress(queue.Empty):
+                self.take(*self.cluster.messages.get(timeout=min(left_s, 0.01)))
+        return True
 
     def take(self, worker: Worker, message: Any) -> None:
         if message is None:

@@ -15,8 +15,6 @@ import os
 import queue
 import signal
 import threading
-import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -153,24 +151,6 @@ class Cluster:
         for worker in self.lives:
             if worker.side == "decode":
                 worker.tell("fence", *dead.peer_id)
-
-    def wait(
-        self,
-        done: Callable[[], bool],
-        take: Callable[[Worker, Any], None],
-        timeout_s: float,
-        between: Callable[[], None],
-    ) -> bool:
-        """Handle messages until it is so. False if it is not within that time."""
-        deadline_s = time.monotonic() + timeout_s
-        while not done():
-            between()
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
-                return False
-            with contextlib.suppress(queue.Empty):
-                take(*self.messages.get(timeout=min(left_s, 0.01)))
-        return True
 
     def close(self) -> None:
         """Kill and reap whoever is left, and end the proxies."""

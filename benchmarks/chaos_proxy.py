@@ -3,46 +3,32 @@ control planes."""
 
 from __future__ import annotations
 
-import contextlib
-import socket
+import asyncio
 import threading
+from collections.abc import Callable
+from typing import Any
 
 _CHUNK_BYTES = 1 << 16
-
-
-class _Pair:
-    """Both ends of a connection, and the pumps that still work on it; the last one closes them."""
-
-    def __init__(self, near: socket.socket, far: socket.socket) -> None:
-        self.ends = (near, far)
-        self.num_pumps = 2
-
-    def shut(self) -> None:
-        for end in self.ends:
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
 
 
 class Proxy:
     """Listens on a port of its own and passes every connection on to `backend`.
 
-    Methods may be called from any thread. `close` ends every thread.
+    Methods may be called from any thread: what they do is done by the proxy's. `close` ends it.
     """
 
     def __init__(self) -> None:
         self.backend: tuple[str, int] | None = None
-        self.num_cut = 0
         self._refusing = False
-        self._closed = False
-        self._lock = threading.Lock()
-        self._pairs: set[_Pair] = set()
-        self._threads: list[threading.Thread] = []
-        self._open = [threading.Event(), threading.Event()]  # to the backend, from the backend
+        self._ends: set[asyncio.StreamWriter] = set()
+        self._open = [asyncio.Event(), asyncio.Event()]  # to the backend, from the backend
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        starting = asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self._server = asyncio.run_coroutine_threadsafe(starting, self._loop).result()
+        self.port: int = self._server.sockets[0].getsockname()[1]
         self.resume()
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
-        self._accepting = threading.Thread(target=self._accept, daemon=True)
-        self._accepting.start()
 
     @property
     def endpoint(self) -> str:
@@ -55,10 +41,11 @@ class Proxy:
 
     def cut(self) -> None:
         """End every connection there is."""
-        with self._lock:
-            self.num_cut += len(self._pairs)
-            for pair in self._pairs:
-                pair.shut()
+        self._do(self._abort)
+
+    def _abort(self) -> None:
+        for end in self._ends:
+            end.transport.abort()
 
     def refuse(self, refusing: bool) -> None:
         """Whether new connections are turned away at once."""
@@ -68,11 +55,11 @@ class Proxy:
         """Keep back what comes from one side, the other, or both; connections stay."""
         for wanted, gate in zip((forth, back), self._open, strict=True):
             if wanted:
-                gate.clear()
+                self._do(gate.clear)
 
     def resume(self) -> None:
         for gate in self._open:
-            gate.set()
+            self._do(gate.set)
 
     def heal(self) -> None:
         """Pass on everything again."""
@@ -80,55 +67,46 @@ class Proxy:
         self.resume()
 
     def close(self) -> None:
-        self._closed = True
         self.resume()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self._accepting.join()
-        self.cut()
-        for thread in self._threads:
-            thread.join()
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+        self._do(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
-    def _accept(self) -> None:
-        while not self._closed:
-            try:
-                near, _ = self._listener.accept()
-            except OSError:
-                continue
-            far = self._connect()
-            if far is None:
-                near.close()
-                continue
-            pair = _Pair(near, far)
-            pumps = [
-                threading.Thread(target=self._pump, args=(pair, 0), daemon=True),
-                threading.Thread(target=self._pump, args=(pair, 1), daemon=True),
-            ]
-            with self._lock:
-                self._pairs.add(pair)
-            self._threads = [thread for thread in self._threads if thread.is_alive()] + pumps
-            for pump in pumps:
-                pump.start()
+    async def _end(self) -> None:
+        self._server.close()
+        self._abort()
+        passing = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.gather(*passing, return_exceptions=True)
 
-    def _connect(self) -> socket.socket | None:
-        if self.backend is None or self._refusing or self._closed:
-            return None
+    def _do(self, what: Callable[[], Any]) -> None:
+        self._loop.call_soon_threadsafe(what)
+
+    async def _accept(self, asked: asyncio.StreamReader, near: asyncio.StreamWriter) -> None:
+        ends = {near}
         try:
-            return socket.create_connection(self.backend)
-        except OSError:
-            return None
+            if self.backend is not None and not self._refusing:
+                answered, far = await asyncio.open_connection(*self.backend)
+                ends.add(far)
+                self._ends |= ends
+                async with asyncio.TaskGroup() as group:
+                    for source, target, gate in zip(
+                        (asked, answered), (far, near), self._open, strict=True
+                    ):
+                        group.create_task(self._pump(source, target, gate))
+        except* OSError:  # what ends one way ends the other
+            pass
+        finally:
+            self._ends -= ends
+            for end in ends:
+                end.transport.abort()
 
-    def _pump(self, pair: _Pair, direction: int) -> None:
-        source, target = pair.ends if direction == 0 else pair.ends[::-1]
-        with contextlib.suppress(OSError):
-            while data := source.recv(_CHUNK_BYTES):
-                self._open[direction].wait()
-                target.sendall(data)
-        pair.shut()
-        with self._lock:
-            pair.num_pumps -= 1
-            if not pair.num_pumps:
-                self._pairs.discard(pair)
-                for end in pair.ends:
-                    end.close()
+    @staticmethod
+    async def _pump(
+        source: asyncio.StreamReader, target: asyncio.StreamWriter, gate: asyncio.Event
+    ) -> None:
+        while data := await source.read(_CHUNK_BYTES):
+            await gate.wait()
+            target.write(data)
+            await target.drain()
+        raise ConnectionResetError

@@ -33,13 +33,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from benchmarks import stand_in
 from benchmarks.chaos_pages import SOURCE_CANARY, TARGET_CANARY, WatchedAllocator
 from benchmarks.pair import die_with
 from prefixkv import DecodeNode, PrefillNode
 from prefixkv.config import DecodeConfig, PrefillConfig
-from prefixkv.conformance.hashing import Hashes, PrefixHasher, extend, sample
+from prefixkv.conformance.hashing import Hashes, PrefixHasher
 from prefixkv.conformance.pattern import KVPattern
-from prefixkv.errors import OutOfPagesError, RequestError
+from prefixkv.errors import RequestError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.paging import pages_for
 from prefixkv.request import Request
@@ -102,7 +103,7 @@ class _Engine:
     """What both sides share. `plans`: by request, the state at which it is aborted."""
 
     canary: ClassVar[int]
-    node: Any
+    hasher: PrefixHasher
 
     def __init__(self, spec: Spec, node: Any, pipe: Connection) -> None:
         self.spec = spec
@@ -112,17 +113,15 @@ class _Engine:
         self.allocator = WatchedAllocator(node.pool, self.canary)
         node.pages.allocator = self.allocator
         self.pattern = KVPattern(node.pool.layout, SALT, node.pool)
-        self.hasher = PrefixHasher()
         self.plans: dict[str, str] = {}
         self.aborts: Counter[str] = Counter()
         self.aborts_due: list[tuple[float, str]] = []
-        self.began: dict[
-            str, tuple[float, float]
-        ] = {}  # when, and what had been taken from us by then
+        # When each request began, and what had been taken from us by then.
+        self.started: dict[str, tuple[float, float]] = {}
         self.taken_s = 0.0
         self.turn_s = time.monotonic()
         self.scan_s = self.turn_s
-        self.mismatches = 0
+        self.wrong_pages = 0
         self.findings: list[str] = []
         self.pages_verified = 0
         self.history: list[Tokens] = []
@@ -137,8 +136,7 @@ class _Engine:
             self.findings.append(text)
 
     def turn(self) -> None:
-        """Account for the time since the last turn, look at the free pages now and then, and
-        step."""
+        """Account for the time since the last turn; look at the free pages now and then."""
         now_s = time.monotonic()
         if now_s - self.turn_s > _GAP_S:
             self.taken_s += now_s - self.turn_s
@@ -148,17 +146,14 @@ class _Engine:
             self.allocator.scan()
         while self.aborts_due and self.aborts_due[0][0] <= now_s:
             self.abort(self.aborts_due.pop(0)[1], "later")
-        self.step()
-
-    def step(self) -> None:
-        raise NotImplementedError
 
     @property
-    def busy(self) -> bool:
+    def wait_s(self) -> float:
+        """Until there is something to do, if nothing comes."""
         raise NotImplementedError
 
     def begin(self, rid: str, plan: str) -> None:
-        self.began[rid] = (time.monotonic(), self.taken_s)
+        self.started[rid] = (time.monotonic(), self.taken_s)
         state, _, delay = plan.partition(":")
         if state == "later":
             self.aborts_due.append((time.monotonic() + float(delay), rid))
@@ -166,10 +161,8 @@ class _Engine:
         elif plan:
             self.plans[rid] = state
 
-    def ended(
-        self, rid: str, kind: str, error: Any = None, output: list[int] | None = None
-    ) -> None:
-        began_s, taken_s = self.began.pop(rid)
+    def end(self, rid: str, kind: str, error: Any = None, output: list[int] | None = None) -> None:
+        began_s, taken_s = self.started.pop(rid)
         took_s = time.monotonic() - began_s - (self.taken_s - taken_s)
         self.plans.pop(rid, None)
         self.say("ended", rid, kind, repr(error) if error is not None else "", took_s, output or [])
@@ -188,11 +181,11 @@ class _Engine:
             self.finding(f"{rid} was aborted twice")
 
     def verify(self, pages: Tokens, hashes: Hashes, what: str) -> None:
-        self.pages_verified += pages_for(len(hashes), self.allocator_page_size)
+        self.pages_verified += pages_for(len(hashes), self.pattern.page_size)
         wrong = self.pattern.mismatches(pages, hashes)
         if wrong:
-            self.mismatches += wrong
-            size = self.allocator_page_size
+            self.wrong_pages += wrong
+            size = self.pattern.page_size
             bad = [
                 i for i in range(pages_for(len(hashes), size))
                 if self.pattern.mismatches(pages[: i + 1], hashes[: (i + 1) * size])
@@ -202,11 +195,6 @@ class _Engine:
             self.finding(
                 f"{what}: {wrong} of {len(pages)} pages wrong: {bad}, with a canary: {canary}"
             )
-
-    @property
-    def allocator_page_size(self) -> int:
-        size: int = self.node.pool.layout.page_size
-        return size
 
     # --- what the orchestrator asks for -----------------------------------------------------------
 
@@ -244,7 +232,7 @@ class _Engine:
             "report",
             {
                 "stats": node.stats(),
-                "mismatches": self.mismatches,
+                "mismatches": self.wrong_pages,
                 "findings": self.findings + self.allocator.findings,
                 "late_writes": self.allocator.num_findings,
                 "pages_verified": self.pages_verified,
@@ -278,16 +266,18 @@ class _Engine:
             )
 
 
-class PrefillEngine(_Engine):
+class PrefillEngine(_Engine, stand_in.Prefill):
     """Computes one chunk a step of each request in turn."""
 
     canary = SOURCE_CANARY
 
     def __init__(self, spec: Spec, node: PrefillNode, pipe: Connection) -> None:
-        super().__init__(spec, node, pipe)
-        self.hashes: dict[str, Hashes] = {}
-        self.computing: dict[str, Any] = {}
-        self.computed: dict[str, int] = {}
+        _Engine.__init__(self, spec, node, pipe)
+        stand_in.Prefill.__init__(self, node, [self.pattern], spec.chunk_tokens)
+
+    @property
+    def wait_s(self) -> float:
+        return 0.0 if self.computing else 0.1
 
     def on_ask(
         self, rid: str, room: int, generation: int, decode: str, tokens: Tokens, plan: str
@@ -295,82 +285,47 @@ class PrefillEngine(_Engine):
         self.begin(rid, plan)
         try:
             what: dict[str, Any] = {"room": room, "generation": generation, "decode": decode}
-            self.node.add(Request(rid, tokens, deadline_s=_REQUEST_S, **what))
+            self.add(Request(rid, tokens, deadline_s=_REQUEST_S, **what))
         except RequestError as error:
-            self.ended(rid, "refused", error)
+            self.end(rid, "refused", error)
             return
         self.history.append(tokens)
-        self.hashes[rid] = self.hasher.prefixes(tokens)
         self.reached(rid, "bootstrapping")
 
-    def step(self) -> None:
-        node = self.node
-        for req in node.pop_bootstrapped():
-            self.verify(
-                req.pages,
-                self.hashes[req.rid][: req.prefix_len],
-                f"prefill's own prefix of {req.rid}",
-            )
-            self.computing[req.rid] = req
-            self.computed[req.rid] = req.prefix_len
-            self.reached(req.rid, "computing")
-        for req in node.pop_failed():
-            self._forget(req.rid)
-            self.ended(req.rid, "failed", req.error)
-        for rid in list(self.computing):
-            self._compute(rid)
-        for req in node.pop_sent():
-            self._forget(req.rid)
-            self.ended(req.rid, "sent")
+    def began(self, req: Any) -> None:
+        hashes = self.open[req.rid][: req.prefix_len]
+        self.verify(req.pages, hashes, f"prefill's own prefix of {req.rid}")
+        self.reached(req.rid, "computing")
 
-    def _forget(self, rid: str) -> None:
-        self.computing.pop(rid, None)
-        self.computed.pop(rid, None)
-        self.hashes.pop(rid, None)
-
-    def _compute(self, rid: str) -> None:
-        req, hashes = self.computing[rid], self.hashes[rid]
-        if req.error is not None:  # it failed meanwhile; pop_failed will say so
-            return
-        start = self.computed[rid]
-        end = min(len(hashes), start + self.spec.chunk_tokens)
-        self.pattern.fill(req.pages, start, hashes[:end])
-        last = end == len(hashes)
-        aux = int(sample(hashes[-1:])[0]).to_bytes(4, "little") if last else b""
-        ready: Any = Delay(self.chance.uniform(0.001, 0.1)) if self.chance.random() < 0.1 else None
-        if self.trap and start > req.prefix_len:
-            ready = self.set = Trap(self.trap)
+    def ready(self, req: Any) -> Any:
+        if self.trap and self.computed[req.rid] > req.prefix_len:
+            self.set = Trap(self.trap)
             self.trap = 0
-        self.node.send_chunk(req, end, last, aux, ready)
-        self.computed[rid] = end
-        self.reached(rid, "chunk")
-        if last:
-            self.computing.pop(rid, None)
-            self.reached(rid, "sending")
+            return self.set
+        late = self.chance.random() < 0.1
+        return Delay(self.chance.uniform(0.001, 0.1)) if late else None
 
-    @property
-    def busy(self) -> bool:
-        return bool(self.computing)
+    def sent_chunk(self, req: Any, start: int, end: int) -> None:
+        self.reached(req.rid, "chunk")
+        if req.rid not in self.computing:
+            self.reached(req.rid, "sending")
 
-
-class _Running:
-    """A request that runs: `hash` is the prefix hash of all tokens whose KV is written."""
-
-    def __init__(self, req: Any, hashes: Hashes) -> None:
-        self.req = req
-        self.hash = hashes[-1]
+    def ended(self, req: Any) -> None:
+        self.end(req.rid, "sent" if req.error is None else "failed", req.error)
 
 
-class DecodeEngine(_Engine):
+class DecodeEngine(_Engine, stand_in.Decode):
     """Runs what is ready in steps at least `step_s` apart."""
 
     canary = TARGET_CANARY
 
     def __init__(self, spec: Spec, node: DecodeNode, pipe: Connection) -> None:
-        super().__init__(spec, node, pipe)
-        self.running: dict[str, _Running] = {}
-        self.step_due_s = 0.0
-        self.wrong_aux = 0
+        _Engine.__init__(self, spec, node, pipe)
+        stand_in.Decode.__init__(self, node, [self.pattern], spec.step_s)
+
+    @property
+    def wait_s(self) -> float:
+        return max(0.0, self.step_due_s - time.monotonic()) if self.running else 0.1
 
     def on_request(
         self, rid: str, room: int, tokens: Tokens, max_new_tokens: int, prefill: str, plan: str
@@ -380,116 +335,49 @@ class DecodeEngine(_Engine):
             what: dict[str, Any] = {"room": room, "prefill": prefill, "deadline_s": _REQUEST_S}
             self.node.add(Request(rid, tokens, max_new_tokens=max_new_tokens, **what))
         except RequestError as error:
-            self.ended(rid, "refused", error)
+            self.end(rid, "refused", error)
             return
         self.reached(rid, "queued")
 
     def on_fence(self, peer: str, incarnation: int) -> None:
         self.node.fence(peer, incarnation)
 
-    def step(self) -> None:
-        node = self.node
-        for req in node.pop_preallocated():
-            self.reached(req.rid, "preallocated")
-        for ask in node.pop_needs_prefill():
-            self.say(
-                "ask", ask.rid, ask.room, ask.generation, np.asarray(ask.tokens, dtype=np.int32),
-                ask.prefill,
-            )  # fmt: skip
-        for req in node.pop_transferred():
-            self._arrive(req)
-        self._pop_failed()
-        self._append([state for state in self.running.values() if not state.req.output])
-        if time.monotonic() >= self.step_due_s:
-            self.step_due_s = time.monotonic() + self.spec.step_s
-            self._run()
-        self._pop_failed()
+    def admitted(self, req: Any) -> None:
+        self.reached(req.rid, "preallocated")
 
-    def _pop_failed(self) -> None:
-        for req in self.node.pop_failed():
-            self.running.pop(req.rid, None)
-            self.ended(req.rid, "aborted" if req.state.value == "aborted" else "failed", req.error)
+    def ask(self, ask: Any) -> None:
+        tokens = np.asarray(ask.tokens, dtype=np.int32)
+        self.say("ask", ask.rid, ask.room, ask.generation, tokens, ask.prefill)
 
-    def _arrive(self, req: Any) -> None:
+    def failed(self, req: Any) -> None:
+        self.end(req.rid, "aborted" if req.state.value == "aborted" else "failed", req.error)
+
+    def arrived(self, req: Any, hashes: Hashes) -> None:
         """Its KV is there: every byte of it, and what came with it."""
-        hashes = self.hasher.prefixes(req.key.tokens())
-        self.verify(
-            req.pages, hashes, f"{req.rid} room {req.room_key} arrived with prefix {req.prefix_len}"
-        )
-        if not req.output and req.aux != int(sample(hashes[-1:])[0]).to_bytes(4, "little"):
-            self.mismatches += 1
+        what = f"{req.rid} room {req.room_key} arrived with prefix {req.prefix_len}"
+        self.verify(req.pages, hashes, what)
+        if self.has_wrong_aux(req, hashes):
+            self.wrong_pages += 1
             self.finding(f"{req.rid} came with another's aux: {req.aux!r}")
         self.history.append(req.key.tokens())
-        self.running[req.rid] = _Running(req, hashes)
         self.reached(req.rid, "transferred")
 
-    def _run(self) -> None:
-        """Finish those that are complete; write the KV of each other request's newest token and
-        sample the next."""
-        # First, since the last token has no page: nothing writes its KV.
-        for state in list(self.running.values()):
-            if len(state.req.output) >= state.req.max_new_tokens:
-                self._finish(state.req)
-        states = [state for state in self.running.values() if state.req.output]
-        if not states:
-            return
-        size = self.allocator_page_size
-        at = np.array([state.req.prompt_len + len(state.req.output) - 1 for state in states])
-        page_at, slots = np.divmod(at, size)
-        pages = np.array(
-            [state.req.pages[i] for state, i in zip(states, page_at, strict=True)], dtype=np.int32
-        )
-        newest = np.array([state.req.output[-1] for state in states], dtype=np.int32)
-        hashes = extend(np.array([state.hash for state in states], dtype=np.uint64), newest)
-        self.pattern.fill_tokens(pages, slots, hashes)
-        for state in self._append(states, list(hashes)):
-            self.reached(state.req.rid, "running")
+    def appended(self, req: Any) -> None:
+        if 1 < len(req.output) < req.max_new_tokens:
+            self.reached(req.rid, "running")
 
-    def _append(
-        self, states: list[_Running], hashes: list[np.uint64] | None = None
-    ) -> list[_Running]:
-        """Append to each what follows `hashes` (by default, its own hash); retract until all of it
-        fits."""
-        values = [state.hash for state in states] if hashes is None else hashes
-        kept = list(zip(states, values, strict=True))
-        while kept:
-            tokens = sample(np.array([value for _, value in kept], dtype=np.uint64)).tolist()
-            try:
-                self.node.append_many([state.req for state, _ in kept], tokens)
-            except OutOfPagesError as error:
-                if not error.retract:
-                    # pages held for rooms that failed are in the way: the same again at the next
-                    # step
-                    return []
-                victim = error.retract[0]
-                self.history.append(self.running[victim].req.key.tokens())
-                self.node.retract(victim)
-                self.running.pop(victim)
-                self.reached(victim, "retracted")
-                kept = [(state, value) for state, value in kept if state.req.rid != victim]
-            else:
-                for state, value in kept:
-                    state.hash = value
-                break
-        return [state for state, _ in kept]
-
-    def _finish(self, req: Any) -> None:
-        hashes = self.hasher.prefixes(req.key.tokens())
-        self.verify(req.pages, hashes, f"{req.rid} at its end")
+    def retract(self, req: Any) -> None:
         self.history.append(req.key.tokens())
-        del self.running[req.rid]
+        super().retract(req)
+        self.reached(req.rid, "retracted")
+
+    def finish(self, req: Any) -> None:
+        self.verify(req.pages, self.hasher.prefixes(req.key.tokens()), f"{req.rid} at its end")
+        self.history.append(req.key.tokens())
         output = list(req.output)
         self.node.finish(req, continues=self.chance.choice((None, True, False)))
         self.reached(req.rid, "finished")
-        self.ended(req.rid, "finished", output=output)
-
-    @property
-    def busy(self) -> bool:
-        return False
-
-    @property
-    def wait_s(self) -> float:
-        return max(0.0, self.step_due_s - time.monotonic()) if self.running else 0.1
+        self.end(req.rid, "finished", output=output)
 
 
 def describe(machine: Any) -> str:
@@ -564,10 +452,8 @@ def _serve(pipe: Connection, spec: Spec) -> None:
     pipe.send(("up", node.peer_id, getattr(node, "endpoint", "")))
     while True:
         engine.turn()
-        wait_s = 0.0 if engine.busy else getattr(engine, "wait_s", 0.1)
-        if engine.aborts_due:
-            wait_s = min(wait_s, 0.005)
-        wait([pipe, node.fileno()], wait_s)
+        engine.step()
+        wait([pipe, node.fileno()], min(engine.wait_s, 0.005 if engine.aborts_due else 0.1))
         while pipe.poll():
             name, *args = pipe.recv()
             if name == "close":

@@ -24,24 +24,20 @@ from collections.abc import Callable, Iterator
 from enum import StrEnum
 from functools import partial
 from itertools import product
-from queue import SimpleQueue
 from typing import Annotated, Any, Final
 
 import numpy as np
 import torch
 import typer
 
+from benchmarks import host_copies
 from benchmarks.pair import turn_about
 from benchmarks.report import JsonFile, Row, check_outputs, tell, write
-from prefixkv.config import HostConfig
 from prefixkv.errors import ConfigError
-from prefixkv.memory.host_pool import HostPool
 from prefixkv.memory.kv_pool import KVPool
-from prefixkv.protocol.events import HostCopy, HostCopyDone
-from prefixkv.runtime.host_copies import HostCopies
 
 PAGE_SIZE, LAYERS, HEADS, HEAD_DIM = 16, 32, 8, 128
-POOL_MIB, ROUND_MIB, ROUNDS, WAIT_S = 1024, 64, 11, 60.0
+POOL_MIB, ROUND_MIB, ROUNDS = 1024, 64, 11
 PIECES_MIB: Final = (4, 16)
 THREADS: Final = (1, 2)
 ORDERS: Final = ("layer_major", "page_major")
@@ -58,46 +54,27 @@ def settle(device: str) -> None:
         _cuda.synchronize(torch.device(device))
 
 
-class Tier:
-    """A pool on the device, host pages, and threads that copy between them."""
+class Tier(host_copies.Tier):
+    """A pool on the device with numbers in it; `count` pages are copied at a time."""
 
     def __init__(self, device: str, order: str, quick: bool) -> None:
-        layers, pool_mib, round_mib = (2, 8, 2) if quick else (LAYERS, POOL_MIB, ROUND_MIB)
-        self.device, self.layers = device, layers
-        self.page_bytes = layers * HEADS * HEAD_DIM * PAGE_SIZE * 4
-        self.num_pages, self.count = (
-            mib * 2**20 // self.page_bytes for mib in (pool_mib, round_mib)
+        self.layers, pool_mib, round_mib = (2, 8, 2) if quick else (LAYERS, POOL_MIB, ROUND_MIB)
+        page_bytes = self.layers * HEADS * HEAD_DIM * PAGE_SIZE * 4
+        num_pages, self.count = (mib * 2**20 // page_bytes for mib in (pool_mib, round_mib))
+        pool = KVPool.create(
+            num_pages, PAGE_SIZE, self.layers, HEADS, HEAD_DIM, order=order, device=device
         )
-        self.pool = KVPool.create(
-            self.num_pages, PAGE_SIZE, layers, HEADS, HEAD_DIM, order=order, device=device
-        )
-        for layer in range(layers):
-            self.pool.k(layer).normal_()
-            self.pool.v(layer).normal_()
+        for layer in range(self.layers):
+            pool.k(layer).normal_()
+            pool.v(layer).normal_()
         began_s = time.perf_counter()
-        self.host = HostPool(self.pool.layout, self.num_pages, self.pool.device)
+        super().__init__(pool)
         self.host.wait_until_ready()
         self.pinned_s = time.perf_counter() - began_s
-        self.done: SimpleQueue[HostCopyDone] = SimpleQueue()
         self.random = np.random.default_rng(1)
-
-    def copies(self, threads: int, piece_mib: int) -> HostCopies:
-        return HostCopies(
-            self.pool.layout,
-            self.host,
-            HostConfig(copy_threads=threads, piece_bytes=piece_mib << 20),
-            self.done.put,
-            self.pool.device,
-        )
 
     def pages(self) -> Any:
         return self.random.permutation(self.num_pages)[: self.count].astype(np.int32)
-
-    def end(self) -> None:
-        """Wait for the end of an order. Raises its error."""
-        ended = self.done.get(timeout=WAIT_S)
-        if ended.error is not None:
-            raise ended.error
 
     def same(self, first: Any, second: Any) -> bool:
         """Whether these pages of the pool have the same bytes as those."""
@@ -115,17 +92,16 @@ def host(device: str, quick: bool) -> Iterator[Callable[[], Row]]:
 
 
 def _host(device: str, order: str, quick: bool) -> Row:
-    tier, rounds = Tier(device, order, quick), 2 if quick else ROUNDS
-    ways = {
-        f"{threads} threads, {mib} MiB": tier.copies(threads, mib)
-        for threads, mib in product(THREADS, PIECES_MIB)
-    }
-    num_bytes = tier.count * tier.page_bytes
-    there = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    here = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device != "cpu")
     times: dict[str, list[float]] = {}
-    try:
-        for number in range(rounds + 1):
+    with Tier(device, order, quick) as tier:
+        ways = {
+            f"{threads} threads, {mib} MiB": tier.copies(threads, mib << 20)
+            for threads, mib in product(THREADS, PIECES_MIB)
+        }
+        num_bytes = tier.count * tier.host.page_bytes
+        there = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        here = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device != "cpu")
+        for number in range((2 if quick else ROUNDS) + 1):
             for name in turn_about([*ways, "plain"], number):
                 rows, kept, other = tier.pages(), tier.pages(), tier.pages()
                 for what, pages in (("write", kept), ("load", other)):
@@ -136,20 +112,14 @@ def _host(device: str, order: str, quick: bool) -> Row:
                         target.copy_(source, non_blocking=True)
                         settle(device)
                     else:
-                        ways[name].submit(HostCopy(0, what == "load", rows, pages))
-                        tier.end()
+                        tier.order(ways[name], rows, pages, what == "load")
                     if number:  # the first compiles the kernels
-                        times.setdefault(f"{what}, {name}", []).append(
-                            time.perf_counter() - began_s
-                        )
+                        took_s = time.perf_counter() - began_s
+                        times.setdefault(f"{what}, {name}", []).append(took_s)
                 # What the load itself has overwritten is not compared.
                 keep = ~np.isin(kept, other)
                 if name != "plain" and not number and not tier.same(kept[keep], other[keep]):
                     raise AssertionError(f"{order}, {name}: a page came back with other bytes")
-    finally:
-        for one in ways.values():
-            one.close()
-        tier.host.close()
     return {
         "layout": order, "mib": num_bytes / 2**20, "pinned_s": round(tier.pinned_s, 3),
         "gb_s": {
@@ -163,24 +133,17 @@ def stream(device: str, quick: bool) -> Iterator[Callable[[], Row]]:
         yield partial(_stream, device, order, quick)
 
 
-class _Done:
-    """The event of a device that works at once."""
-
-    def query(self) -> bool:
-        return True
-
-
 def _stream(device: str, order: str, quick: bool) -> Row:
-    tier, rounds = Tier(device, order, quick), 2 if quick else 20
-    copies, late, waits_ms = tier.copies(2, 16), 0, []
+    late, waits_ms, rounds = 0, [], 2 if quick else 20
     busy = torch.randn(64 if quick else 8192, 64 if quick else 8192, device=device)
-    try:
+    with Tier(device, order, quick) as tier:
+        copies = tier.copies(2, 16 << 20)
         for number in range(rounds):
             rows, pages, back = tier.pages(), *np.split(
                 tier.random.permutation(tier.num_pages)[: 2 * tier.count].astype(np.int32), 2
             )  # fmt: skip
             at = torch.from_numpy(pages.astype(np.int64)).to(tier.pool.device)
-            event: Any = _Done()
+            event: Any = None
             engine = _cuda.Stream() if device != "cpu" else None
             settle(device)
             with _cuda.stream(engine):  # nothing, where there is no stream
@@ -192,18 +155,9 @@ def _stream(device: str, order: str, quick: bool) -> Row:
                 if engine is not None:
                     event = _cuda.Event()
                     event.record(engine)
-            copies.submit(HostCopy(2 * number, False, rows, pages), event)
-            while not event.query():
-                pass
-            began_s = time.perf_counter()
-            tier.end()
-            waits_ms.append(1e3 * (time.perf_counter() - began_s))
-            copies.submit(HostCopy(2 * number + 1, True, rows, back))
-            tier.end()
+            waits_ms.append(1e3 * tier.order(copies, rows, pages, False, event))
+            tier.order(copies, rows, back, True)
             late += not tier.same(pages, back)
-    finally:
-        copies.close()
-        tier.host.close()
     if late:
         raise AssertionError(f"{order}: {late} of {rounds} writes took bytes from before the event")
     return {"layout": order, "rounds": rounds, "late_reads": late,

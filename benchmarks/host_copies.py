@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -54,33 +55,50 @@ SHAPES: dict[str, tuple[int, Callable[[int], KVPool]]] = {
 """By name: bytes per page, and the pool of so many pages."""
 
 
-class _Case:
-    """One pool, its host pages, and the ways to copy between them."""
+class Tier(ExitStack):
+    """A pool on any device, as many host pages, and threads that copy between them."""
+
+    def __init__(self, pool: KVPool) -> None:
+        super().__init__()
+        self.pool, self.num_pages = pool, pool.layout.num_pages
+        self.host = HostPool(pool.layout, self.num_pages, pool.device)
+        self.callback(self.host.close)
+        self.done: SimpleQueue[HostCopyDone] = SimpleQueue()
+
+    def copies(self, threads: int, piece_bytes: int) -> HostCopies:
+        config = HostConfig(copy_threads=threads, piece_bytes=piece_bytes)
+        pool = self.pool
+        copies = HostCopies(pool.layout, self.host, config, self.done.put, pool.device)
+        self.callback(copies.close)
+        return copies
+
+    def order(
+        self, copies: HostCopies, host: Any, device: Any, is_load: bool, after: Any = None
+    ) -> float:
+        """Copy pages to the end, behind an event of the device; returns how long that took since
+        the event."""
+        copies.submit(HostCopy(0, is_load, host, device), after)
+        while after is not None and not after.query():
+            pass
+        began_s = time.perf_counter()
+        done = self.done.get(timeout=WAIT_S)
+        if done.error is not None:
+            raise done.error
+        assert done.num_bytes == len(host) * self.host.page_bytes
+        return time.perf_counter() - began_s
+
+
+class _Case(Tier):
+    """One pool of the CPU, and the ways to copy."""
 
     def __init__(self, page_bytes: int, make: Callable[[int], KVPool], pool_bytes: int) -> None:
-        self.num_pages = pool_bytes // page_bytes
-        self.pool = make(self.num_pages)
+        super().__init__(make(pool_bytes // page_bytes))
         layout = self.pool.layout
         assert layout.page_bytes == page_bytes
-        self.host = HostPool(layout, self.num_pages)
         for _, memory in self.host.stretches(np.arange(self.num_pages, dtype=np.int32)):
             memory.zero_()  # touches it
         self.copy = CpuPageCopy(layout, self.host)
-        self.done: SimpleQueue[HostCopyDone] = SimpleQueue()
-        self.copies = {
-            threads: HostCopies(
-                layout,
-                self.host,
-                HostConfig(copy_threads=threads, piece_bytes=PIECE_BYTES),
-                self.done.put,
-            )
-            for threads in (1, 2)
-        }
-
-    def close(self) -> None:
-        for copies in self.copies.values():
-            copies.close()
-        self.host.close()
+        self.by_threads = {threads: self.copies(threads, PIECE_BYTES) for threads in (1, 2)}
 
     def rows(self, host: np.ndarray, device: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
         """Each row of these pages, as (host, device) arrays."""
@@ -101,12 +119,6 @@ class _Case:
         step = max(1, PIECE_BYTES // self.host.page_bytes)
         for first in range(0, len(host), step):
             act(host[first : first + step], device[first : first + step])
-
-    def order(self, host: np.ndarray, device: np.ndarray, is_load: bool, threads: int) -> None:
-        self.copies[threads].submit(HostCopy(0, is_load, host, device))
-        done = self.done.get(timeout=WAIT_S)
-        assert done.error is None
-        assert done.num_bytes == len(host) * self.host.page_bytes
 
 
 def _array(address: int, num_bytes: int) -> np.ndarray:
@@ -138,9 +150,9 @@ def _measure(shape: str, rounds: int, seed: int, pool_bytes: int) -> list[dict[s
             ways: dict[str, Callable[[], object]] = {
                 "rows": partial(_by_rows, rows, is_load),
                 "copy": partial(case.by_pieces, host, device, is_load),
-                "order_1": partial(case.order, host, device, is_load, 1),
+                "order_1": partial(case.order, case.by_threads[1], host, device, is_load),
                 "rows_again": partial(_by_rows, rows, is_load),
-                "order_2": partial(case.order, host, device, is_load, 2),
+                "order_2": partial(case.order, case.by_threads[2], host, device, is_load),
             }
             # Each way has every place in a round equally often: what ran before leaves the caches.
             took = {name: _timed_s(ways[name]) for name in turn_about([*ways], number)}

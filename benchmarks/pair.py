@@ -10,7 +10,6 @@ was measured.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import signal
@@ -18,7 +17,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any, Final
@@ -48,30 +47,28 @@ class WorkerError(PrefixKVError):
 
 
 def run_pair(
-    measuring: Side, serving: Side, *args: Any, env: Mapping[str, str] | None = None,
-    cores: int = 1, patience_s: float = PATIENCE_S,
-) -> Any:  # fmt: skip
+    measuring: Side, serving: Side, *args: Any, cores: int = 1, patience_s: float = PATIENCE_S
+) -> Any:
     """Run both sides, each in a process of its own, and return what `measuring` returns.
 
-    Each is pinned to `cores` of its own, where there are so many; 0: to none. `env` is set in both
-    before anything is imported there (UCX_TLS). Raises WorkerError when a side fails.
+    Each is pinned to `cores` of its own, where there are so many; 0: to none. Raises WorkerError
+    when a side fails.
     """
     context = get_context("spawn")
     ends = dict(zip((measuring, serving), context.Pipe(), strict=True))
     processes, results = [], {}
-    with _environment(env or {}):
-        for number, (side, end) in enumerate(ends.items()):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_child,
-                args=(os.getpid(), number, cores, theirs, side, end, args),
-                daemon=True,
-            )
-            process.start()
-            theirs.close()
-            end.close()
-            processes.append(process)
-            results[ours] = side
+    for number, (side, end) in enumerate(ends.items()):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_child,
+            args=(os.getpid(), number, cores, theirs, side, end, args),
+            daemon=True,
+        )
+        process.start()
+        theirs.close()
+        end.close()
+        processes.append(process)
+        results[ours] = side
     try:
         return _result(results, measuring, patience_s)
     except BaseException:
@@ -140,21 +137,6 @@ def die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died before the call
             os._exit(1)
-
-
-@contextlib.contextmanager
-def _environment(env: Mapping[str, str]) -> Iterator[None]:
-    """These variables are set for the processes started inside."""
-    before = {name: os.environ.get(name) for name in env}
-    os.environ.update(env)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 # --- what else was at work ------------------------------------------------------------------------

@@ -1,22 +1,17 @@
-"""What the radix cache costs, beside SGLang's trees where they can be
-imported.
+"""What the radix cache costs, beside SGLang's tree with its compiled core where `--peer` is given.
 
 Both sides run in one process, turn about, on the same tokens, the collector off; figures are
-medians. To have the other side there: `pip download --no-deps sglang==0.5.23`, unzip the wheel, and
-give that folder as `--peer` and the folder of the stubs for what it imports (`sgl_stub.py`,
-`sgl_unified_stub.py`) as `--peer-stubs`.
+medians. `python -m benchmarks env sglang-trees` builds the interpreter that `--peer` needs.
 """
 
 from __future__ import annotations
 
-import importlib
-import os
 import sys
 import time
 from array import array
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
+from importlib import import_module
 from statistics import median
 from typing import Annotated, Any
 
@@ -31,6 +26,7 @@ from prefixkv.spi import DEFAULT_POLICY
 
 LEAF_TOKENS = 64
 VOCABULARY = 150_000
+POOL_TOKENS = 1 << 18  # of the peer
 
 Call = Callable[[], Any]
 
@@ -61,63 +57,36 @@ class Peer:
     """SGLang's tree with its compiled core, as its server runs it; nothing of it is part of this
     project."""
 
-    def __init__(self, wheel: Path, stubs: Path) -> None:
-        os.environ["PEER_SGLANG"] = str(wheel)
-        sys.path.insert(0, str(stubs))
-        try:
-            importlib.import_module("sgl_unified_stub").install()
-            base = importlib.import_module("sglang.srt.mem_cache.base_prefix_cache")
-            unified = importlib.import_module("sglang.srt.mem_cache.unified_radix_cache")
-            components = importlib.import_module(
-                "sglang.srt.mem_cache.unified_cache.component_type"
-            )
-            params = importlib.import_module("sglang.srt.mem_cache.cache_init_params")
-            keys = importlib.import_module("sglang.srt.mem_cache.radix_cache")
-        except Exception as error:  # whatever another project's import may raise
-            raise ConfigError(f"the peer in {wheel} cannot be imported: {error!r}") from error
-        finally:
-            sys.path.remove(str(stubs))
-        self._base, self._unified, self._key = base, unified, keys.RadixKey
-        self._full, self._params = components.ComponentType.FULL, params.CacheInitParams
+    def __init__(self) -> None:
+        inside = "sglang.srt.mem_cache"
+        self._desk, self._base, self._keys = of_sglang(
+            "tests.integration.sglang.inside.desk", f"{inside}.base_prefix_cache",
+            f"{inside}.radix_cache",
+        )  # fmt: skip
 
     def cache(self, page_size: int) -> Any:
-        return self._unified.UnifiedRadixCache(
-            self._params(
-                disable=False,
-                req_to_token_pool=None,
-                token_to_kv_pool_allocator=_PeerAllocator(page_size),
-                page_size=page_size,
-                tree_components=(self._full,),
-                tree_core_backend="rust",
-            )
-        )
+        return self._desk.Desk("unified-rust", page_size, POOL_TOKENS, keep_kv=False).cache
+
+    def _key(self, tokens: Any) -> Any:
+        return self._keys.RadixKey(tokens, None)
 
     def match(self, cache: Any, tokens: Any) -> Any:
-        return cache.match_prefix(self._base.MatchPrefixParams(key=self._key(tokens, None)))
+        return cache.match_prefix(self._base.MatchPrefixParams(key=self._key(tokens)))
 
     def insert(self, cache: Any, tokens: Any, slots: Any) -> Any:
-        return cache.insert(self._base.InsertParams(key=self._key(tokens, None), value=slots))
-
-    def evict(self, cache: Any, num_tokens: int) -> Any:
-        return cache.evict(self._base.EvictParams(num_tokens=num_tokens))
+        return cache.insert(self._base.InsertParams(key=self._key(tokens), value=slots))
 
 
-class _PeerAllocator:
-    """What the peer's tree calls when it frees slots."""
-
-    device = "cpu"
-
-    def __init__(self, page_size: int) -> None:
-        self.page_size = page_size
-
-    def free(self, *args: Any, **kwargs: Any) -> None: ...
-
-    free_segment = free_segments = free_full_segment = free_group_begin = free_group_end = free
-
-    def mamba_full_cache_donor(self) -> None: ...
-
-    def available_size(self) -> int:
-        return 0
+def of_sglang(*names: str) -> list[Any]:
+    """Import modules that need SGLang, over the tests' stubs. Raises ConfigError."""
+    try:
+        import_module("tests.integration.sglang.stubs").install()
+        return [import_module(name) for name in names]
+    except Exception as error:  # whatever another project's import may raise
+        raise ConfigError(
+            f"SGLang's trees cannot be imported by {sys.executable}: {error!r}; "
+            "`python -m benchmarks env sglang-trees` builds an environment that can"
+        ) from error
 
 
 # --- what is measured -----------------------------------------------------------------------------
@@ -257,24 +226,17 @@ def bushy(leaves: int, policy: str) -> RadixCache:
 
 def radix(
     json_file: JsonFile = None,
-    peer: Annotated[Path | None, typer.Option(help="Folder of the unpacked SGLang wheel.")] = None,
-    peer_stubs: Annotated[
-        Path | None, typer.Option(help="Folder of the stubs for what it imports.")
-    ] = None,
+    peer: Annotated[bool, typer.Option("--peer", help="Beside SGLang's tree.")] = False,
     seed: Annotated[int, typer.Option(help="Of the tokens.")] = 0,
     quick: Annotated[bool, typer.Option(help="A tenth of the rounds.")] = False,
 ) -> None:
-    """What the radix cache costs: time an operation, memory a leaf, beside SGLang's tree if it is
-    there."""
+    """What the radix cache's calls cost, beside SGLang's tree."""
     check_outputs(json_file)
-    if (peer is None) != (peer_stubs is None):
-        raise ConfigError("--peer and --peer-stubs go together")
-    other = Peer(peer, peer_stubs) if peer is not None and peer_stubs is not None else None
-    bench = Bench(seed, quick, other, tell)
+    bench = Bench(seed, quick, Peer() if peer else None, tell)
     bench.run()
     write(
-        json_file, "radix" + " --quick" * quick, bench.rows, seed=seed,
+        json_file, "radix" + " --peer" * peer + " --quick" * quick, bench.rows, seed=seed,
         statistic="median of all calls, three in a row each round; collector off; turn about with "
         "the peer", default_policy=DEFAULT_POLICY,
-        peer=None if peer is None else "SGLang 0.5.23 UnifiedRadixCache, compiled core",
+        peer="SGLang 0.5.23 UnifiedRadixCache, compiled core" if peer else None,
     )  # fmt: skip

@@ -25,7 +25,6 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import typer
-from rich.console import Console
 
 import prefixkv.assembly  # noqa: F401 - what a scheduler gets host memory from
 from benchmarks.pair import turn_about
@@ -44,7 +43,7 @@ from prefixkv.kv_events.publisher import KVEventPublisher
 from prefixkv.pages.manager import PageManager
 from prefixkv.paging import whole_pages
 from prefixkv.prefill.scheduler import PrefillScheduler
-from prefixkv.protocol.events import HostCopyDone
+from prefixkv.protocol.events import Bootstrapped, HostCopyDone, RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, PeerId
 from prefixkv.request import Request
 from prefixkv.spi import DEFAULT_POLICY
@@ -77,6 +76,12 @@ while True:
 
 Tokens = npt.NDArray[np.int32]
 Times = dict[str, Samples]
+Take = Callable[..., Any]
+"""Makes a call, as `Samples.take` does."""
+
+
+def just(call: Callable[..., Any], *arguments: Any) -> Any:
+    return call(*arguments)
 
 
 class Endless(DecodeConfig):
@@ -145,11 +150,30 @@ class Worker:
         return running
 
     def succeed(self, req: DecodeRequest) -> None:
-        self.scheduler.room_ended(req.room_key, KVPoll.SUCCESS, None, b"", self.tick())
+        self.scheduler.hear(RoomEnded(req.room_key, KVPoll.SUCCESS, None, b""), self.tick())
 
     def generate(self, reqs: list[DecodeRequest], num_tokens: int) -> None:
         for _ in range(num_tokens):
             self.scheduler.append_many(reqs, [7] * len(reqs))
+
+    def life(
+        self, past: Tokens, add: Take = just, admit: Take = just, commit: Take = just,
+        finish: Take = just,
+    ) -> tuple[int, int]:  # fmt: skip
+        """One request behind a past, from its arrival to its end; returns how many tokens were
+        cached, and how many pages it left in the tree. The calls are made by those given."""
+        tokens = np.concatenate([past, self.tokens(PROMPT_TOKENS - CACHED_TOKENS)])
+        self.tick()
+        req = add(self.add, tokens)
+        admitted, _ = admit(self.admit)
+        assert admitted == [req]
+        cached = req.prefix_len
+        self.succeed(req)
+        commit(self.scheduler.pop_transferred)
+        self.generate([req], OUTPUT_TOKENS)
+        left = whole_pages(req.kv_len - CACHED_TOKENS, PAGE_SIZE)
+        finish(self.scheduler.finish, req)
+        return cached, left
 
     def fill_cache(self) -> list[Tokens]:
         """Cache the pasts of some conversations, `CACHED_TOKENS` each, with one system prompt."""
@@ -175,34 +199,28 @@ class Worker:
         allocator.hold(allocator.alloc(max(0, allocator.free_pages - num_pages)), "ballast")
 
 
-class HostWorker:
+class HostWorker(Worker):
     """A scheduler with or without host memory, whose other side and whose copies answer at once."""
 
     def __init__(self, has_host: bool) -> None:
         self.pages = PageManager(
             HOST_POOL, PAGE_SIZE, 64, options=PageOptions(spare_rows=8 if has_host else 0)
         )
-        parts = DecodeParts(
-            organs={"host_memory": HostPages(HOST_PAGES, "adaptive")} if has_host else {}
-        )
+        organs = {"host_memory": HostPages(HOST_PAGES, "adaptive")} if has_host else {}
+        parts = DecodeParts(organs=organs)
         self.scheduler = DecodeScheduler(self.pages, Endless(reserve_tokens=0), parts)
-        self.now_s, self._rooms = 0.0, 0
+        self._num_requests = 0
         self.others: list[Tokens] = []
 
-    def serve(self, tokens: Tokens, num_lost: int = 0, times: Samples | None = None) -> None:
-        """Serve a prompt, then let the pool lose its last `num_lost` pages. `times` has the
-        admission's."""
-        self._rooms += 1
-        self.now_s += 1.0
-        now_s, scheduler = self.now_s, self.scheduler
-        scheduler.now_s = now_s
-        request = Request(str(self._rooms), tokens, 1, room=self._rooms, prefill="p")
-        req = scheduler.add(request)
-        admit = scheduler.pop_preallocated
-        admitted = times.take(admit) if times is not None else admit()
-        assert admitted == [req]
+    def serve(self, tokens: Tokens, num_lost: int = 0, admit: Take = just) -> None:
+        """Serve a prompt, then let the pool lose its last `num_lost` pages. `admit` makes the
+        admission's call."""
+        scheduler = self.scheduler
+        scheduler.now_s += 1.0
+        req = scheduler.add(self.request(tokens, 1))
+        assert admit(scheduler.pop_preallocated) == [req]
         self._copy()
-        scheduler.room_ended(req.room_key, KVPoll.SUCCESS, None, b"", now_s)
+        self.succeed(req)
         assert scheduler.pop_transferred() == [req]
         scheduler.append_many([req], [0])
         scheduler.finish(req)
@@ -212,26 +230,22 @@ class HostWorker:
             self._lose(tokens, num_lost)
 
     def forget(self) -> None:
-        self._free(self.pages.cache.evict(HOST_POOL, self.now_s))
+        self.free(self.pages.cache.evict(HOST_POOL, self.scheduler.now_s))
 
     def _copy(self) -> None:
         while orders := self.scheduler.take_orders():
             for order in orders:
-                self.scheduler.hear(HostCopyDone(order.number, None, 1, 1e-6), self.now_s)
+                self.scheduler.hear(HostCopyDone(order.number, None, 1, 1e-6), self.tick())
 
     def _lose(self, tokens: Tokens, num_pages: int) -> None:
         """Evict the last pages of a path: all else is held meanwhile."""
         cache = self.pages.cache
         kept = tokens[: len(tokens) - num_pages * PAGE_SIZE]
         locks = [cache.pin(cache.match_prefix(other)) for other in (*self.others, kept)]
-        freed = cache.evict(num_pages, self.now_s)
+        freed = cache.evict(num_pages, self.scheduler.now_s)
         for lock in locks:
             cache.unlock(lock)
-        self._free(freed)
-
-    def _free(self, pages: Any) -> None:
-        self.pages.allocator.uncache(pages)
-        self.pages.allocator.free(pages)
+        self.free(freed)
 
 
 # --- the parts ------------------------------------------------------------------------------------
@@ -250,31 +264,19 @@ def full_pool(size: Size) -> Times:
 
 def _lives(size: Size, is_full: bool) -> Times:
     worker = Worker(size.seed, size.config)
-    scheduler, pages = worker.scheduler, worker.pages
-    pasts = worker.fill_cache()
+    pages, pasts = worker.pages, worker.fill_cache()
     more = ", pool full" if is_full else ""
     times = {name + more: Samples() for name in ("add", "admission", "commit", "finish")}
-    add, admit, commit, finish = times.values()
 
     def one_life(past: Tokens) -> int:
-        """Returns how many pages it left in the tree."""
-        tokens = np.concatenate([past, worker.tokens(PROMPT_TOKENS - CACHED_TOKENS)])
-        worker.tick()
-        req = add.take(worker.add, tokens)
-        admitted, _ = admit.take(worker.admit)
-        assert admitted == [req]
-        assert req.prefix_len == CACHED_TOKENS
-        worker.succeed(req)
-        commit.take(scheduler.pop_transferred)
-        worker.generate([req], OUTPUT_TOKENS)
-        left = whole_pages(req.kv_len - CACHED_TOKENS, PAGE_SIZE)
-        finish.take(scheduler.finish, req)
+        cached, left = worker.life(past, *(kind.take for kind in times.values()))
+        assert cached == CACHED_TOKENS
         return left
 
     for past in pasts:
         one_life(past)
     worker.leave_free(0 if is_full else 2 * MOST_RUNNING)
-    assert not scheduler.pop_preallocated()
+    assert not worker.scheduler.pop_preallocated()
     for kind in times.values():
         kind.clear()
     with no_collector():
@@ -374,7 +376,7 @@ def _sends(prompt: Tokens, requests: int, is_whole: bool) -> Times:
     for room in range(1, requests + 1):
         tokens = (prompt + room) % (1 << 30)
         req = scheduler.add(Request(f"r{room}", tokens, room=room, decode="d"))
-        scheduler.room_bootstrapped(req.room_key, CACHED_TOKENS, "", 0.0)
+        scheduler.hear(Bootstrapped(req.room_key, PeerId("", 1), CACHED_TOKENS), 0.0)
         assert pop.take(scheduler.pop_bootstrapped) == [req]
         if is_whole:
             scheduler.send_chunk(req, len(tokens), last=True, aux=b"token")
@@ -389,8 +391,8 @@ def _sends(prompt: Tokens, requests: int, is_whole: bool) -> Times:
                 last.take(partial(send, last=True, aux=b"token"))
             scheduler.take_commands()
             scheduler.pop_bootstrapped()  # what was computed goes to the tree
-        scheduler.room_ended(req.room_key, KVPoll.SUCCESS, None, 0.0)
-        scheduler.source_free(req.room_key, 0.0)
+        scheduler.hear(RoomEnded(req.room_key, KVPoll.SUCCESS, None), 0.0)
+        scheduler.hear(SourceFree(req.room_key), 0.0)
         assert scheduler.pop_sent() == [req]
     if is_whole:
         return {"pop_bootstrapped": pop}
@@ -442,7 +444,7 @@ def host_admission(size: Size) -> Times:
             for name in turn_about(list(HOST_WAYS), at):
                 worker = workers[name]
                 worker.serve(prompt[:CACHED_TOKENS], HOST_WAYS[name])
-                worker.serve(prompt, times=times[name])
+                worker.serve(prompt, admit=times[name].take)
                 worker.forget()  # all kinds go on with as many pages
                 for other in others if at % 20 == 0 else ():
                     worker.serve(other)
@@ -482,17 +484,7 @@ def crowd(size: Size) -> Times:
     assert not worker.scheduler.pop_preallocated()
     with no_collector():
         for number in range(size.calls):
-            tail = worker.tokens(PROMPT_TOKENS - CACHED_TOKENS)
-            worker.tick()
-            req = worker.add(np.concatenate([pasts[number % CONVERSATIONS], tail]))
-            admitted, _ = times.take(worker.admit)
-            assert admitted == [req]
-            worker.succeed(req)
-            worker.scheduler.pop_transferred()
-            worker.generate([req], OUTPUT_TOKENS)
-            left = whole_pages(req.kv_len - CACHED_TOKENS, PAGE_SIZE)
-            worker.scheduler.finish(req)
-            worker.evict(left)
+            worker.evict(worker.life(pasts[number % CONVERSATIONS], admit=times.take)[1])
     return {"admission, 2,000 wait": times}
 
 
@@ -514,19 +506,6 @@ def publishing(size: Size) -> Times:
         tier.listen(workers[which].pages.cache)
         reader = subprocess.Popen([sys.executable, "-c", _READER, publisher.endpoint])
 
-        def call(at: int, name: str, made: Callable[[], Any], which: int, tier: Any) -> Any:
-            """As a node makes it: the publisher takes what changed, before and after."""
-
-            def passing_on() -> Any:
-                tier.pass_on()
-                result = made()
-                tier.pass_on()
-                return result
-
-            if at == which:
-                return times[f"{name}, events on"].take(passing_on)
-            return times[f"{name}, events off"].take(made)
-
         try:
             for worker in workers:
                 worker.leave_free(2 * MOST_RUNNING)
@@ -534,17 +513,14 @@ def publishing(size: Size) -> Times:
                 for number in range(size.calls // 2):
                     at = (number + number // 2) % 2  # 0 1 1 0: neither always follows the other
                     worker, past = workers[at], pasts[at][number // 2 % CONVERSATIONS]
-                    worker.tick()
-                    tail = worker.tokens(PROMPT_TOKENS - CACHED_TOKENS)
-                    req = worker.add(np.concatenate([past, tail]))
-                    call(at, "admission", worker.admit, which, tier)
-                    worker.succeed(req)
-                    worker.scheduler.pop_transferred()
-                    worker.generate([req], OUTPUT_TOKENS)
-                    left = whole_pages(req.kv_len - CACHED_TOKENS, PAGE_SIZE)
-                    end = partial(worker.scheduler.finish, req)
-                    call(at, "finish", end, which, tier)
-                    worker.evict(left)
+                    on = "on" if at == which else "off"
+                    takes: list[Take] = [
+                        times[f"{name}, events {on}"].take for name in ("admission", "finish")
+                    ]
+                    if at == which:
+                        takes = [partial(take, _passed_on, tier) for take in takes]
+                    admit, finish = takes
+                    worker.evict(worker.life(past, admit=admit, finish=finish)[1])
                     if at == which:
                         tier.pass_on()
         finally:
@@ -552,6 +528,14 @@ def publishing(size: Size) -> Times:
             reader.wait()
             publisher.close()
     return times
+
+
+def _passed_on(tier: Any, call: Callable[..., Any], *arguments: Any) -> Any:
+    """As a node makes a call: the publisher takes what changed, before and after."""
+    tier.pass_on()
+    result = call(*arguments)
+    tier.pass_on()
+    return result
 
 
 def _warm_and_cold(measure: Callable[[], Times]) -> Times:
@@ -598,7 +582,7 @@ def sched(
         parts = parts_of(part or [])
         calls = 20 if quick else Plan(parts).calls
         plan = Plan(parts, rounds, starts, calls, seed, policy, quick, cpu)
-        against_command(against, plan, json_file, Console())
+        against_command(against, plan, json_file)
         return
     if unknown := set(part or []) - set(PARTS):
         raise ConfigError(f"--part is {min(unknown)!r}, the parts are {', '.join(PARTS)}")

@@ -15,7 +15,6 @@ import sys
 import time
 from array import array
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Final
@@ -24,9 +23,9 @@ import numpy as np
 import typer
 
 from benchmarks.pair import turn_about
+from benchmarks.radix import of_sglang
 from benchmarks.report import JsonFile, Row, check_outputs, tell, write
 from benchmarks.samples import no_collector
-from prefixkv.errors import ConfigError
 
 SIDES: Final = ("prefixkv", "unified-rust", "again")
 """The third is prefixkv's once more: by how much it differs from the first, the machine does."""
@@ -147,18 +146,6 @@ def _round(
     side.serve(f"again-{number}", cached)
 
 
-def _desk() -> Any:
-    """The tests' desk over SGLang's own modules, or ConfigError."""
-    try:
-        import_module("tests.integration.sglang.stubs").install()
-        return import_module("tests.integration.sglang.inside.desk")
-    except Exception as error:  # whatever another project's import may raise
-        raise ConfigError(
-            f"SGLang's trees cannot be imported by {sys.executable}: {error!r}; "
-            "`python -m benchmarks env sglang-trees` builds an environment that can"
-        ) from error
-
-
 def sglang(
     rounds: Annotated[int, typer.Option(min=3, help="Of each size, both sides in each.")] = 60,
     serve: Annotated[
@@ -182,7 +169,7 @@ def sglang(
 
     torch.set_num_threads(1)
     sys.dont_write_bytecode = True
-    desk = _desk()
+    [desk] = of_sglang("tests.integration.sglang.inside.desk")
     rows = [row for num_tokens in SIZES for row in measure(desk, num_tokens, rounds)]
     for row in rows:
         tell(row)

@@ -11,21 +11,19 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
-import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from benchmarks import vllm_model
-from benchmarks.ports import free_port
+from benchmarks.servers import Server
 from benchmarks.vllm_model import VOCABULARY as VOCABULARY
-from prefixkv.errors import ConfigError
+from tests.support.ports import free_port
 
 ENVIRONMENT: Final = {
     "SGLANG_USE_CPU_ENGINE": "1", "PREFIXKV_CPU_NIXL": "1", "OMP_NUM_THREADS": "1",
@@ -50,6 +48,7 @@ SIDES: Final = {
     ],
 }  # fmt: skip
 """SGLang as it is, its transfers under prefixkv's tree, and prefixkv's of both."""
+START_S: Final = 1800.0
 DECODE_TOKENS: Final = 1536
 """Of decode's pool: less than the conversations have, so that it evicts."""
 
@@ -58,7 +57,7 @@ def make_model(folder: Path) -> None:
     vllm_model.make(str(folder), 256, 4, 4, 2, 64, "bfloat16")
 
 
-class Pair:
+class Pair(ExitStack):
     """A prefill and a decode server, until the `with` block ends.
 
     Args:
@@ -84,7 +83,7 @@ class Pair:
         tokenizer: bool = False,
         python: str = sys.executable,
     ) -> None:
-        self.ports = {"prefill": free_port(), "decode": free_port()}
+        super().__init__()
         self.bootstrap = free_port()
         sides = {
             "prefill": [
@@ -97,70 +96,29 @@ class Pair:
                 "--disaggregation-decode-enable-radix-cache", "--num-reserved-decode-tokens", "32",
             ],
         }  # fmt: skip
-        self._around = {}
-        for side, size in zip(sides, ranks, strict=True):
-            sides[side] += ["--tp-size", str(size)]
-            self._around[side] = {**os.environ, **ENVIRONMENT, **around}
+        common = [option for option in COMMON if option != "--skip-tokenizer-init" or not tokenizer]
+        self.servers: dict[str, Server] = {}
+        for (side, options), size in zip(sides.items(), ranks, strict=True):
+            environment, port = {**ENVIRONMENT, **around}, free_port()
             if size > 1:  # else SGLang gives each rank a NUMA node
                 cores = [str(rank % (os.cpu_count() or 1)) for rank in range(size)]
-                self._around[side]["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(cores)
-        self.logs = {side: logs / f"{side}.log" for side in sides}
-        for log in self.logs.values():
-            log.unlink(missing_ok=True)
-        common = [option for option in COMMON if option != "--skip-tokenizer-init" or not tokenizer]
-        self._commands = {
-            side: [
+                environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(cores)
+            command = [
                 python, "-m", "sglang.launch_server", "--model-path", str(model), *common,
-                "--port", str(self.ports[side]), "--disaggregation-mode", side, *options, *more,
-            ]
-            for side, options in sides.items()
-        }  # fmt: skip
-        self._servers: dict[str, subprocess.Popen[bytes]] = {}
+                "--port", str(port), "--disaggregation-mode", side, *options, *more,
+                "--tp-size", str(size),
+            ]  # fmt: skip
+            server = Server(command, logs / f"{side}.log", port, environment)
+            self.servers[side] = self.enter_context(server)
 
-    def __enter__(self) -> Pair:
+    def __enter__(self) -> Self:
         try:
-            for side in self.ports:
-                self.start(side)
-            for side in self.ports:
-                self.until_up(side)
+            for server in self.servers.values():
+                server.wait(START_S)
         except BaseException:
-            self.__exit__()
+            self.close()
             raise
         return self
-
-    def start(self, side: str) -> None:
-        with self.logs[side].open("ab") as log:
-            self._servers[side] = subprocess.Popen(
-                self._commands[side], stdout=log, stderr=subprocess.STDOUT,
-                start_new_session=True, env=self._around[side],
-            )  # fmt: skip
-
-    def until_up(self, side: str) -> None:
-        while True:
-            if self._servers[side].poll() is not None:
-                raise ConfigError(f"{side} ended: {self.told(side)[-1500:]}")
-            try:
-                urllib.request.urlopen(f"{self.url(side)}/health", timeout=5).close()
-                return
-            except OSError:
-                time.sleep(1)
-
-    def kill(self, side: str) -> None:
-        """SIGKILL for all its processes at once."""
-        server = self._servers[side]
-        if server.poll() is None:
-            os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
-
-    def __exit__(self, *_error: object) -> None:
-        for side in self._servers:
-            self.kill(side)
-
-    def url(self, side: str) -> str:
-        return f"http://127.0.0.1:{self.ports[side]}"
-
-    def told(self, side: str) -> str:
-        return self.logs[side].read_text(errors="replace")
 
     def body(self, ids: list[int], room: int, output: int = OUTPUT) -> dict[str, Any]:
         return {
@@ -171,13 +129,12 @@ class Pair:
 
     def generate(self, ids: list[int], room: int) -> list[int]:
         """What decode answers; both are asked at once."""
-        body = self.body(ids, room)
-        pool = ThreadPoolExecutor(2)
+        body, pool = self.body(ids, room), ThreadPoolExecutor(2)
         try:
-            _, answer = pool.map(lambda side: post(f"{self.url(side)}/generate", body), self.ports)
+            asked = pool.map(lambda server: server.post("/generate", body), self.servers.values())
+            return [*asked][1]["output_ids"]  # type: ignore[no-any-return]
         finally:  # without waiting: whoever ends this has servers to end that may not answer
             pool.shutdown(wait=False)
-        return answer["output_ids"]  # type: ignore[no-any-return]
 
 
 def serve(folder: Path, ranks: tuple[int, int] = (1, 1)) -> dict[str, Any]:
@@ -202,7 +159,7 @@ def serve(folder: Path, ranks: tuple[int, int] = (1, 1)) -> dict[str, Any]:
             began = time.perf_counter()
             answers[side] = _workload(pair)
             seconds[side] = round(time.perf_counter() - began, 1)
-            told = pair.told("decode")
+            told = pair.servers["decode"].told()
         expected = "UnifiedRadixCache" if side == "sglang" else "PrefixKVCache"
         assert f"impl={expected}" in told, f"decode did not run {expected}"
         ours = "prefixkv's transfers: " in told
@@ -232,12 +189,3 @@ def _workload(pair: Pair) -> list[list[int]]:
             answers.append(pair.generate(chat, 1 + turn * CONVERSATIONS + number))
             chat += answers[-1]
     return answers
-
-
-def post(url: str, body: Any, answer: bool = True) -> Any:
-    """What it answers, as JSON; with `answer=False` any success is one."""
-    request = urllib.request.Request(
-        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=600) as said:
-        return json.load(said) if answer else None

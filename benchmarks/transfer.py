@@ -10,7 +10,9 @@ transport makes. The ratio is taken in each repetition. `fresh`
 pages come from an empty pool; `aged` ones after 10,000 random requests through both sides' pages,
 evictions included; of `random` ones no two are neighbours.
 
-`full_hit`: nothing is sent (`full_hit.py`).
+`full_hit`: what a full hit costs on an idle pair of nodes. Every prompt is cached on both sides, so
+no KV is sent; from decode's `add`, with prefill told over a pipe, to `pop_transferred`, with pauses
+of 10 ms.
 
 `checksums`: `goodput` of aged pages with `TransportConfig.checksums` by that without, one pair of
 processes after the other, beside the rate of each algorithm alone.
@@ -33,8 +35,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import numpy as np
 import typer
 
-from benchmarks import full_hit
-from benchmarks.pair import Stuck, Watch, load_of, paired_ratio, run_pair, spread, turn_about
+from benchmarks.pair import (
+    Stuck,
+    Watch,
+    load_of,
+    paired_ratio,
+    quantiles,
+    run_pair,
+    spread,
+    turn_about,
+)
 from benchmarks.report import JsonFile, Row, check_outputs, tell, write
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.config import Backend, DecodeConfig, PrefillConfig, TransportConfig
@@ -50,6 +60,7 @@ LAYOUTS: Final = ("layer_major", "page_major")
 PAGES: Final = ("fresh", "aged", "random")
 AIMS: Final = {"fresh": 0.85, "aged": 0.85, "random": 0.7}  # the last for layer_major
 SHM_AIM: Final = 1.2
+GAP_S: Final = 0.01
 _AGED_PAGES: Final = 64  # the longest of the requests that age a pool
 
 
@@ -78,6 +89,12 @@ class Transfer:
     device: str = "cpu"  # of both sides' pools
     backend: Backend = "nixl"
     checksums: bool = False
+    hits: int = 25  # of "hit" in a repetition
+
+    @property
+    def is_hit(self) -> bool:
+        """All requests have one prompt, which stays cached."""
+        return self.pages == "hit"
 
     @property
     def is_shared(self) -> bool:
@@ -107,7 +124,8 @@ class Transfer:
         return pool
 
     def prompt(self, room: int) -> Any:
-        return np.random.default_rng(room).integers(0, 50_000, self.tokens, dtype=np.int32)
+        draw = np.random.default_rng(0 if self.is_hit else room)
+        return draw.integers(0, 50_000, self.tokens, dtype=np.int32)
 
     def prepare(self, node: DecodeNode | PrefillNode, seed: int) -> None:
         """Bring the pool's pages into the order that the case is about."""
@@ -118,6 +136,18 @@ class Transfer:
             pages.allocator.free(
                 pages.allocator.alloc(self.num_pages)[seed % 3 :: 3]
             )  # the others never come back
+
+    def begin(self, node: DecodeNode | PrefillNode) -> None:
+        """Before each request: nothing of the one before is cached, or all."""
+        if self.pages in ("fresh", "random"):
+            node.flush()
+
+
+HIT: Final = Transfer(
+    "layer_major", "hit", num_pages=1024, num_layers=8, num_kv_heads=2, head_dim=64, repeats=12,
+    patience_s=30.0,
+)  # fmt: skip
+SMALL_HIT: Final = replace(HIT, hits=5, repeats=1, patience_s=0.0)
 
 
 def small(layout: str, pages: str) -> Transfer:
@@ -195,8 +225,7 @@ def prefill_side(pipe: Connection, _watch: Watch, case: Transfer) -> None:
             if side != "stack":
                 pipe.send(raw.write(handles[side], transport.window))
                 continue
-            if case.pages != "aged":
-                node.flush()
+            case.begin(node)
             node.add(Request(f"r{room}", case.prompt(room), room=room, decode="decode-0"))
             ready = stuck.until(node.pop_bootstrapped)
             pages = np.array(ready[0].pages)
@@ -239,8 +268,8 @@ class Decode:
         from prefixkv.request import Request
 
         node, case = self._node, self._case
-        if case.pages != "aged":
-            node.flush()
+        case.begin(node)
+        began_s = time.monotonic()
         self._pipe.send(("stack", room, None))
         node.add(
             Request(
@@ -249,12 +278,14 @@ class Decode:
         )
         node.pop_preallocated()
         arrived = self._stuck.until(node.pop_transferred)
-        took_s = time.monotonic()
+        ended_s = time.monotonic()
+        assert not (case.is_hit and room) or arrived[0].prefix_len == case.tokens
         self._pages = np.array(arrived[0].pages)
         self.runs.append(1 + int(np.count_nonzero(np.diff(self._pages) != 1)))
         node.append_many(arrived, [7])
         node.finish(arrived[0])
-        return took_s - float(self._pipe.recv())
+        sent_s = float(self._pipe.recv())
+        return ended_s - (began_s if case.is_hit else sent_s)
 
 
 @contextlib.contextmanager
@@ -301,6 +332,28 @@ def decode_side(pipe: Connection, watch: Watch, case: Transfer) -> Row:
             side: round(statistics.median(case.num_bytes / row[side] for row in rows) / 2**30, 2)
             for side in SIDES
         },
+        **load_of(rows),
+    }
+
+
+def hits_side(pipe: Connection, watch: Watch, case: Transfer) -> Row:
+    with decode_of(pipe, case) as (decode, _pool):
+        took_s = [decode.take("stack", 0)]  # connects, and fills both caches
+
+        def repetition(number: int) -> Row:
+            for _ in range(case.hits):
+                time.sleep(GAP_S)
+                took_s.append(decode.take("stack", len(took_s)))
+            return {"number": number}
+
+        rows = watch.least_disturbed(repetition, case.repeats, case.patience_s)
+        pipe.send(None)
+    first_s = took_s.pop(0)
+    kept = [took_s[row["number"] * case.hits :][: case.hits] for row in rows]
+    return {
+        "part": "full hit",
+        "ms": quantiles(np.concatenate(kept).tolist(), 1e-3),
+        "first_request_ms": round(first_s * 1e3, 1),
         **load_of(rows),
     }
 
@@ -378,7 +431,7 @@ def transfer(
     parts: dict[Part, Callable[[], Iterator[Row]]] = {
         Part.goodput: lambda: measure(quick, backend.value),
         Part.full_hit: lambda: iter(
-            [full_hit.measured(full_hit.SMALL if quick else full_hit.Hits())]
+            [run_pair(hits_side, prefill_side, SMALL_HIT if quick else HIT)]
         ),
         Part.checksums: lambda: compare_checksums(quick, backend.value),
     }

@@ -35,7 +35,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -44,10 +43,12 @@ from typing import Annotated, Any, Final
 import typer
 
 from benchmarks.report import JsonFile, check_outputs, write
+from benchmarks.servers import NotStartedError
 from benchmarks.vllm_pair import LARGE, SYSTEMS, Pair, Shape
-from benchmarks.vllm_servers import TINY, NotStartedError, Sizes, make_model
+from benchmarks.vllm_servers import TINY, Sizes, make_model
 from prefixkv.errors import ConfigError
 
+PARTS: Final = ("turns", "host")
 TURNS_S: Final = 240.0
 COUNTED_S: Final = 2.0
 """Until the counters of a step can be read."""
@@ -123,37 +124,10 @@ def burst(pair: Pair, load: Load) -> dict[str, Any]:
 # --- runs -----------------------------------------------------------------------------------------
 
 
-class Bench:
-    """What a run needs: an interpreter, models, sizes."""
-
-    def __init__(self, python: str, load: Load, folder: Path) -> None:
-        self.python, self.load, self._folder = python, load, folder
-        self._models: dict[Sizes, Path] = {}
-
-    def pair(self, system: str, shape: Shape) -> Pair:
-        if shape.sizes not in self._models:
-            place = self._folder / f"model-{len(self._models)}"
-            self._models[shape.sizes] = make_model(self.python, place, shape.sizes)
-        return Pair(system, self.python, self._models[shape.sizes], shape)
-
-    def turns(self, system: str) -> dict[str, Any]:
-        load = self.load
-        with self.pair(system, Shape(load.sizes, load.chunk)) as pair:
-            pair.ask(drawn(70_000, 64), 2).result()  # the servers have met
-            return {"turns": turns(pair, load), "burst": burst(pair, load)}
-
-
-PARTS: Final = {"turns": Bench.turns}
-
-
-def missing(
-    found: dict[str, Any], parts: list[str], systems: list[str], repeat: int
-) -> Iterator[tuple[str, str, int]]:
-    """What is still to be run, the systems turn about."""
-    for name in parts:
-        for i, system in product(range(repeat), systems):
-            if f"{name} {system} {i}" not in found:
-                yield name, system, i
+def run(system: str, python: str, model: Path, load: Load) -> dict[str, Any]:
+    with Pair(system, python, model, Shape(load.sizes, load.chunk)) as pair:
+        pair.ask(drawn(70_000, 64), 2).result()  # the servers have met
+        return {"turns": turns(pair, load), "burst": burst(pair, load)}
 
 
 def summary(runs: dict[str, Any]) -> list[dict[str, Any]]:
@@ -184,18 +158,17 @@ def vllm(
     python: Annotated[str, typer.Option(help="The interpreter of `env vllm`.")] = "",
     json_file: JsonFile = None,
     systems: Annotated[str, typer.Option(help="Of these alone, by commas.")] = ",".join(SYSTEMS),
-    part: Annotated[str, typer.Option(help="Of these parts alone.")] = ",".join(PARTS),
+    part: Annotated[str, typer.Option(help=f"One of {', '.join(PARTS)}.")] = PARTS[0],
     repeat: Annotated[int, typer.Option(min=1, help="Runs of each, turn about.")] = 3,
     quick: Annotated[bool, typer.Option(help="Tiny sizes, to try it.")] = False,
 ) -> int:
     """vLLM's own connectors and ours: TTFT and bytes; conversations with host memory."""
     if not Path(python).is_file():
         raise ConfigError(f"--python is {python!r}, an interpreter that has vLLM is needed")
-    for option, said, known in (("systems", systems, SYSTEMS), ("part", part, (*PARTS, "host"))):
-        if unknown := set(said.split(",")) - {*known}:
+    said = {"systems": (systems.split(","), SYSTEMS), "part": ([part], PARTS)}
+    for option, (names, known) in said.items():
+        if unknown := set(names) - {*known}:
             raise ConfigError(f"--{option} has {', '.join(unknown)}; known: {', '.join(known)}")
-    if "host" in part and part != "host":
-        raise ConfigError(f"--part is {part}, host goes alone")
     check_outputs(json_file)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the servers are ended
     python = str(Path(python).absolute())
@@ -210,15 +183,17 @@ def vllm(
     if json_file is not None and json_file.exists():
         runs = json.loads(json_file.read_text(encoding="utf-8"))["recipe"].get("runs", {})
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(python, load, Path(folder))
-        for name, system, i in missing(runs, part.split(","), systems.split(","), repeat):
+        model = make_model(python, Path(folder) / "model", load.sizes)
+        for i, system in product(range(repeat), systems.split(",")):
+            if (name := f"turns {system} {i}") in runs:
+                continue
             try:
-                runs[f"{name} {system} {i}"] = PARTS[name](bench, system)
+                runs[name] = run(system, python, model, load)
             except NotStartedError as error:
                 print(f"{system} did not start: {error}", file=sys.stderr)
                 continue
             rows = summary(runs)
-            print(name, i, *(row for row in rows if row["system"] == system), flush=True)
+            print(name, *(row for row in rows if row["system"] == system), flush=True)
             write(
                 json_file, f"vllm --repeat {repeat}", rows, load=asdict(load),
                 threads="one to compute with in each server; every core allowed", runs=runs,

@@ -1,5 +1,5 @@
-"""A prefill and a decode server of one system, and what a proxy does with them: for the benchmark
-`vllm`.
+"""A prefill server and decode servers of one system, and what a proxy does with them: for the
+benchmark `vllm`.
 
 Every server has one thread to compute with. NixlConnector moves its worker's main thread, the one
 that computes, to the last core of each NUMA node, and so the threads that NIXL makes after that, of
@@ -15,21 +15,27 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
-from benchmarks.ports import free_port
 from benchmarks.vllm_servers import MODEL, Server, Sizes, transfer_config
+from tests.support.ports import free_port
 
 SYSTEMS: Final = ("pull", "push", "ours", "computes")
 BLOCK: Final = 32
 COMPUTE_BELOW: Final = 2 * BLOCK
 """Tokens up to which decode of `computes` may compute what it lacks itself."""
 LARGE: Final = Sizes(1024, 12, 16, 8, 64, "bfloat16")  # 121 M parameters
+DECODE: Final = "decode-0"
+PATIENCE_S: Final = 600.0  # of an answer
+_TO_PREFILL: Final = {
+    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None,
+    "remote_block_ids": None, "remote_host": None, "remote_port": None,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -49,196 +55,145 @@ class Answer:
 
 @dataclass(frozen=True)
 class Shape:
-    """How the servers are started."""
+    """How the servers are started. `decodes`: our connector's settings of each decode server, by
+    its name; `prefill`: of prefill."""
 
     sizes: Sizes
     chunk: int = 256
     blocks: int = 1024
     decode_blocks: int = 1024
-    max_len: int = 4096
+    prefill: Mapping[str, Any] = field(default_factory=dict)
+    decodes: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {DECODE: {}})
 
 
-@dataclass(frozen=True)
-class _Ports:
-    """Of a server, the same in each of its lives."""
-
-    http: int = field(default_factory=free_port)
-    kv: int = field(default_factory=free_port)
-    side: int = field(default_factory=free_port)
-
-
-class Pair:
-    """Started when it is made; `with` waits until both answer. `patience_s`: after which an answer
-    that does not come is a TimeoutError."""
+class Pair(ExitStack):
+    """Started when it is made; `with` waits until all servers answer."""
 
     def __init__(self, system: str, python: str, model: Path, shape: Shape) -> None:
-        self.system, self.shape = system, shape
-        self.patience_s = 600.0
-        self._python, self._model = python, model
-        self._folder = tempfile.TemporaryDirectory()
+        super().__init__()
+        self.system, self._rooms = system, itertools.count(1)
+        folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
         self._threads = ThreadPoolExecutor(96)
-        self._rooms = itertools.count(1)
-        self._lives = itertools.count(1)
-        self._prefill_at, self._decode_at = _Ports(), _Ports()
-        self.prefill = self._start_prefill()
-        self.decode = self._start_decode()
+        self.callback(self._threads.shutdown, wait=False)
+        kv_port = free_port()
+        self._kv_address = f"tcp://127.0.0.1:{kv_port}"
+        below: dict[str, Any] = {"compute_below": COMPUTE_BELOW} if system == "computes" else {}
 
-    def _server(
-        self, name: str, transfer: dict[str, Any] | None, ports: _Ports, blocks: int
-    ) -> Server:
-        around = {
-            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(ports.side),
-            "UCX_TLS": "sysv,posix,cma,tcp,self",
-            "UCX_NET_DEVICES": "lo",
+        def start(role: str, name: str, port: int, blocks: int, extra: Mapping[str, Any]) -> Server:
+            transfer = transfer_config(role, name, port, **below, **extra)
+            return self.enter_context(Server(
+                python, model, folder / f"{name}.log", self._nixl or transfer, blocks=blocks,
+                block_size=BLOCK, chunk=shape.chunk, dtype=shape.sizes.dtype,
+                environment=nixl_environment() if self._nixl else {},
+            ))  # fmt: skip
+
+        self.prefill = start("kv_producer", "prefill-0", kv_port, shape.blocks, shape.prefill)
+        self._names = {name: f"decode-{number}" for number, name in enumerate(shape.decodes)}
+        self.decodes = {
+            name: start("kv_consumer", self._names[name], free_port(), shape.decode_blocks, extra)
+            for name, extra in shape.decodes.items()
         }
-        shape, log = self.shape, Path(self._folder.name) / f"{name}-{next(self._lives)}.log"
-        return Server(
-            self._python, self._model, log, transfer, port=ports.http,
-            blocks=blocks, block_size=BLOCK, chunk=shape.chunk, dtype=shape.sizes.dtype,
-            max_len=shape.max_len, environment=around if self.is_nixl else {},
-        )  # fmt: skip
-
-    def _start_prefill(self) -> Server:
-        transfer = self._transfer("kv_producer", "prefill-0", self._prefill_at.kv)
-        return self._server("prefill", transfer, self._prefill_at, self.shape.blocks)
-
-    def _start_decode(self) -> Server:
-        transfer = self._transfer("kv_consumer", "decode-0", self._decode_at.kv)
-        return self._server("decode", transfer, self._decode_at, self.shape.decode_blocks)
 
     @property
-    def is_nixl(self) -> bool:
-        return self.system in ("pull", "push")
+    def _nixl(self) -> dict[str, Any] | None:
+        """`--kv-transfer-config` of vLLM's own connectors; None: ours."""
+        kind = {"pull": "NixlConnector", "push": "NixlPushConnector"}.get(self.system)
+        if kind is None:
+            return None
+        return {
+            "kv_connector": kind, "kv_role": "kv_both", "kv_buffer_device": "cpu",
+            "kv_load_failure_policy": "recompute",
+        }  # fmt: skip
 
-    def _transfer(self, role: str, name: str, port: int) -> dict[str, Any] | None:
-        if self.is_nixl:
-            kind = "NixlConnector" if self.system == "pull" else "NixlPushConnector"
-            return {
-                "kv_connector": kind, "kv_role": "kv_both", "kv_buffer_device": "cpu",
-                "kv_load_failure_policy": "recompute",
-            }  # fmt: skip
-        below = COMPUTE_BELOW if self.system == "computes" else 0
-        return transfer_config(role, name, port, compute_below=below)
-
-    def __enter__(self) -> Pair:
+    def __enter__(self) -> Self:
         try:
-            self.wait(self.prefill)
-            self.wait(self.decode)
+            for server in (self.prefill, *self.decodes.values()):
+                server.wait()
+                if self._nixl:
+                    unpin(server, self.system)
         except BaseException:
             self.close()
             raise
         return self
 
-    def wait(self, server: Server) -> None:
-        """Until it answers, and may use all cores."""
-        server.wait()
-        if self.is_nixl:
-            unpin(server, self.system)
+    def ask(
+        self, prompt: list[int], num_tokens: int, decode: str = DECODE, **more: Any
+    ) -> Future[Answer]:
+        """Ask prefill and a decode server; `more` goes to both."""
+        ask = self._ask_in_turn if self._nixl else self._ask_both
+        return self._threads.submit(ask, prompt, num_tokens, decode, **more)
 
-    @property
-    def kv_address(self) -> str:
-        """Where prefill's connector listens."""
-        return f"tcp://127.0.0.1:{self._prefill_at.kv}"
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self.decode.kill()
-        self.prefill.kill()
-        self._threads.shutdown(wait=False)
-        self._folder.cleanup()
-
-    # --- requests ---------------------------------------------------------------------------------
-
-    def ask(self, prompt: list[int], num_tokens: int) -> Future[Answer]:
-        ask = self._ask_in_turn if self.is_nixl else self._ask_ours
-        return self._threads.submit(ask, prompt, num_tokens)
-
-    def _both(
-        self,
-        prompt: list[int],
-        num_tokens: int,
-        send: dict[str, Any],
-        load: dict[str, Any],
-        **more: Any,
-    ) -> Answer:
+    def _ask_both(self, prompt: list[int], num_tokens: int, decode: str, **more: Any) -> Answer:
         """Both servers are asked at once."""
-        begun_s = time.perf_counter()
+        room, begun_s = next(self._rooms), time.perf_counter()
+        send = {"do_remote_decode": True, "room": room, "decode": self._names[decode]}
+        load = {"do_remote_prefill": True, "room": room, "prefill": self._kv_address}
 
         def prefill() -> float:
-            with suppress(OSError, http.client.HTTPException):  # it may be killed
-                self.prefill.complete(prompt, 1, send, self.patience_s, **more)
+            with suppress(OSError, http.client.HTTPException):  # decode may have refused the room
+                self.prefill.complete(prompt, 1, send, PATIENCE_S, **more)
             return time.perf_counter() - begun_s
 
         answered = self._threads.submit(prefill)
-        answer = self.streamed(self.decode, prompt, num_tokens, load, begun_s, **more)
-        return Answer(answer.tokens, answer.times_s, answered.result())
+        tokens, times_s = self._streamed(decode, prompt, num_tokens, load, begun_s, **more)
+        return Answer(tokens, times_s, answered.result())
 
-    def _ask_ours(self, prompt: list[int], num_tokens: int) -> Answer:
-        room = next(self._rooms)
-        send = {"do_remote_decode": True, "room": room, "decode": "decode-0"}
-        load = {"do_remote_prefill": True, "room": room, "prefill": self.kv_address}
-        return self._both(prompt, num_tokens, send, load)
-
-    _TO_PREFILL: Final = {
-        "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None,
-        "remote_block_ids": None, "remote_host": None, "remote_port": None,
-    }  # fmt: skip
-
-    def _ask_in_turn(self, prompt: list[int], num_tokens: int) -> Answer:
+    def _ask_in_turn(self, prompt: list[int], num_tokens: int, decode: str) -> Answer:
         """Decode is asked with what prefill's answer says, in push as in pull, as vLLM's own
         examples of a proxy do. Where prefill fails, decode is asked without."""
         name, begun_s = f"request-{next(self._rooms)}", time.perf_counter()
         params = None
         with suppress(OSError, http.client.HTTPException):
             params = self.prefill.complete(
-                prompt, 1, dict(self._TO_PREFILL), self.patience_s, request_id=name
+                prompt, 1, dict(_TO_PREFILL), PATIENCE_S, request_id=name
             )["kv_transfer_params"]
         prefill_s = time.perf_counter() - begun_s
-        answer = self.streamed(self.decode, prompt, num_tokens, params, begun_s, request_id=name)
-        return Answer(answer.tokens, answer.times_s, prefill_s)
+        answer = self._streamed(decode, prompt, num_tokens, params, begun_s, request_id=name)
+        return Answer(*answer, prefill_s)
 
-    def streamed(
-        self,
-        server: Server,
-        prompt: Sequence[int],
-        num_tokens: int,
-        params: dict[str, Any] | None,
-        begun_s: float,
-        **more: Any,
-    ) -> Answer:
+    def _streamed(
+        self, decode: str, prompt: Sequence[int], num_tokens: int, params: dict[str, Any] | None,
+        begun_s: float, **more: Any,
+    ) -> tuple[list[int], list[float]]:  # fmt: skip
+        """The answer's tokens, and when each came."""
         if params is not None:
             more["kv_transfer_params"] = params
         tokens: list[int] = []
         times_s: list[float] = []
-        for new in stream(server.port, prompt, num_tokens, self.patience_s, **more):
+        for new in stream(self.decodes[decode].port, prompt, num_tokens, **more):
             tokens += new
             times_s += [time.perf_counter() - begun_s] * len(new)
-        return Answer(tokens, times_s)
+        return tokens, times_s
 
     def bytes_moved(self) -> int:
         """KV that came to decode since the servers started."""
-        if self.is_nixl:
+        if self._nixl:
             name = "vllm:nixl_bytes_transferred_sum"
-            return int(sum(one.metrics().get(name, 0) for one in (self.prefill, self.decode)))
+            servers = (self.prefill, *self.decodes.values())
+            return int(sum(one.metrics().get(name, 0) for one in servers))
         return self.prefill.counter("bytes_sent")
 
 
-def stream(
-    port: int, prompt: Sequence[int], num_tokens: int, patience_s: float, **more: Any
-) -> Iterator[list[int]]:
+def nixl_environment() -> dict[str, str]:
+    return {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+        "UCX_TLS": "sysv,posix,cma,tcp,self",
+        "UCX_NET_DEVICES": "lo",
+    }
+
+
+def stream(port: int, prompt: Sequence[int], num_tokens: int, **more: Any) -> Iterator[list[int]]:
     """The tokens of an answer, as they come; who stops reading has left.
 
     Raises: RuntimeError where the answer is an error, or ends early; TimeoutError where nothing
-        comes in `patience_s`.
+        comes in `PATIENCE_S`.
     """
     body = {
         "model": MODEL, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0,
         "stream": True, "ignore_eos": True, "return_token_ids": True, **more,
     }  # fmt: skip
-    client = http.client.HTTPConnection("127.0.0.1", port, timeout=patience_s)
+    client = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
     seen = 0
     try:
         headers = {"content-type": "application/json"}

@@ -4,25 +4,17 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import signal
 import subprocess
-import time
-import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ports import free_port
-from prefixkv.threads import Closing
+from benchmarks import servers
+from tests.support.ports import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-START_S = 600.0
-"""Three imports of vLLM, one after the other, on a busy machine."""
-ANSWER_S = 300.0
 MODEL = "m"
 
 
@@ -54,13 +46,8 @@ def make_model(python: str, folder: Path, sizes: Sizes) -> Path:
     return folder
 
 
-class NotStartedError(Exception):
-    """The server did not come up: its environment's fault, not ours."""
-
-
-class Server(Closing):
-    """`python -m vllm.entrypoints.openai.api_server`, with our connector. A process group of its
-    own: the API server, the engine and the worker are three processes."""
+class Server(servers.Server):
+    """`python -m vllm.entrypoints.openai.api_server`, with our connector."""
 
     def __init__(
         self,
@@ -78,20 +65,18 @@ class Server(Closing):
         more: Sequence[str] = (),
         port: int | None = None,
     ) -> None:
-        self.port, self.log, self.model = port or free_port(), log, model
+        port = port or free_port()
         command = [
             python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
-            "--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", MODEL,
+            "--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL,
             "--dtype", dtype, "--enforce-eager", "--max-model-len", str(max_len),
             "--max-num-seqs", "16", "--max-num-batched-tokens", str(chunk),
             "--block-size", str(block_size), "--num-gpu-blocks-override", str(blocks),
-            "--seed", "0", "--api-server-count", "1",
+            "--seed", "0", "--api-server-count", "1", *more,
         ]  # fmt: skip
-        command += more
         if transfer is not None:
             command += ["--kv-transfer-config", json.dumps(transfer)]
         around = {
-            **os.environ,
             "PYTHONPATH": str(REPOSITORY),
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -102,77 +87,14 @@ class Server(Closing):
             "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # one import of vLLM less
             **(environment or {}),
         }
-        if shutil.which("setpriv"):  # no servers are left where this process is killed
-            command = ["setpriv", "--pdeathsig", "KILL", *command]
-        self._file = log.open("wb")
-        self.process = subprocess.Popen(
-            command,
-            stdout=self._file,
-            stderr=subprocess.STDOUT,
-            env=around,
-            cwd=log.parent,
-            start_new_session=True,
-        )
-
-    def wait(self, patience_s: float = START_S) -> None:
-        """Until it answers. Raises NotStartedError, with the end of its log."""
-        end_s = time.monotonic() + patience_s
-        while True:
-            try:
-                with urllib.request.urlopen(f"{self.url}/health", timeout=10):
-                    return
-            except OSError:
-                if self.process.poll() is not None or time.monotonic() > end_s:
-                    raise NotStartedError(self.log.read_text()[-4000:]) from None
-                time.sleep(0.5)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def processes(self) -> list[int]:
-        """All of its process group that live."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                except OSError:
-                    continue
-                if int(fields[2]) == self.process.pid and fields[0] != "Z":
-                    found.append(int(entry.name))
-        return found
-
-    def signal(self, what: signal.Signals) -> None:
-        """To all its processes at once."""
-        os.killpg(self.process.pid, what)
-
-    def kill(self) -> None:
-        if self.process.poll() is None or self.processes():
-            self.signal(signal.SIGKILL)
-        self.process.wait()
-        self._file.close()
-
-    def close(self) -> None:
-        self.kill()
-
-    # --- HTTP -------------------------------------------------------------------------------------
-
-    def post(self, path: str, body: dict[str, Any], timeout_s: float = ANSWER_S) -> Any:
-        """The answer, as JSON. Raises urllib.error.HTTPError."""
-        request = urllib.request.Request(
-            self.url + path, json.dumps(body).encode(), {"content-type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-            text = answer.read()
-            return json.loads(text) if text else None
+        super().__init__(command, log, port, around, log.parent)
 
     def complete(
         self,
         prompt: list[int],
         num_tokens: int,
         params: dict[str, Any] | None = None,
-        timeout_s: float = ANSWER_S,
+        timeout_s: float = servers.ANSWER_S,
         **more: Any,
     ) -> Any:
         """The tokens that follow, greedily, and what else the answer says."""

@@ -7,13 +7,14 @@ leases       staging leases never overlap a live one, end once, are held until p
 windows      every token that a step sees in a window is there, of its path; a naive model agrees
 scheduler    decode, one to four ranks, with host memory, windows, states, over transfers and copies
              that fail, keeps every law after each step, and ends with nothing held
-pair         two sides over a bad network, with aborts, restarts and flushes, end with nothing held;
-             every byte read is the one computed (seven seeds of eight are audited each 8 steps)
-mesh_pair    the same for whole workers of any meshes, staged, sliced or direct
+mesh_pair    whole workers of any meshes, staged, sliced or direct, over a bad network, with aborts,
+             restarts and flushes, end with nothing held; every byte read is the one computed
 weights      the same while weights change in place: two versions never mix
 engine       tokens of Hugging Face's models are what the model says by itself; `--models llama,...`
 liveness     in whatever order requests arrive at small pools, each ends; `--case` plays one again,
              `--mutants` has to find each
+frames       whatever a prefill and a decode node are sent, they live, no call of their engines
+             raises, and honest requests are served with every byte right; `--frames`
 explore      in every state that a small configuration can reach the laws hold, and a way leads to
              rest; `--config`, `--max-states`, and `--mutants` has to find each
 """
@@ -25,7 +26,6 @@ import logging
 import multiprocessing
 import os
 import pathlib
-import random
 import sys
 import time
 from collections import Counter
@@ -139,36 +139,6 @@ def simulated(make: Callable[[int], Any]) -> Round:
     return play
 
 
-_STORM = {
-    "drop": 0.08, "duplicate": 0.3, "reorder": 0.5, "abort": 0.05, "fail_at_post": 0.04,
-    "fail_at_check": 0.06, "lose_notification": 0.01, "restart": 0.005, "junk": 0.05, "flush": 0.01,
-}  # fmt: skip
-
-
-def pair(options: argparse.Namespace) -> Round:
-    from tests.support.sim import storm_of
-    from tests.support.sim_engines import PairSim
-
-    def make(number: int) -> PairSim:
-        """A simulation whose storms, pool sizes and policy follow from the seed."""
-        chance = random.Random(number)
-        storm = storm_of(chance, _STORM)
-        sizes: Any = {
-            "decode_pages": chance.choice([13, 18, 40]), "prefill_pages": chance.choice([14, 32]),
-            "failure_policy": chance.choice(["fail", "retry"]),
-            "audit_every": 8 if number % 8 else 1,
-        }  # fmt: skip
-        if chance.random() < 0.4:
-            sizes |= {
-                "window": chance.choice([2, 5, 9, 14]),
-                "window_pages": (chance.choice([16, 24, 40]), chance.choice([10, 16, 40])),
-                "checkpoints": chance.choice([0, 2, 6]),
-            }
-        return PairSim(number, storm, **sizes)
-
-    return simulated(make)
-
-
 def mesh_pair(options: argparse.Namespace) -> Round:
     from tests.support.sim_engines import simulation
 
@@ -184,10 +154,10 @@ def weights(options: argparse.Namespace) -> Round:
 def engine(options: argparse.Namespace) -> Round:
     import torch
 
-    from benchmarks.hybrid_models import FAMILIES, config_of
     from prefixkv.engines.hf import PagedModel, make_model
     from tests.support.hf_workload import Found, run_round
     from tests.support.hf_world import TINY, Reference
+    from tests.support.hybrid_models import FAMILIES, config_of
 
     def make(kind: str, number: int) -> PagedModel:
         if kind in FAMILIES:
@@ -225,6 +195,16 @@ def liveness(options: argparse.Namespace) -> None:
         profile = orders.long_profile(options.seed)
         counts = orders.explore(profile, time.monotonic() + options.seconds)
         print(f"liveness: {dict(counts)}, no finding")
+
+
+def frames(options: argparse.Namespace) -> None:
+    from fuzz.frames import attack
+
+    try:
+        attack(options.frames, options.seconds, options.seed)
+    except BaseException:
+        print(f"found with --seed {options.seed}", file=sys.stderr)
+        raise
 
 
 def all_found(found: Iterable[tuple[str, Any]]) -> None:
@@ -279,10 +259,10 @@ def _explored(task: tuple[Any, int, float]) -> tuple[Any, Any]:
 
 SEEDED = {
     "allocator": allocator, "radix": radix, "leases": leases, "windows": windows,
-    "scheduler": scheduler, "pair": pair, "mesh_pair": mesh_pair, "weights": weights,
+    "scheduler": scheduler, "mesh_pair": mesh_pair, "weights": weights,
     "engine": engine,
 }  # fmt: skip
-WHOLE = {"liveness": liveness, "explore": explore}
+WHOLE = {"liveness": liveness, "explore": explore, "frames": frames}
 
 
 def main() -> None:
@@ -298,6 +278,7 @@ def main() -> None:
     parser.add_argument("--case", help="of liveness, as a failure printed it, or a name of ONCE")
     parser.add_argument("--config", help="of explore; by default all")
     parser.add_argument("--max-states", type=int, default=10**9, help="of each configuration")
+    parser.add_argument("--frames", type=int, default=1_000_000, help="at most")
     parser.add_argument("--mutants", action="store_true", help="of explore and liveness")
     options = parser.parse_args()
     logging.disable(logging.WARNING)

@@ -281,7 +281,7 @@ MUTANTS = (
         "test_a_locked_one_stays",
     ),
     Mutant(
-        "H14", "prefill goes on behind pages without a state", "PrefillCheckpoints.find",
+        "H14", "prefill goes on behind pages without a state", "RequestCheckpoints.find",
         "0 if found is None else found.depth * self._page_size", "match.prefix_len",
         "test_pages_without_a_state_are_not_gone_on_from",
     ),

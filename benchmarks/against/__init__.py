@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing import Pipe
@@ -26,12 +26,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.against.today import CALLS, PAIRS, Order, Seconds
 from benchmarks.pair import turn_about
-from benchmarks.report import ROOT, write
+from benchmarks.report import ROOT, tell, write
 from prefixkv.errors import ConfigError, InternalError
 
 FROZEN: Final = Path(__file__).with_name("driver_76518cc8.py")
@@ -135,33 +133,6 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
     return round(float(low), 4), round(float(high), 4)
 
 
-def shown(name: str, seconds: float) -> str:
-    """Return a figure in its unit.
-
-    >>> shown("admission, P50", 61.04e-6), shown("full hit over NIXL, P50", 0.0015)
-    ('61.0 us', '1.50 ms')
-    >>> shown("goodput, large, P50", 0.0002)  # the time of a MiB
-    '4.88 GiB/s'
-    """
-    if name.startswith("goodput"):
-        return f"{1 / 1024 / seconds:.2f} GiB/s"
-    return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
-
-
-def table_of(rows: Sequence[Row], ours: str, theirs: str) -> Table:
-    table = Table(title=f"{ours} beside {theirs}; times as long, bound {BOUND:g}")
-    table.add_column("name")
-    for heading in ("ours", "theirs", "ratio", "quartiles", "A/A", "spread of A/A", "verdict"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        table.add_row(
-            row.name, shown(row.name, row.ours_s), shown(row.name, row.theirs_s),
-            f"{row.ratio:.3f}", "{:.3f} {:.3f}".format(*row.quartiles), f"{row.same_ratio:.3f}",
-            f"{row.spread:.3f}", row.verdict,
-        )  # fmt: skip
-    return table
-
-
 # --- processes ------------------------------------------------------------------------------------
 
 
@@ -244,7 +215,7 @@ def commit_of(name: str) -> str:
 # --- all of it ------------------------------------------------------------------------------------
 
 
-def compare(commit: str, plan: Plan, tell: Callable[[str], None]) -> tuple[list[Row], list[str]]:
+def compare(commit: str, plan: Plan) -> tuple[list[Row], list[str]]:
     """Measure both commits turn about; return the figures, and why a part has none."""
     rounds: dict[str, Rounds] = {part: {side: [] for side in SIDES} for part in plan.parts}
     failed: dict[str, str] = {}
@@ -271,7 +242,8 @@ def compare(commit: str, plan: Plan, tell: Callable[[str], None]) -> tuple[list[
                                 break
                             if number >= 0:
                                 rounds[part][side].append(took)
-                    tell(f"start {start + 1}, {part}: {time.monotonic() - began_s:.0f} s")
+                    took_s = time.monotonic() - began_s
+                    print(f"start {start + 1}, {part}: {took_s:.0f} s", flush=True)
     rows = [row for part in plan.parts if part not in failed for row in rows_of(rounds[part])]
     return rows, list(failed.values())
 
@@ -283,14 +255,15 @@ def parts_of(names: Sequence[str]) -> list[str]:
     return [part for part in PARTS if part in (names or PARTS)]
 
 
-def against_command(commit: str, plan: Plan, json_file: Path | None, console: Console) -> None:
-    """Compare, print the table, and write the figures. Raises InternalError if a part failed."""
+def against_command(commit: str, plan: Plan, json_file: Path | None) -> None:
+    """Compare, print and write the figures. Raises InternalError if a part failed."""
     theirs, ours = commit_of(commit), commit_of("HEAD")
-    rows, failed = compare(theirs, plan, lambda line: print(line, flush=True))
-    wide = Console(width=max(console.width, 110))  # names in one line, also into a file
-    wide.print(table_of(rows, ours[:7], theirs[:7]))
+    rows, failed = compare(theirs, plan)
+    found = [row.as_json() for row in rows]
+    for row in found:
+        tell(row)
     write(
-        json_file, f"sched --against {commit}", [row.as_json() for row in rows], failed=failed,
+        json_file, f"sched --against {commit}", found, failed=failed,
         statistic="medians over rounds of a round's P50 or P99, and of the ratio within a round; "
         "ours beside ours again is A against A", ours=ours, theirs=theirs, plan=asdict(plan),
         ours_is_changed=bool(git("status", "--porcelain", "--untracked-files=no")),

@@ -12,6 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,16 +48,16 @@ def call(order: Order) -> Seconds:
 
 def full_hit(order: Order) -> Seconds:
     """Measure a prompt that both sides have, over NIXL, from decode's `add` to its commit."""
-    from benchmarks import full_hit as module
+    from benchmarks import transfer
+    from benchmarks.pair import run_pair
 
-    case = module.SMALL if order.quick else module.Hits(requests=50, repeats=1, patience_s=0.0)
-    return {"full hit over NIXL": [module.measured(case)["ms"]["p50"] * 1e-3]}
+    case = transfer.SMALL_HIT if order.quick else replace(transfer.SMALL_HIT, hits=50)
+    row = run_pair(transfer.hits_side, transfer.prefill_side, case)
+    return {"full hit over NIXL": [row["ms"]["p50"] * 1e-3]}
 
 
 def goodput(order: Order) -> Seconds:
     """Measure transfers of a small and of a large request over NIXL, pages as in a fresh pool."""
-    from dataclasses import replace
-
     from benchmarks import transfer
     from benchmarks.pair import run_pair
 

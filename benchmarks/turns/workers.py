@@ -7,12 +7,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.pair import Watch
 from benchmarks.turns.options import RESERVE_TOKENS, PassPlan, StandInOptions
-from benchmarks.turns.report import PAGE_STATES, PAGES_LEFT, Measured
+from benchmarks.turns.report import Measured
 from benchmarks.turns.workload import Clients, arrival_times
 from prefixkv.cli.policies import policy_of
 
@@ -53,16 +54,14 @@ def prefill_side(pipe: Connection, _watch: Watch, options: StandInOptions, _play
         with PrefillGroup(pools, config, mesh) as node:
             pipe.send(node.endpoint)
             engine = PrefillEngine(
-                node, make_patterns(pools, mesh, plan.salt), pipe, chunk_tokens=options.chunk_tokens
+                node, make_patterns(pools, mesh, plan.salt), options.chunk_tokens, pipe
             )
             engine.run()
-            stats = _settled(node)
             measured = {
                 "prefill_prompt_tokens": engine.prompt_tokens,
                 "prefill_hit_tokens": engine.hit_tokens,
                 "bytes_sent": engine.bytes_sent,
-                "prefill_locks_at_end": stats["locks"],
-                "prefill_pages_at_end": _pages_by_state(stats),
+                "left": _left(node, "prefill"),
             }
         pipe.send(measured)
 
@@ -88,41 +87,35 @@ def decode_side(
         due = arrival_times(workload, options.seed, plan.rate)
         with DecodeGroup(pools, config, mesh) as node:
             engine = DecodeEngine(
-                node=node, patterns=make_patterns(pools, mesh, plan.salt),
-                clients=Clients(workload, due, options.concurrency), asks=pipe, prefill=endpoint,
-                step_s=options.step_ms * 1e-3, verify=plan.verify,
+                node, make_patterns(pools, mesh, plan.salt), options.step_ms * 1e-3,
+                Clients(workload, due, options.concurrency), pipe, endpoint, plan.verify,
             )  # fmt: skip
             engine.warm_up()
             measured = engine.run()
             pipe.send(END_OF_PASS)
-            stats = _settled(node)
+            measured.left = _left(node, "decode")
+            measured.evicted_pages = node.stats()["evicted_pages"]
             node.audit()
         measured.bytes_skipped = measured.hit_tokens * sum(
             pool.layout.kv_bytes_per_token for pool in pools
         )
-        measured.evicted_pages = stats["evicted_pages"]
-        measured.locks_at_end = stats["locks"]
-        measured.pages_at_end = _pages_by_state(stats)
-        for name, value in pipe.recv().items():
-            setattr(measured, name, value)
-        return measured
+        found = pipe.recv()
+        measured.left |= found.pop("left")
+        return replace(measured, **found)
 
-    found = play(run_pass)
+    played = play(run_pass)
     pipe.send(None)
-    return found
+    return played
 
 
-def _settled(node: DecodeGroup | PrefillGroup) -> dict[str, int]:
-    """The node's counts once nothing is locked or held any more, or as they are after
-    `_SETTLE_S`."""
+def _left(node: DecodeGroup | PrefillGroup, side: str) -> dict[str, int]:
+    """What is locked or held once nothing is any more, or after `_SETTLE_S`."""
     deadline_s = time.monotonic() + _SETTLE_S
     while True:
         stats = node.stats()
-        left = stats["locks"] + sum(stats[f"pages_{state}"] for state in PAGES_LEFT)
-        if not left or time.monotonic() > deadline_s:
-            return stats
+        left = {f"{side} locks left": stats["locks"]}
+        for state in ("owned", "held", "quarantined"):
+            left[f"{side} pages left {state}"] = stats[f"pages_{state}"]
+        if not any(left.values()) or time.monotonic() > deadline_s:
+            return left
         node.wait(0.02)
-
-
-def _pages_by_state(stats: dict[str, int]) -> dict[str, int]:
-    return {state: stats[f"pages_{state}"] for state in PAGE_STATES}

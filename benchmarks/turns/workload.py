@@ -18,14 +18,6 @@ from prefixkv.cli.demo.workload import Tokens, Workload
 Seconds = npt.NDArray[np.float64]
 
 
-def longest_request(workload: Workload) -> int:
-    """Return the tokens of the longest prompt with its answer."""
-    return max(
-        sum(turn.output_len + sum(run.length for run in turn.text) for turn in turns)
-        for turns in workload.sessions
-    )
-
-
 def arrival_times(workload: Workload, seed: int, rate: float | None) -> list[Seconds]:
     """When each turn of each session falls due, in seconds from the start; `rate` in requests a
     second.

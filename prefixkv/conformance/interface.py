@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple, Protocol
 
@@ -199,18 +199,22 @@ class EngineSides(Protocol):
 
 
 def check_sides(sides: Any) -> None:
-    """Raise SidesError for a needed attribute that is missing or of another type."""
-    kind = type(sides).__name__
-    wanted: dict[str, type] = {"decode": DecodeNode, "prefill": PrefillNode, "vocabulary": range}
-    for name, type_ in wanted.items():
-        may_be_none = name == "prefill"
-        needed = f"a {type_.__name__} is needed" + " (or None)" * may_be_none
+    """Raise SidesError, which names all that is missing or of another type."""
+    calls = ("submit", "abort", "step", "expected", "restart", "close")
+    needed: dict[str, tuple[Any, str]] = {
+        "decode": (DecodeNode, "a DecodeNode"),
+        "prefill": (PrefillNode | None, "a PrefillNode (or None)"),
+        "vocabulary": (range, "a range"),
+        **dict.fromkeys(calls, (Callable, "a method")),
+    }
+    wrong = []
+    for name, (kind, noun) in needed.items():
         try:
-            value = getattr(sides, name)
-        except AttributeError as error:
-            raise SidesError(f"{kind}: {error}: {needed}") from error
-        if not isinstance(value, type_) and not (may_be_none and value is None):
-            raise SidesError(f"{kind}.{name} is {value!r:.80}, {needed}")
-    for name in ("submit", "abort", "step", "expected", "restart", "close"):
-        if not callable(getattr(sides, name, None)):
-            raise SidesError(f"{kind} has no method {name!r}, EngineSides has one")
+            if isinstance(value := getattr(sides, name), kind):
+                continue
+            found = f"{value!r:.80}"
+        except AttributeError as error:  # of a property it may be another attribute
+            found = "missing" if error.name == name else f"not to be had ({error})"
+        wrong.append(f"{name} is {found}, {noun} is needed")
+    if wrong:
+        raise SidesError(f"{type(sides).__name__}: {'; '.join(wrong)}")

@@ -14,10 +14,8 @@ import numpy as np
 from prefixkv import (
     DecodeConfig,
     DecodeNode,
-    PrefillAsk,
     PrefillConfig,
     PrefillNode,
-    Request,
 )
 from prefixkv.conformance.interface import (
     AnswerLog,
@@ -28,7 +26,7 @@ from prefixkv.conformance.interface import (
     Side,
     check_sides,
 )
-from prefixkv.conformance.witness import DecodeWitness, PrefillWitness
+from prefixkv.conformance.witness import DecodeWitness, Notes, PrefillWitness
 from prefixkv.errors import InternalError
 
 MakeSides = Callable[[ScenarioSettings], EngineSides]
@@ -65,10 +63,10 @@ class ScenarioRun:
         self.random = np.random.default_rng([zlib.crc32(name.encode()), seed])
         self.findings: list[Finding] = []
         self.answers: list[AnswerLog] = []
-        self._patience_s, self._probe = patience_s, probe
+        self._patience_s = patience_s
+        self._notes = Notes(self.tell, self.random, probe, settings.tokens_per_step == 1)
         self._decode: DecodeWitness
-        self._prefill: PrefillWitness | None = None
-        self._asks: dict[tuple[int, int], PrefillAsk] = {}  # of decode, not brought to prefill yet
+        self._witnesses: dict[Side, DecodeWitness | PrefillWitness] = {}
         self.sides = make(settings)
         try:
             check_sides(self.sides)
@@ -79,9 +77,6 @@ class ScenarioRun:
                 self.sides.close()
             raise
 
-    def _witnesses(self) -> list[DecodeWitness | PrefillWitness]:
-        return [self._decode, *([] if self._prefill is None else [self._prefill])]
-
     def _nodes(self) -> dict[Side, DecodeNode | PrefillNode]:
         """Return the nodes that are in this process."""
         nodes: dict[Side, DecodeNode | PrefillNode] = {"decode": self.sides.decode}
@@ -91,14 +86,13 @@ class ScenarioRun:
 
     def _meet(self, node: DecodeNode | PrefillNode) -> None:
         """Put a witness around a node, and look at what was made of the settings."""
-        settings, parts = self.settings, (self.tell, self.random, self._probe, self._asks)
+        settings = self.settings
         wanted: DecodeConfig | PrefillConfig
         if isinstance(node, DecodeNode):
-            one_token = settings.tokens_per_step == 1
-            self._decode = DecodeWitness(node, *parts, one_token)
+            self._witnesses["decode"] = self._decode = DecodeWitness(node, self._notes)
             side, wanted, pages = "decode", settings.decode, settings.decode_pages
         else:
-            self._prefill = PrefillWitness(node, *parts)
+            self._witnesses["prefill"] = PrefillWitness(node, self._notes)
             side, wanted, pages = "prefill", settings.prefill, settings.prefill_pages
         # A node that is not what the settings say would show something else.
         for field in fields(wanted):
@@ -156,11 +150,10 @@ class ScenarioRun:
                 answer.lost |= side == "decode"
         self._guarded(lambda: self.sides.restart(side))
         # What was to be asked again was the former life's.
-        self._asks.clear()
-        if self._prefill is not None:
-            self._prefill.added.clear()
+        self._notes.asks.clear()
+        self._notes.added.clear()
         for node in self._nodes().values():
-            if all(node is not one.node for one in self._witnesses()):
+            if all(node is not one.node for one in self._witnesses.values()):
                 self._meet(node)
 
     def step(self) -> bool:
@@ -219,7 +212,7 @@ class ScenarioRun:
         return said, rooms, [one.get(name) for one in stats for name in names]
 
     def _stalled(self, law: str) -> None:
-        why = [found for one in self._witnesses() for found in one.explain()]
+        why = [found for one in self._witnesses.values() for found in one.explain()]
         # Everything is one way or another a consequence of what comes first.
         for found in why[:4]:
             self.tell(*found)
@@ -256,13 +249,13 @@ class ScenarioRun:
         except (NotImplementedError, ScenarioOverError):
             raise
         except Exception as error:
-            if not any(error is one.blamed for one in self._witnesses()):
+            if not any(error is one.blamed for one in self._witnesses.values()):
                 self.tell("calls", f"a loop raised {type(error).__name__}: {error}")
             raise ScenarioOverError from error
 
     def _look(self, when: str) -> None:
         """Let the witnesses look, and take over what the clients have seen."""
-        for witness in self._witnesses():
+        for witness in self._witnesses.values():
             witness.look(when)
         self._check_given()
         for answer in self.answers:
@@ -273,13 +266,11 @@ class ScenarioRun:
     def _check_given(self) -> None:
         """Tell if a request on a node is not as its prompt is."""
         prompts = {one.prompt.rid: one.prompt for one in self.answers}
-        rooms = self._decode.rooms
-        given: list[tuple[Side, Request]] = [("decode", one) for one in self._decode.take_added()]
-        if self._prefill is not None:
-            # Decode alone knows whose a room is, and may get the request after prefill.
-            given += [("prefill", one) for one in self._prefill.take_added(rooms)]
-        for side, request in given:
-            prompt = prompts.get(rooms[request.room])
+        rooms, added = self._decode.rooms, [*self._notes.added]
+        # Decode alone knows whose a room is, and may get the request after prefill.
+        self._notes.added[:] = [one for one in added if one[1].room not in rooms]
+        for side, request in added:
+            prompt = prompts.get(rooms.get(request.room, ""))
             if prompt is None:  # the engine has names of its own
                 continue
             wrong = []

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from prefixkv import ComputeConfig, DecodeConfig, HostConfig, PrefillConfig
-from prefixkv.conformance.interface import BRIEF, AnswerLog, ScenarioSettings
+from prefixkv.conformance.interface import BRIEF, AnswerLog, ScenarioSettings, Side
 from prefixkv.conformance.scenario_run import ScenarioRun
 
 Play = Callable[[ScenarioRun], object]
@@ -309,30 +309,24 @@ _GOING = ScenarioSettings(
 )  # fmt: skip
 
 
-@_scenario("prefill restarts", _GOING)
-def prefill_restarts(run: ScenarioRun) -> None:
-    """End prefill while requests wait, are computed and run; the next ones are answered."""
+def _restart(run: ScenarioRun, side: Side) -> None:
     for passes in (1, 4, 9):
         for _ in range(3):
             run.ask(run.prompt(15), 8, deadline_s=_DEADLINE_S)
         run.steps(passes)
-        run.restart("prefill")
+        run.restart(side)
         run.finish()
         run.ask(run.prompt(12), 5)
         run.finish()
 
 
-@_scenario("decode restarts", _GOING)
-def decode_restarts(run: ScenarioRun) -> None:
-    """End decode while requests wait, are computed and run: prefill is rid of them, and the next
-    ones are answered."""
-    for passes in (1, 4, 9):
-        for _ in range(3):
-            run.ask(run.prompt(15), 8, deadline_s=_DEADLINE_S)
-        run.steps(passes)
-        run.restart("decode")
-        run.ask(run.prompt(12), 5)
-        run.finish()
+_scenario("prefill restarts", _GOING, (
+    "End prefill while requests wait, are computed and run; the next ones are answered."
+))(lambda run: _restart(run, "prefill"))  # fmt: skip
+_scenario("decode restarts", _GOING, (
+    "End decode while requests wait, are computed and run: prefill is rid of them, and the next "
+    "ones are answered."
+))(lambda run: _restart(run, "decode"))  # fmt: skip
 
 
 _LOCAL = ScenarioSettings(

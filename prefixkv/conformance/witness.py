@@ -8,7 +8,8 @@ the slots that the engine has to write with junk, so that it sees what was not w
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, Final, NamedTuple
 
@@ -25,6 +26,7 @@ from prefixkv import (
     PrefillRequest,
     Request,
 )
+from prefixkv.conformance.interface import Side
 from prefixkv.errors import CallerError, InternalError
 from prefixkv.spi import DeviceEvent, Pages, pages_for
 
@@ -45,29 +47,39 @@ def _token_bytes(pool: KVPool, pages: Pages | list[int], start: int, end: int) -
     return rows[start - first * size : end - first * size].copy()
 
 
+@dataclass(slots=True)
+class Notes:
+    """What the witnesses of one run share. `probe` False: no byte is read or written, only calls
+    are watched."""
+
+    tell: Tell
+    random: np.random.Generator
+    probe: bool
+    one_token: bool  # per request and step: nothing behind the next slot is written
+    # Decode's, by room and generation, until prefill is asked.
+    asks: dict[tuple[int, int], PrefillAsk] = field(default_factory=dict)
+    added: list[tuple[Side, Request]] = field(default_factory=list)
+
+
 class _Watch:
-    """What is alike on both sides: calls that are refused, and pages that no request has. `probe`
-    False: no byte is read or written, only calls are watched."""
+    """What is alike on both sides: calls that are refused, and pages that no request has."""
 
     WATCHED: tuple[str, ...] = ()
-    side = ""
+    side: Side
 
-    def __init__(
-        self, node: DecodeNode | PrefillNode, tell: Tell, random: np.random.Generator, probe: bool,
-        asks: dict[tuple[int, int], PrefillAsk],
-    ) -> None:  # fmt: skip
-        """`asks`: decode's, by room and generation, until prefill is asked."""
+    def __init__(self, node: DecodeNode | PrefillNode, notes: Notes) -> None:
         self._pool, self.node = node.pool, node
-        self._tell, self._random, self.asks = tell, random, asks
+        self._tell, self._random, self._notes = notes.tell, notes.random, notes
         # The inside of an opaque page has no slots that anyone but its kernels knows.
-        self.probe = probe and not node.pool.layout.opaque
+        self.probe = notes.probe and not node.pool.layout.opaque
         self.calls: Counter[str] = Counter()
         self.blamed: BaseException | None = None  # the exception that was reported already
-        self._junk: dict[Any, ByteArray] = {}  # by request that is computed: from prefix_len on
+        self._done: dict[Any, int] = {}  # tokens with KV of what the engine computes
+        self._junk: dict[Any, ByteArray] = {}  # of these: from prefix_len on
         self._writing: list[tuple[DeviceEvent, set[int]]] = []  # pages, until the event
         self._unowned: list[int] = []
         self._bytes: ByteArray | None = None
-        if probe:  # what was never computed must not matter
+        if notes.probe:  # what was never computed must not matter
             for page in range(node.pool.layout.num_pages):
                 self._put_junk(page, slice(None))
         self._note_unowned()
@@ -137,20 +149,20 @@ class _Watch:
         part[:] = self._random.integers(0, _JUNK_BYTES, part.shape, np.uint8)
         self._pool.write_pages([page], data)
 
-    def _to_be_computed(self, req: PrefillRequest | DecodeRequest, num_tokens: int) -> None:
-        """Put junk where the engine has to write KV, up to `num_tokens`."""
-        size, first = self._pool.layout.page_size, req.prefix_len
-        if self.probe and first < num_tokens:  # else it lacks a state alone
-            for at, page in enumerate(req.pages[first // size :].tolist()):
-                self._put_junk(page, slice(0 if at else first % size, None))
-            self._junk[req] = _token_bytes(self._pool, req.pages, first, num_tokens)
+    def _handed_out(self, result: list[Any], limit: Any = None) -> None:
+        """Put junk where the engine has to write KV of requests that it is to compute."""
+        size = self._pool.layout.page_size
+        for req in result:
+            first = self._done[req] = req.prefix_len
+            if self.probe and first < req.fill_len:  # else it lacks a state alone
+                for at, page in enumerate(req.pages[first // size :].tolist()):
+                    self._put_junk(page, slice(None if at else first % size, None))
+                self._junk[req] = _token_bytes(self._pool, req.pages, first, req.fill_len)
 
-    def _check_computed(
-        self, req: PrefillRequest | DecodeRequest, start: int, end: int, event: DeviceEvent | None
-    ) -> None:
+    def _check_computed(self, req: Any, end: int, event: DeviceEvent | None) -> None:
         """Tell if a chunk is not written, as far as `event` lets it be looked at."""
-        junk, begin = self._junk.get(req), req.prefix_len
-        if junk is None:
+        junk, start, begin = self._junk.get(req), self._done.get(req, end), req.prefix_len
+        if junk is None or req.state.ended or not start < end <= req.fill_len:
             return
         if event is not None and not event.query():
             del self._junk[req]
@@ -162,6 +174,12 @@ class _Watch:
             self._tell("law 8", f"{req.rid}: tokens up to {end} were handed over, and the KV of "
                        f"token {unwritten[0]} was not computed (computing begins at prefix_len, "
                        f"{begin})")  # fmt: skip
+
+    def _explain_computed(self) -> Iterator[tuple[str, str]]:
+        for req, done in self._done.items():
+            if not req.state.ended:
+                so_far = f"{done} of its {req.fill_len} tokens came"
+                yield "law 7", f"{req.rid} was handed out to be computed, {so_far}"
 
     def _never_called(self, *names: str) -> Iterator[tuple[str, str]]:
         for name in names:
@@ -184,49 +202,33 @@ class DecodeWitness(_Watch):
                "abort")  # fmt: skip
     side = "decode"
 
-    def __init__(
-        self, node: DecodeNode, tell: Tell, random: np.random.Generator, probe: bool,
-        asks: dict[tuple[int, int], PrefillAsk], one_token: bool,
-    ) -> None:  # fmt: skip
-        """`one_token`: one per request and step, so nothing behind the next slot is written."""
-        super().__init__(node, tell, random, probe, asks)
-        self._one_token = one_token
+    def __init__(self, node: DecodeNode, notes: Notes) -> None:
+        super().__init__(node, notes)
         self._computes = node.config.compute is not None
         self.requests: dict[str, DecodeRequest] = {}
         self.rooms: dict[int, str] = {}  # whose they are
-        self._added: list[Request] = []
         # Tokens that found no page, by request, with their position.
         self._owed: dict[DecodeRequest, tuple[int, int]] = {}
         self._named: Counter[str] = Counter()  # to be retracted, and not retracted yet
         self._slots: dict[DecodeRequest, _Slot] = {}  # the next step has to write these
         self._written: dict[DecodeRequest, _Slot] = {}  # the step that found no page wrote these
-        self._done: dict[DecodeRequest, int] = {}  # tokens of what the engine computes here
 
     def _after_add(self, result: DecodeRequest, request: Request) -> None:
         self.requests[result.rid] = result
         self.rooms[request.room] = result.rid
-        self._added.append(request)
-
-    def take_added(self) -> list[Request]:
-        added, self._added = self._added, []
-        return added
+        self._notes.added.append(("decode", request))
 
     def _after_pop_transferred(self, result: list[DecodeRequest]) -> None:
         for req in result:
             if req.resumed:
                 self._mark(req, self._slots)
 
-    def _after_pop_local(self, result: list[DecodeRequest]) -> None:
-        for req in result:
-            self._done[req] = req.prefix_len
-            self._to_be_computed(req, req.fill_len)
+    _after_pop_local = _Watch._handed_out
 
     def _before_computed(
         self, req: DecodeRequest, end: int, aux: bytes = b"", after: DeviceEvent | None = None
     ) -> None:
-        start = self._done.get(req, end)
-        if start < end <= req.fill_len and not req.state.ended:
-            self._check_computed(req, start, end, after)
+        self._check_computed(req, end, after)
 
     def _after_computed(
         self, result: None, req: DecodeRequest, end: int, aux: bytes = b"",
@@ -248,7 +250,7 @@ class DecodeWitness(_Watch):
 
     def _after_pop_needs_prefill(self, result: list[PrefillAsk]) -> None:
         for ask in result:
-            self.asks[ask.room, ask.generation] = ask
+            self._notes.asks[ask.room, ask.generation] = ask
 
     def _before_append_many(self, reqs: Sequence[DecodeRequest], token_ids: Sequence[int]) -> None:
         self._check_not_again()
@@ -292,7 +294,7 @@ class DecodeWitness(_Watch):
     def _mark(self, req: DecodeRequest, slots: dict[DecodeRequest, _Slot]) -> None:
         """Put junk into the slot at the request's `kv_len`, and remember it in `slots`."""
         size, position = self._pool.layout.page_size, req.kv_len
-        if not self.probe or not self._one_token or position // size >= len(req.pages):
+        if not self.probe or not self._notes.one_token or position // size >= len(req.pages):
             return
         page = int(req.pages[position // size])
         before = _token_bytes(self._pool, req.pages, position, position + 1)[0]
@@ -325,21 +327,11 @@ class DecodeWitness(_Watch):
                 self._mark(req, self._written)
 
     def _after_retract(self, result: None, rid: str, *args: Any, **options: Any) -> None:
-        self._forget_owed(rid)
-        # One retraction may be enough for all that were named.
-        self._named.clear()
-
-    def _after_finish(self, result: None, req: DecodeRequest, *args: Any, **options: Any) -> None:
-        self._forget_owed(req.rid)
-
-    def _after_abort(self, result: bool, rid: str, *args: Any, **options: Any) -> None:
-        self._forget_owed(rid)
-
-    def _forget_owed(self, rid: str) -> None:
         """Owe no token to a request that does not run any more."""
         for kept in (self._owed, self._slots, self._written):
-            for req in [req for req in kept if req.rid == rid]:
-                kept.pop(req)
+            kept.pop(self.requests[rid], None)
+        # One retraction may be enough for all that were named.
+        self._named.clear()
 
     def explain(self) -> Iterator[tuple[str, str]]:
         """Yield why decode may not come to rest: (law, text) each."""
@@ -351,7 +343,7 @@ class DecodeWitness(_Watch):
             if not req.state.ended and not self._named:
                 num = len(req.output)
                 yield "tokens", f"{req.rid}: its token {num} had no page, and was never appended"
-        for (_, generation), ask in self.asks.items():
+        for (_, generation), ask in self._notes.asks.items():
             yield "order", f"prefill was never asked for {ask.rid} again (generation {generation})"
         for req in self.requests.values():
             state, num = req.state.value, len(req.output)
@@ -360,33 +352,20 @@ class DecodeWitness(_Watch):
             elif not req.state.ended:
                 so_far = f"{num} of {req.max_new_tokens} tokens"
                 yield "law 7", f"{req.rid} is {state} for ever, with {so_far}"
-        for req, done in self._done.items():
-            if not req.state.ended:
-                so_far = f"{done} of its {req.fill_len} tokens have KV"
-                yield "law 7", f"{req.rid} came out of pop_local, {so_far}"
+        yield from self._explain_computed()
 
 
 class PrefillWitness(_Watch):
     WATCHED = ("add", "pop_bootstrapped", "send_chunk", "pop_sent", "pop_failed", "abort")
     side = "prefill"
 
-    def __init__(
-        self, node: PrefillNode, tell: Tell, random: np.random.Generator, probe: bool,
-        asks: dict[tuple[int, int], PrefillAsk],
-    ) -> None:  # fmt: skip
-        super().__init__(node, tell, random, probe, asks)
-        self.added: list[Request] = []
-        self._sent: dict[PrefillRequest, int] = {}  # tokens handed over of what is computed
+    def __init__(self, node: PrefillNode, notes: Notes) -> None:
+        super().__init__(node, notes)
         self._handed: dict[PrefillRequest, tuple[list[int], ByteArray]] = {}
 
-    def take_added(self, rooms: Container[int]) -> list[Request]:
-        taken = [one for one in self.added if one.room in rooms]
-        self.added = [one for one in self.added if one.room not in rooms]
-        return taken
-
     def _before_add(self, request: Request) -> None:
-        self.added.append(request)
-        ask = self.asks.pop((request.room, request.generation), None)
+        self._notes.added.append(("prefill", request))
+        ask = self._notes.asks.pop((request.room, request.generation), None)
         if ask is None:
             return
         tokens = np.asarray(ask.tokens)
@@ -399,24 +378,19 @@ class PrefillWitness(_Watch):
             if wanted != got:
                 self._tell("order", f"{ask.rid}: prefill was asked again with another {name}")
 
-    def _after_pop_bootstrapped(self, result: list[PrefillRequest], limit: Any = None) -> None:
-        for req in result:
-            self._sent[req] = req.prefix_len
-            self._to_be_computed(req, req.num_tokens)
+    _after_pop_bootstrapped = _Watch._handed_out
 
     def _before_send_chunk(
         self, req: PrefillRequest, end: int, last: bool = False, aux: bytes = b"",
         ready: Any = None, state_slot: int = -1,
     ) -> None:  # fmt: skip
-        sent = self._sent.get(req, 0)
-        if req.state.value == "computing" and sent < end <= req.num_tokens:
-            self._check_computed(req, sent, end, ready)
+        self._check_computed(req, end, ready)
 
     def _after_send_chunk(
         self, result: int, req: PrefillRequest, end: int, *args: Any, **options: Any
     ) -> None:
-        if req in self._sent:
-            self._sent[req] = end
+        if self._done.pop(req, None) is not None and end < req.fill_len:
+            self._done[req] = end
         if req in self._junk and req.pages_held is not None:
             pages = req.pages.tolist()
             self._handed[req] = pages, _token_bytes(self._pool, pages, 0, end)
@@ -440,7 +414,4 @@ class PrefillWitness(_Watch):
 
     def explain(self) -> Iterator[tuple[str, str]]:
         yield from self._never_called("pop_bootstrapped", "pop_sent", "pop_failed")
-        for req, sent in self._sent.items():
-            if req.state.value == "computing":
-                so_far = f"{sent} of its {req.num_tokens} tokens"
-                yield "law 7", f"{req.rid} was handed out to be computed, {so_far} came"
+        yield from self._explain_computed()

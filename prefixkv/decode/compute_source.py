@@ -47,6 +47,7 @@ class ComputeSource(MeasuringSource):
     def __init__(self, ledger: Ledger, rule: Sources, asks_late: bool) -> None:
         super().__init__(ledger, rule)
         self.fails_over, self.asks_late = rule.fails_over, asks_late
+        self.most_alone = rule.most_tokens(is_down=True)
         self._step_tokens = min(
             (group.step_tokens for group in ledger.pages.windows), default=math.inf
         )
@@ -136,7 +137,6 @@ class ComputeSource(MeasuringSource):
 
     # --- the engine's calls -----------------------------------------------------------------------
 
-    @property
     def has_new(self) -> bool:
         return bool(self._new())
 
@@ -342,4 +342,4 @@ def make_compute(ledger: Ledger, config: DecodeConfig, parts: DecodeParts) -> Co
     asks_late = config.compute.ask == "late"
     if not ledger.pages.saves.num_slots:
         return ComputeSource(ledger, rule, asks_late)
-    return WITH_SAVES[0](ledger, rule, asks_late, config.checkpoint_tokens)
+    return WITH_SAVES[0](ledger, rule, asks_late, config)

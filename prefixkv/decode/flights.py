@@ -18,7 +18,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import attrgetter
@@ -81,6 +81,7 @@ class Source:
     outlives_request = True  # goes on for those that joined, when the request ends
     is_own = False  # the engine computes it: it has the calls that are for that
     fails_over = False  # takes requests that name no prefill worker
+    most_alone = -1  # most tokens that it brings of a request without prefill; -1: none
     asks_late = False  # the engine submits a request to prefill once `pop_needs_prefill` returns it
 
     def reach(self, need: Need) -> Segment | None:
@@ -154,24 +155,14 @@ class Source:
         """Count the pages that the source keeps, and gives back by itself."""
         return 0
 
-    @property
     def wake_s(self) -> float:
         """When `new_pass` has something to do, at the latest."""
         return math.inf
 
-    @property
-    def is_idle(self) -> bool:
-        return True
-
-    @property
-    def locks(self) -> set[PrefixLock]:
-        """Locks in the tree that are the source's own."""
-        return set()
-
-    @property
-    def held_by(self) -> set[RoomKey]:
-        """Keys of flights that have ended, and hold pages, which the source gives back."""
-        return set()
+    def keeps(self) -> tuple[Set[PrefixLock], Set[RoomKey]]:
+        """Return the source's own locks in the tree, and the keys of flights that have ended, and
+        hold pages, which the source gives back."""
+        return set(), set()
 
     def check_invariants(self, requests: Sequence[DecodeRequest]) -> None:
         """Check the source's own laws, and those of the requests that hold pages. Raises
@@ -233,7 +224,6 @@ class Source:
     def save_states(self, reqs: Iterable[DecodeRequest]) -> Sequence[tuple[int, int]]:
         return ()
 
-    @property
     def has_new(self) -> bool:
         """True if `pop_local` returns something."""
         return False

@@ -11,8 +11,7 @@ from prefixkv.cache.results import Releases
 from prefixkv.config import DecodeConfig
 from prefixkv.decode.flights import Flight, Flights, Source
 from prefixkv.decode.request import DecodeJournal, DecodeRequest
-from prefixkv.decode.rooms import Rooms
-from prefixkv.decode.waiting import Workers
+from prefixkv.decode.rooms import Rooms, Workers
 from prefixkv.errors import check_laws
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.requests import BrokenEvent

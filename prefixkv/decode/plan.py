@@ -61,15 +61,6 @@ class Plan(NamedTuple):
     group_start: GroupStart | None = None
     shareable: bool = False
 
-    def counts(self, page_size: int) -> tuple[int, int, dict[str, int]]:
-        """Return what `DecodeJournal.admitted` counts."""
-        look, first, last = self.look, self.segments[0], self.segments[-1]
-        num_joined = look.shared_pages - (0 if look.match is None else look.match.depth)
-        num_sent = pages_for(first.end, page_size) - first.start // page_size
-        found = *look.loads, *(() if last.source.sends else (last,))
-        brought = {one.source.name: one.end - one.start for one in found}
-        return num_sent if first.source.sends else 0, num_joined * page_size, brought
-
 
 class CachedSource(Source):
     """Nothing is lacking: the request ran before, and all its KV is cached, or on its way."""
@@ -124,18 +115,14 @@ class PrefillSource(Source):
         workers.promise(key, workers.of(req.prefill), flight.pages.num_own)
         for source in self._ledger.organs:
             source.asked(flight, segment.end, now_s)
-        self._ledger.rooms.commands.append(self._promise(req, flight, segment.end))
-
-    def _promise(self, req: DecodeRequest, flight: Flight, fill_len: int) -> OpenRoom:
-        """Costs a match and a digest, where that is not its whole prompt."""
-        pages, manager = flight.pages, self._ledger.pages
+        pages, manager, fill_len = flight.pages, self._ledger.pages, segment.end
         end = pages_for(fill_len, manager.page_size)
         # After some output the tokens to compute are more than the prompt, and without its end they
-        # are fewer, so their digest is another.
+        # are fewer, so their digest is another: it costs a match and a digest.
         digest = req.request.digest
         if fill_len != req.prompt_len:
-            key = req.key if fill_len == len(req.key) else req.key.prefix(fill_len)
-            digest, _ = manager.digest(key, manager.match(key, req.request.cacheable))
+            sent = req.key if fill_len == len(req.key) else req.key.prefix(fill_len)
+            digest, _ = manager.digest(sent, manager.match(sent, req.request.cacheable))
         promise = Promise(
             *flight.room_key.numbers,
             fill_len=fill_len,
@@ -146,7 +133,7 @@ class PrefillSource(Source):
             weights_version=self._ledger.weights_version,
             groups=manager.groups.promised(pages.row, end),
         )
-        return OpenRoom(promise, req.prefill)
+        self._ledger.rooms.commands.append(OpenRoom(promise, req.prefill))
 
     def arrived(self, key: RoomKey, aux: bytes, now_s: float) -> Flight | None:
         """Note that prefill has sent all that a room was promised for. Return its flight; None if

@@ -205,25 +205,27 @@ class DecodeJournal(Journal):
         super().__init__(REASONS)
         self.pages_received = 0
 
-    def admitted(
-        self, req: DecodeRequest, now_s: float, new_pages: int, shared_tokens: int,
-        brought: dict[str, int],
-    ) -> None:  # fmt: skip
-        """Prefill is asked for `new_pages`. Of the locked prefix, `shared_tokens` are on their way
-        with another flight; other sources bring tokens by their name."""
-        counters = self.counters
+    def admitted(self, req: DecodeRequest, plan: Any, now_s: float) -> None:
+        """A request's `Plan` is carried out: of the locked prefix, some tokens are on their way
+        with another flight; sources bring the others."""
+        look, first, last = plan.look, plan.segments[0], plan.segments[-1]
+        page_size, counters = req.page_manager.page_size, self.counters
+        num_joined = look.shared_pages - (0 if look.match is None else look.match.depth)
+        shared_tokens = num_joined * page_size
         counters["admitted"] += 1
         counters["prompt_tokens"] += req.fill_len
         counters["skipped_tokens"] += req.prefix_len
         if shared_tokens:
             counters["shared_flights"] += 1
             counters["shared_tokens"] += shared_tokens
-        req.new_pages += new_pages
+        if first.source.sends:
+            req.new_pages += pages_for(first.end, page_size) - first.start // page_size
         # An attempt that has failed, or was retracted, has brought nothing of the prompt.
         if req.first_token_s is None:
             req.hit_tokens = req.prefix_len - shared_tokens
             req.shared_tokens = shared_tokens
-            req.brought = brought
+            found = *look.loads, *(() if last.source.sends else (last,))
+            req.brought = {one.source.name: one.end - one.start for one in found}
         # Counters above are of admissions; what follows is of requests, so a second admission adds
         # nothing.
         if req.admitted_s is not None:
@@ -259,10 +261,6 @@ class DecodeJournal(Journal):
             waits = "loaded" in req.brought or req.shared_tokens
             self.waited("engine", req.committed_s if waits else req.transferred_s, now_s)
             self.waited("first_token", req.arrived_s, now_s)
-
-    def ended(self, req: DecodeRequest, now_s: float) -> None:
-        req.ended_s = now_s
-        self.notify_ended(req, now_s)
 
 
 def timeline(req: DecodeRequest, page_bytes: int, page_size: int) -> dict[str, Any]:

@@ -38,8 +38,7 @@ from prefixkv.decode.request import (
     DecodeState,
     PrefillAsk,
 )
-from prefixkv.decode.rooms import Rooms
-from prefixkv.decode.waiting import Workers
+from prefixkv.decode.rooms import Rooms, Workers
 from prefixkv.errors import (
     AbortedError,
     AdmissionTimeoutError,
@@ -208,8 +207,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             late = TransferTimeoutError(f"request {req.rid!r} {self.waiting.why(req, now_s)}")
             self._try_again(req, late)
         for req, why in self.waiting.expired(now_s):
-            error = AdmissionTimeoutError(f"request {req.rid!r} {why}")
-            self._fail(req, error)
+            self._fail(req, AdmissionTimeoutError(f"request {req.rid!r} {why}"))
         # 3. Raise last: by now every admitted request has its room, and the next call returns it,
         # unless it has failed or completed since.
         self._tell()
@@ -581,21 +579,20 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         """True if a `pop_*` call returns something, or may admit. O(1)."""
         # Admitted: by a call that raised.
         left = self._failed or self._admitted or self.prefill.asks or self.flights.complete
-        return bool(left or self.waiting.may_admit or self._own.has_new)
+        return bool(left or self.waiting.may_admit or self._own.has_new())
 
     @property
     def idle(self) -> bool:
-        """True if nothing is left: no request, nothing to pop, no undrained room. O(1)."""
+        """True if nothing is left: no request, nothing to pop, no undrained room, no copy."""
         left = self.requests or self._failed or self.prefill.asks or len(self.rooms)
-        if left or self.ledger.deferred or len(self.flights):
-            return False
-        return all(source.is_idle for source in self._organs)
+        kept = self.ledger.deferred or len(self.flights)
+        return not (left or kept or any(any(source.keeps()) for source in self._organs))
 
     @property
     def wake_s(self) -> float:
         """Time at which the next request may pass its deadline, or be admitted since it is overdue;
         infinity if none waits."""
-        wakes = (source.wake_s for source in self._organs)
+        wakes = (source.wake_s() for source in self._organs)
         return min(self.waiting.wake_s, self._deadlines.next_s, *wakes)
 
     # --- calls of the control plane ---------------------------------------------------------------
@@ -603,8 +600,21 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def hear(self, event: Any, now_s: float) -> None:
         """Take what became of a room on all ranks, of a prefill worker, or of a source's order."""
         match event:
-            case RoomEnded():
-                self.room_ended(event.key, event.poll, event.error, event.aux, now_s)
+            # Success. If its flight is gone, or has lost its owner, the room number is what still
+            # waits for the proof that every write has landed.
+            case RoomEnded(key, KVPoll.SUCCESS):
+                flight = self.prefill.arrived(key, event.aux, now_s)
+                if flight is None or flight.owner is None:
+                    self.room_drained(key)
+            # Failure is no proof: writes may still be landing. The pages move to the room, which
+            # holds them until `room_drained`. The request tries again with other pages. Where the
+            # room was aborted here meanwhile, its pages are held already, and the request has
+            # ended.
+            case RoomEnded(key):
+                if (flight := self.prefill.open.get(key)) is not None:
+                    self.journal.transfer_ended(flight.prefill, "failed")
+                    error = event.error or InternalError(f"{key} failed without a reason")
+                    self.fail_room(flight, error, None)
             case RoomDrained(key):
                 self.room_drained(key)
             case RoomOverdue(key):  # it is not drained by its deadline: its pages stay held
@@ -635,27 +645,6 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
                 for source in self._organs:
                     if (flight := source.hear(event, now_s)) is not None:
                         self._ending.cancel(flight, event.error)
-
-    def room_ended(
-        self, key: RoomKey, poll: KVPoll, error: Exception | None, aux: bytes, now_s: float
-    ) -> None:
-        """Note that a room is terminal: its KV has arrived, or its request tries again or fails.
-
-        `poll`: SUCCESS, or else it failed with `error`. `aux` came with a success; bytes.
-        """
-        # 1. Success. If its flight is gone, or has lost its owner, the room number is what still
-        # waits for the proof that every write has landed.
-        if poll is KVPoll.SUCCESS:
-            flight = self.prefill.arrived(key, aux, now_s)
-            if flight is None or flight.owner is None:
-                self.room_drained(key)
-        # 2. Failure is no proof: writes may still be landing. The pages move to the room, which
-        # holds them until `room_drained`. The request tries again with other pages. Where the room
-        # was aborted here meanwhile, its pages are held already, and the request has ended.
-        elif (flight := self.prefill.open.get(key)) is not None:
-            self.journal.transfer_ended(flight.prefill, "failed")
-            error = error or InternalError(f"{key} failed without a reason")
-            self.fail_room(flight, error, None)
 
     def take_orders(self) -> list[Any]:
         """Return the copies that sources want to be made, and forget them; `hear` takes the end of
@@ -698,8 +687,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         held_by: set[RoomKey] = set()
         for source in (*self._organs, self.prefill):
             source.check_invariants(live)
-            locks |= source.locks
-            held_by |= source.held_by
+            its_locks, its_keys = source.keeps()
+            locks |= its_locks
+            held_by |= its_keys
         # Pages have three kinds of owners: requests, flights that lost their request, and undrained
         # rooms. The last are the allocator's to count, as held.
         held = [req.pages_held for req in live if req.pages_held is not None]
@@ -709,6 +699,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             "only undrained rooms hold pages, and loads that nothing waits for": held_by
             <= set(self.pages.allocator.owners())
             <= self.rooms.undrained() | held_by,
+            "what waits lives": set(self.waiting) <= set(requests),
             "active counts the admitted requests": self.budget.active
             == sum(req.state in ACTIVE for req in requests),
         }
@@ -746,7 +737,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         flights = self.planner.take(plan, now_s)
         req.become(DecodeState.PREALLOCATED)
         self.waiting.remove(req)
-        self.journal.admitted(req, now_s, *plan.counts(self.pages.page_size))
+        self.journal.admitted(req, plan, now_s)
         sends = plan.segments[0].source.sends
         fault: Exception | None = None
         try:
@@ -767,13 +758,14 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def _lacks_source(self, plan: Plan) -> Exception:
         req, missing = plan.req, plan.req.fill_len - plan.look.start
         worker = f"prefill worker {req.prefill} does not answer" if req.prefill else "it names none"
-        why = f"lacks {missing} tokens, more than decode may compute of one, and {worker}"
+        most = self._own.most_alone
+        why = f"lacks {missing} tokens, decode computes {most} of one alone, and {worker}"
         return PeerLostError(f"request {req.rid!r} {why}")
 
     def _meet(self, req: DecodeRequest) -> None:
         """Find out, once, whether the worker of a request that has just queued answers."""
-        worker = self.workers.get(req.prefill)
-        if self.workers.gated and req.prefill and worker is not None and not worker.is_met:
+        worker = self.workers.of(req.prefill)
+        if self.workers.gated and req.prefill and not worker.is_met:
             worker.is_met = True
             self._commands.append(MeetPrefill(req.prefill))
         if self.workers.is_down(req.prefill):

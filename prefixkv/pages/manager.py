@@ -24,8 +24,7 @@ import numpy as np
 from prefixkv.cache.node import PAGE_ID_BYTES, Root
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey
-from prefixkv.cache.results import MatchResult, PrefixLock, packed_path
-from prefixkv.cache.saves import Saves
+from prefixkv.cache.results import MatchResult, PrefixLock, Saves, packed_path
 from prefixkv.config import PageOptions
 from prefixkv.digest import PathHash, begin_hash
 from prefixkv.errors import (

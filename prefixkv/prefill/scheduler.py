@@ -4,7 +4,7 @@ A request that has ended keeps its lock and its own tail until the control plane
 write reads them (`source_free`), and the engine has seen the end (`pop_sent`, `pop_failed`): it may
 be computing into them. A chunk's KV goes to the tree at the next `pop_bootstrapped`, so the chunk
 is on its way before. Requests that need a prefix which another computes wait
-(`shared_prefixes.py`).
+(`bootstrap_queue.py`).
 
 Source: SGLang's prefill queues (`disaggregation/prefill.py`).
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import ClassVar, assert_never
+from typing import Any, ClassVar, assert_never
 
 from prefixkv.cache.events import EventFeed
 from prefixkv.cache.radix_key import RadixKey
@@ -36,16 +36,16 @@ from prefixkv.pages.requests import (
     still_pending,
 )
 from prefixkv.paging import pages_for
-from prefixkv.prefill.bootstrap_queue import PrefillBootstrapQueue
+from prefixkv.prefill.bootstrap_queue import PrefillBootstrapQueue, SharedPrefixes
 from prefixkv.prefill.request import (
+    EnginePrefix,
     PrefillJournal,
     PrefillRequest,
     PrefillState,
+    Resume,
     checked_chunk,
     state_of,
 )
-from prefixkv.prefill.resume import EnginePrefix, NoPrefix, Resume
-from prefixkv.prefill.shared_prefixes import SharedPrefixes
 from prefixkv.protocol.commands import (
     AbortRoom,
     AddRoom,
@@ -66,7 +66,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
 
     journal: PrefillJournal
     # Of the pages, the first slot of their `Saves`, and the config; `assembly.py` puts it here.
-    resume_at_saves: ClassVar[Callable[..., Resume]]
+    resume_at_saves: ClassVar[Callable[..., Any]]
 
     def __init__(
         self,
@@ -85,10 +85,9 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         self._resume = Resume()
         if pages.saves.num_slots:
             self._resume = self.resume_at_saves(pages, num_slots, config)
-        elif pages.windows or (num_slots and usable_prefix is None):
-            self._resume = NoPrefix()  # no state, and no window, is kept behind a prefix
-        elif usable_prefix is not None:
-            self._resume = EnginePrefix(usable_prefix, pages.errors)
+        elif pages.windows or num_slots or usable_prefix is not None:
+            # No window is kept behind a prefix; a state may be by the engine.
+            self._resume = EnginePrefix(None if pages.windows else usable_prefix, pages.errors)
         self.shared_prefixes = SharedPrefixes(
             pages.page_size, self.counters, config.follow_s, self._resume
         )
@@ -344,7 +343,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         if req.state.ended:
             return
         self._commands.append(AbortRoom(req.room_key, reason_of(error)))
-        # While it sends, only its room knows whether the last write was first: `room_ended`
+        # While it sends, only its room knows whether the last write was first: RoomEnded
         # decides.
         if req.state is not PrefillState.SENDING:
             self._end(req, error, now_s)
@@ -376,44 +375,30 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
 
     def hear(self, event: PrefillEvent, now_s: float) -> None:
         """Take what became of a room on all ranks."""
+        req = self._rooms.get(event.key)
+        if req is None:
+            return
         match event:
             case Bootstrapped():
-                self.room_bootstrapped(event.key, event.prefix_len, event.peer.name, now_s)
+                # It may have been aborted while the event was on its way.
+                if req.state is PrefillState.BOOTSTRAPPING:
+                    self.bootstrapped.add(req, event.prefix_len)
+                    self.journal.promised(req, event.peer.name, now_s)
             case RoomEnded():
-                self.room_ended(event.key, event.poll, event.error, now_s)
-            case SourceFree():
-                self.source_free(event.key, now_s)
+                if not req.state.ended:
+                    # What the engine has said goes before what became of the room then.
+                    why = f"{event.key} failed without a reason"
+                    error = req.given_up or event.error or InternalError(why)
+                    self._end(req, None if event.poll is KVPoll.SUCCESS else error, now_s)
+            case SourceFree():  # no write reads its pages: released once the engine is done
+                # A failed request with a state slot was kept back: the engine may reuse the slot
+                # once it is popped.
+                if req.state is PrefillState.FAILED and req.state_slot >= 0 and not req.source_free:
+                    self._failed.append(req)
+                req.source_free = True
+                self._maybe_release(req, now_s)
             case _:
                 assert_never(event)
-
-    def room_bootstrapped(
-        self, key: RoomKey, decode_prefix_len: int, peer: str, now_s: float
-    ) -> None:
-        req = self._rooms.get(key)
-        # It may have been aborted while the event was on its way.
-        if req is not None and req.state is PrefillState.BOOTSTRAPPING:
-            self.bootstrapped.add(req, decode_prefix_len)
-            self.journal.promised(req, peer, now_s)
-
-    def room_ended(self, key: RoomKey, poll: KVPoll, error: Exception | None, now_s: float) -> None:
-        """End the request of a terminal room, as sent or as failed."""
-        req = self._rooms.get(key)
-        if req is None or req.state.ended:
-            return
-        # What the engine has said goes before what became of the room then.
-        error = req.given_up or error or InternalError(f"{key} failed without a reason")
-        self._end(req, None if poll is KVPoll.SUCCESS else error, now_s)
-
-    def source_free(self, key: RoomKey, now_s: float) -> None:
-        """Note that no write reads a room's pages; release them once the engine is done."""
-        req = self._rooms.get(key)
-        if req is not None:
-            # A failed request with a state slot was kept back: the engine may reuse the slot once
-            # it is popped.
-            if req.state is PrefillState.FAILED and req.state_slot >= 0 and not req.source_free:
-                self._failed.append(req)
-            req.source_free = True
-            self._maybe_release(req, now_s)
 
     def settle_deferred(self, now_s: float) -> None:
         """Release the pages of popped requests with which the device is done."""

@@ -1,5 +1,5 @@
 """The whole decode side under fire, one to four ranks of it, with and without extra state, windows,
-own compute and host memory: `PairSim` with every fault as a step of its own.
+own compute and host memory: `EngineSim` with every fault as a step of its own.
 
 A run is a list of integers, so that hypothesis can draw it and shrink it: each spells one step
 (`Spelled`). The laws are audited after each; when the list ends, everybody goes on without faults
@@ -23,9 +23,9 @@ from prefixkv.cache.eviction.policy import register_policy
 from prefixkv.config import ComputeConfig, DecodeConfig, HostConfig
 from prefixkv.decode.host_tier import HostPages
 from prefixkv.decode.request import DecodeRequest, DecodeState
+from prefixkv.decode.rooms import Workers
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.decode.sources import Sources
-from prefixkv.decode.waiting import Workers
 from prefixkv.errors import NotFiniteError, PrefixKVError
 from prefixkv.pages.allocator import PageState
 from prefixkv.pages.manager import PageManager
@@ -36,8 +36,8 @@ from prefixkv.request import Hints, Request
 from tests.laws.auditor import assert_at_rest, audit_decode, audit_prefill
 from tests.support.fabric import Hold
 from tests.support.schedulers import decode_scheduler, host_of, timed_by
-from tests.support.sim import Storm
-from tests.support.sim_engines import PAGE_SIZE, ROWS, SPOILT, DecodeEngine, FollowedLog, PairSim
+from tests.support.sim import SINGLE, Storm
+from tests.support.sim_engines import PAGE_SIZE, ROWS, SPOILT, DecodeEngine, EngineSim, FollowedLog
 from tests.support.sim_host import SimHost
 from tests.support.sim_memory import Memory
 from tests.support.sim_rank import TIMING, SimRank
@@ -152,7 +152,7 @@ class Engine(DecodeEngine):
         return self.scheduler.pop_failed(self.sim.device_work())
 
 
-class SchedulerSim(PairSim):
+class SchedulerSim(EngineSim):
     """See the module's text. `setup` spells pools, policies and the number of ranks; `has_host`:
     surely with host memory."""
 
@@ -190,12 +190,13 @@ class SchedulerSim(PairSim):
         self.past: list[tuple[list[int], object]] = []  # conversations that may go on
         self.stalls: list[Hold] = []
         num_slots = chance.choice([0, 8, 3])
-        window = 0 if self.compute is None else chance.choice([0, 5, 9])
+        window = chance.choice([0, 5, 9])
         # Where decode computes, with extra state or a window, it needs checkpoints.
         is_computed = self.compute is not None and (num_slots or window)
         self.num_checkpoints = chance.choice([3, 1, 8, 0]) if is_computed else 0
         super().__init__(
             seed=0,
+            shape=SINGLE,
             storm=Storm(
                 **{fault: chance.choice([0.0] if is_quiet else [0.0, 0.05, 0.2])
                    for fault in ("fail_at_post", "fail_at_check")},
@@ -207,6 +208,7 @@ class SchedulerSim(PairSim):
             num_slots=num_slots,
             window=window,
             window_pages=(48, chance.choice([30, 12, 60])),
+            checkpoints=chance.choice([0, 3]) if window and not num_slots else 0,
             decode_step=2 * PAGE_SIZE,
             chance=chance,
         )  # fmt: skip
@@ -445,7 +447,7 @@ class SchedulerSim(PairSim):
         request = Request(
             rid, tokens, room=room, hints=hints,
             max_new_tokens=self.random.randint(1, 6 if self.is_quiet else 24),
-            prefill="" if names_none else self.address,
+            prefill="" if names_none else self.addresses[0],
             decode=self.readers[0].me.name,
             cacheable=cacheable, namespace=namespace, priority=self.random.choice([0, 5]),
             deadline_s=self.random.choice([None, None, None if self.is_quiet else 1.0]),
@@ -539,7 +541,7 @@ class SchedulerSim(PairSim):
         live = self.decode.scheduler.requests.values()
         for req in live:
             if not req.prefill and req.state is not DecodeState.PREALLOCATED:
-                self.decode.scheduler.retarget(req.rid, self.address)
+                self.decode.scheduler.retarget(req.rid, self.addresses[0])
                 return _DECODE
         return _IDLE
 
@@ -653,13 +655,14 @@ class SchedulerSim(PairSim):
         return _PREFILL
 
     def fence_dead(self) -> int:
-        """The orchestrator kills what was stopped or replaced, and says so."""
-        self.fence_former()
+        while self.to_fence:
+            self.fence()
         return _DECODE
 
     def fence_living(self) -> int:
-        self.fence_current()
-        return _DECODE | _PREFILL
+        """Pages whose write failed after posting come back only when the writer's agent ends."""
+        self.restart_prefill("killed")
+        return self.fence_dead() | _PREFILL
 
     def restart_decode_dead(self) -> int:
         self._compare_ranks()
@@ -704,7 +707,7 @@ class SchedulerSim(PairSim):
             if self.now_s - started_s > 100.0 * (fenced + 1) and fenced < 2:
                 # Every deadline has passed by now: what is left is held for want of proof, which a
                 # fence gives.
-                (self.fence_former, self.fence_current)[fenced]()
+                (self.fence_dead, self.fence_living)[fenced]()
                 fenced += 1
         self._assert_nothing_is_left()
 

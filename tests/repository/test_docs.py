@@ -25,11 +25,11 @@ import pytest
 
 import prefixkv
 from benchmarks.__main__ import BENCHMARKS
-from benchmarks.ports import free_port
 from prefixkv import DecodeNode, PrefillNode
 from prefixkv.decode.request import DecodeState
 from tests.support.node_pair import NodePair, make_pool, tokens_of
 from tests.support.patience import PATIENCE_S
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [

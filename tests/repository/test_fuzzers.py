@@ -13,7 +13,6 @@ import pytest
 FUZZ = Path(__file__).parents[2] / "fuzz"
 SECONDS = ["--seconds", "2"]
 SHORT = {
-    "frames.py": ["--frames", "3000"],
     "twenty_mutants.py": ["--only", "10", "--processes", "1"],
     **{
         f"run.py {name}": [*SECONDS, *more]
@@ -21,10 +20,10 @@ SHORT = {
             "allocator": [],
             "engine": [],
             "explore": ["--max-states", "300"],
+            "frames": ["--frames", "3000"],
             "leases": [],
             "liveness": ["--seed", "7000"],
             "mesh_pair": [],
-            "pair": [],
             "radix": [],
             "scheduler": [],
             "weights": [],
@@ -38,7 +37,7 @@ LIMIT_S = 900.0  # of one that takes half a minute, on a machine with much other
 def test_each_is_run() -> None:
     run = load(FUZZ / "run.py")
     names = [f"run.py {name}" for name in (*run.SEEDED, *run.WHOLE)]
-    files = {path.name for path in FUZZ.glob("*.py")} - {"mutants.py", "run.py"}
+    files = {path.name for path in FUZZ.glob("*.py")} - {"mutants.py", "run.py", "frames.py"}
     assert {*names, *files} == SHORT.keys()
 
 

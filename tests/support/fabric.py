@@ -29,10 +29,9 @@ from prefixkv.errors import (
     PeerLostError,
     TransferError,
 )
-from prefixkv.memory.staging_area import BLOCK_BYTES
+from prefixkv.memory.kv_layout import BLOCK_BYTES
 from prefixkv.paging import Pages
 from prefixkv.protocol.ids import ChunkTag, PeerId
-from prefixkv.transfer import RoomKey
 from prefixkv.transport.base import (
     Arrived,
     PeerMemory,
@@ -85,9 +84,7 @@ class Hold:
             self._holds.remove(self)
 
 
-Guard = Callable[[PeerId, RoomKey, Pages], None]
-StagingGuard = Callable[[PeerId, ChunkTag, Pages], None]
-WindowGuard = Callable[[PeerId, str, RoomKey, Pages], None]
+Guard = Callable[[PeerId, str, ChunkTag, Pages], None]  # target, route, tag
 _DEFAULTS = TransportConfig()
 
 
@@ -132,10 +129,8 @@ class FakeFabric:
         fail_at_post, fail_at_check: probability that a part is refused, or fails once posted.
         lands_late: probability that a part which failed at its check still lands at some time.
         lose_notification: probability that a notification never arrives.
-        guard, staging_guard, state_guard, window_guard: called before blocks land in pages, in a
-            staging area, in state and in pages of a window group, so that a test can assert that
-            each is written only by the room that owns it. A staging guard gets the write's tag,
-            which names the lease; a state guard gets slots, a window guard the route too.
+        guard: called before blocks land, so that a test can assert that each page, slot, or block
+            of a staging area is written only by the room that owns it, or the lease.
     """
 
     seed: int
@@ -145,9 +140,6 @@ class FakeFabric:
     lands_late: float = 0.5
     lose_notification: float = 0.0
     guard: Guard | None = None
-    staging_guard: StagingGuard | None = None
-    state_guard: Guard | None = None
-    window_guard: WindowGuard | None = None
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -274,13 +266,9 @@ class FakeFabric:
         and that the blocks are the job's. Raises InternalError."""
         pages = np.unique(np.array([page for *_, page in blocks], dtype=np.int32))
         peer, job = write.peer.peer, write.job.job
+        if self.guard is not None:
+            self.guard(peer, job.route, write.tag, pages)
         if job.route != "staging":
-            if job.route in ("pages", "state"):
-                guard = self.guard if job.route == "pages" else self.state_guard
-                if guard is not None:
-                    guard(peer, write.job.room, pages)
-            elif self.window_guard is not None:
-                self.window_guard(peer, job.route, write.job.room, pages)
             return
         area = self.transports[peer].memory.relay
         blocks_of_job = job.dst_pages.tolist()
@@ -293,8 +281,6 @@ class FakeFabric:
                 raise InternalError(
                     f"job {job.job_id} lands at {target}, its blocks in {area} are {job.dst_pages}"
                 )
-        if self.staging_guard is not None:
-            self.staging_guard(peer, write.tag, pages)
 
     def _complete(self, write: _Write) -> None:
         """Notify the target, unless the notification is lost by chance, and tell the writer."""

@@ -12,7 +12,6 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from benchmarks.hybrid_models import config_of
 from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig
 from prefixkv.engines.hf import (
     DecodeEngine,
@@ -27,13 +26,14 @@ from prefixkv.engines.hf.models import unpaged_copy
 from prefixkv.engines.hf.requests import TokenLogprob
 from prefixkv.engines.hf.thinking import KeepThinking
 from tests.support.devices import DEVICE
+from tests.support.hybrid_models import config_of
 from tests.support.patience import NEVER_S, until
 
 BY_SIZE = 100.0  # a share of steps
 
 _CONTROL = ControlConfig(
     waiting_timeout_s=NEVER_S, transfer_timeout_s=NEVER_S, bootstrap_timeout_s=NEVER_S,
-    longest_wait_s=100 * NEVER_S,
+    longest_wait_s=100 * NEVER_S, connect_timeout_s=NEVER_S,
 )  # fmt: skip
 # Logits on pages differ from those of one forward by about 1e-5: sums are formed in another order.
 # With states it is up to 1e-4 for Qwen3-Next, also without pages, and 1 where a state is wrong.
@@ -188,7 +188,7 @@ class World:
 
 @cache
 def family(name: str) -> tuple[PagedModel, Reference]:
-    """A tiny model of `benchmarks/hybrid_models.py`."""
+    """A tiny model of `hybrid_models`."""
     made = make_model(config_of(name), seed=3, device=DEVICE)
     return made, Reference(made)
 

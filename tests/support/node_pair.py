@@ -1,8 +1,9 @@
 """Stand-in engines around a DecodeNode and a PrefillNode: the scheduler loops of the tests that run
-real nodes.
+real nodes. Workers of several ranks, with window layers or extra state: `mesh_workers`.
 
-Both compute the KV pattern of the demo, so every byte of every page a request holds can be checked
-at any time. `step` never blocks. A test may keep prefill from computing (`hold`), or decode from
+Both compute the KV pattern of the demo, which follows from the whole prefix, the layer, K or V, and
+the head of the *model*; so every byte of every page a request holds can be checked at any time, on
+any rank. `step` never blocks. A test may keep prefill from computing (`hold`), or decode from
 going on (`hold_running`), to stop a request in the state it wants.
 """
 
@@ -11,21 +12,25 @@ from __future__ import annotations
 import contextlib
 import select
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from prefixkv import DecodeNode, PrefillNode
-from prefixkv.conformance.hashing import PrefixHasher, sample
+from prefixkv.cache.events import page_keys
+from prefixkv.cache.radix_key import RadixKey
+from prefixkv.conformance.hashing import Hashes, PrefixHasher, sample
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.errors import OutOfPagesError
 from prefixkv.memory.kv_pool import KVPool
+from prefixkv.memory.mesh import Mesh
 from prefixkv.pages.manager import PageManager
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.request import Request
+from prefixkv.serving.router import WorkerIndex
 from tests.laws.auditor import assert_at_rest
 from tests.support.devices import DEVICE
 from tests.support.patience import PATIENCE_S
@@ -54,18 +59,64 @@ def first_token(tokens: Tokens) -> int:
     return int(sample(_hasher.prefixes(tokens)[-1:])[0])
 
 
-class PrefillDriver:
-    """Prefill's engine. Computes `chunk` tokens a step of each request it does not hold."""
+class RankKV:
+    """The KV of one rank: of the pool, of groups that have its pages, and of groups that keep a
+    window. `meshes`: how the heads of each are shared out, where they are."""
 
-    def __init__(self, node: PrefillNode, chunk: int = 8) -> None:
+    def __init__(self, pool: KVPool, meshes: Sequence[Mesh] = (), rank: int = 0) -> None:
+        pools = [pool, *(group.pool for group in pool.groups)]
+        places = [(mesh, rank) for mesh in meshes] or [None] * len(pools)
+        first, *others = (
+            pattern_in(one, SALT, place) for one, place in zip(pools, places, strict=True)
+        )
+        of_groups = list(zip(pool.groups, others, strict=True))
+        self.pattern = first
+        self.full = [first, *(pattern for group, pattern in of_groups if not group.window)]
+        self.windows = [(group, pattern) for group, pattern in of_groups if group.window]
+
+    def fill(self, view: View, start: int, hashes: Hashes) -> None:
+        for pattern in self.full:
+            pattern.fill(view.pages, start, hashes)
+        for group, pattern in self.windows:
+            first, ids = view.window_pages(group.name)
+            behind = first * pattern.page_size
+            pattern.fill(ids, start - behind, hashes[behind:])
+
+    def mismatches(self, view: View, hashes: Hashes) -> int:
+        """Over all that the next token sees."""
+        wrong = sum(pattern.mismatches(view.pages, hashes) for pattern in self.full)
+        for group, pattern in self.windows:
+            first, ids = view.window_pages(group.name)
+            behind = first * pattern.page_size
+            assert behind <= max(0, len(hashes) + 1 - group.window), "the window is not all there"
+            wrong += pattern.mismatches(ids, hashes[behind:])
+        return wrong
+
+
+class View(NamedTuple):
+    """A request's pages as one rank knows them."""
+
+    pages: Any
+    window_pages: Callable[[str], Any]
+
+
+class PrefillDriver:
+    """Prefill's engine. Computes `chunk` tokens a step of each request it does not hold. With
+    `router`, what routers are told of is what can be used, and all of it."""
+
+    def __init__(
+        self, node: PrefillNode, chunk: int = 8, ranks: Sequence[RankKV] = (), router: bool = False
+    ) -> None:
         self.node = node
         self.chunk = chunk
+        self.ranks = ranks or [RankKV(node.pool)]
+        self.router = WorkerIndex(10_000) if router else None
+        self.starts: dict[str, int] = {}
         self.hold = False
         self.aux: Callable[[PrefillRequest], bytes] = lambda req: first_token(req.tokens).to_bytes(
             4, "little"
         )
         self.ready: dict[tuple[str, int], Any] = {}  # by request and number of the chunk
-        self.pattern = pattern_in(node.pool, SALT)
         self.computing: dict[str, PrefillRequest] = {}
         self.computed: dict[str, int] = {}
         self.chunks: dict[str, int] = {}
@@ -81,9 +132,15 @@ class PrefillDriver:
     def step(self) -> None:
         for req in self.node.pop_bootstrapped():
             hashes = _hasher.prefixes(req.tokens)
-            self.mismatches += self.pattern.mismatches(req.pages, hashes[: req.prefix_len])
+            for rank, view in zip(self.ranks, self.views(req), strict=True):
+                self.mismatches += rank.mismatches(view, hashes[: req.prefix_len])
             self.computing[req.rid] = req
-            self.computed[req.rid] = req.prefix_len
+            self.computed[req.rid] = self.starts[req.rid] = req.prefix_len
+            if self.router is not None:
+                assert self.router.apply(self.node.take_cache_events())
+                page_size = self.node.pool.layout.page_size
+                keys = page_keys(RadixKey(req.tokens[:-1]).data, page_size)
+                assert req.prefix_len == self.router.depth(None, keys) * page_size
             self.chunks[req.rid] = 0
         for req in self.node.pop_failed():
             self.computing.pop(req.rid, None)
@@ -96,31 +153,61 @@ class PrefillDriver:
 
     def compute(self, req: PrefillRequest) -> None:
         """One chunk of this request, also while holding."""
-        hashes = _hasher.prefixes(req.tokens)
+        if req.state.ended:
+            return
         start = self.computed[req.rid]
-        end = min(start + self.chunk, req.num_tokens)
-        self.pattern.fill(req.pages, start, hashes[:end])
+        end = min([start + self.chunk, req.num_tokens, *(at for at in req.stops if at > start)])
         last = end == req.num_tokens
+        if last and not self.may_end(req):
+            return
+        self.fill(req, start, end)
+        more = self.state_of(req, start, end)
         ready = self.ready.get((req.rid, self.chunks[req.rid]))
-        self.node.send_chunk(req, end, last, self.aux(req) if last else b"", ready)
+        self.node.send_chunk(req, end, last, self.aux(req) if last else b"", ready, **more)
         self.computed[req.rid] = end
         self.chunks[req.rid] += 1
         if last:
             del self.computing[req.rid]
 
+    def fill(self, req: PrefillRequest, start: int, end: int) -> None:
+        hashes = _hasher.prefixes(req.tokens)[:end]
+        for rank, view in zip(self.ranks, self.views(req), strict=True):
+            rank.fill(view, start, hashes)
+
+    def views(self, req: PrefillRequest) -> list[Any]:
+        """The request on each rank; the others know what the log has told them."""
+        views: list[Any] = [req]
+        node: Any = self.node
+        if len(self.ranks) > 1:
+            node._hand_log()
+            views += [other.request(req.rid) for other in node.others]
+        assert {(one.prefix_len, *one.stops) for one in views} == {(req.prefix_len, *req.stops)}
+        return views
+
+    def may_end(self, req: PrefillRequest) -> bool:
+        """Whether this engine has what the last chunk takes."""
+        return True
+
+    def state_of(self, req: PrefillRequest, start: int, end: int) -> dict[str, Any]:
+        """The chunk is computed; returns what goes with it."""
+        return {}
+
 
 class DecodeDriver:
     """Decode's engine. `ask(rid, tokens, room, generation)` hands a prompt to prefill's."""
 
-    def __init__(self, node: DecodeNode, ask: Callable[[str, Tokens, int, int], None]) -> None:
+    def __init__(
+        self, node: DecodeNode, ask: Callable[[str, Tokens, int, int], None],
+        ranks: Sequence[RankKV] = (),
+    ) -> None:  # fmt: skip
         self.node = node
         self.ask = ask
+        self.ranks = ranks or [RankKV(node.pool)]
         self.hold_running = False
         self.untrusted = ""  # requests whose ids begin so are served by no honest prefill
         self.together = (
             False  # who is admitted runs once all who are admitted have arrived, on any machine
         )
-        self.pattern = pattern_in(node.pool, SALT)
         self.prompts: dict[str, Tokens] = {}
         self.running: dict[str, DecodeRequest] = {}
         self.ended: dict[str, Exception | None] = {}  # None: finished
@@ -175,10 +262,20 @@ class DecodeDriver:
         """Every byte of the request's KV, and what came with it."""
         if self.untrusted and req.rid.startswith(self.untrusted):
             return
-        hashes = _hasher.prefixes(req.key.tokens())
-        self.mismatches += self.pattern.mismatches(req.pages, hashes)
+        hashes = _hasher.prefixes(req.tokens[: req.kv_len])
+        for rank, view in zip(self.ranks, self.views(req), strict=True):
+            self.mismatches += rank.mismatches(view, hashes)
         if not req.resumed:
             self.wrong_aux += req.aux != first_token(req.key.tokens()).to_bytes(4, "little")
+
+    def views(self, req: DecodeRequest) -> list[View]:
+        """The request on each rank, whose page table has to say the same pages."""
+        views, node = [View(req.pages, req.window_pages)], cast(Any, self.node)
+        if len(self.ranks) > 1:
+            for other, pages in zip(node.others, node.pages_of(req)[1:], strict=True):
+                assert pages.tolist() == req.pages.tolist()
+                views.append(View(pages, partial(other.window_pages, req.row)))
+        return views
 
     def _run(self, reqs: list[DecodeRequest]) -> None:
         for req in reqs:
@@ -194,7 +291,8 @@ class DecodeDriver:
         """Write the KV of each request's newest token, then sample the next; retract until all of
         it fits."""
         for req in reqs if write else ():
-            self.pattern.fill(req.pages, len(req.tokens) - 1, _hasher.prefixes(req.tokens))
+            for rank, view in zip(self.ranks, self.views(req), strict=True):
+                rank.fill(view, len(req.tokens) - 1, _hasher.prefixes(req.tokens))
         while reqs:
             try:
                 self.node.append_many(reqs, [first_token(req.tokens) for req in reqs])
@@ -209,12 +307,19 @@ class DecodeDriver:
 
 
 class NodePair:
-    """Two nodes of this process, and their engines taking turns. Closes what it made."""
+    """Two nodes of this process, and their engines taking turns."""
 
-    def __init__(self, decode: DecodeNode, prefill: PrefillNode) -> None:
+    def __init__(
+        self, decode: DecodeNode, prefill: PrefillNode, p: Any = None, d: Any = None
+    ) -> None:
         self.decode, self.prefill = decode, prefill
-        self.p = PrefillDriver(prefill)
-        self.d = DecodeDriver(decode, partial(self.p.add, decode=decode.peer_id.name))
+        self.p = p or PrefillDriver(prefill)
+        self.d = d or DecodeDriver(decode, partial(self.p.add, decode=decode.peer_id.name))
+
+    @property
+    def failed(self) -> dict[str, Exception]:
+        """Of decode's."""
+        return {rid: error for rid, error in self.d.ended.items() if error is not None}
 
     def submit(
         self, rid: str, tokens: Tokens, max_new_tokens: int = 4, **options: Any
@@ -249,7 +354,10 @@ def left(node: DecodeNode | PrefillNode) -> dict[str, int]:
     """What keeps a node from rest."""
     stats = node.stats()
     names = ("requests", "rooms", "locks", "pages_owned", "pages_held", "pages_quarantined")
-    return {name: stats[name] for name in names if stats[name]}
+    others = sum(other.num_rooms for other in getattr(node, "others", ()))
+    return {name: stats[name] for name in names if stats[name]} | (
+        {"others": others} if others else {}
+    )
 
 
 def scheduling(node: DecodeNode | PrefillNode) -> dict[str, Any]:

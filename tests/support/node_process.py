@@ -39,8 +39,8 @@ class LatePrefillDriver(PrefillDriver):
         self._late: list[torch.Tensor] = []  # what a copy still reads
 
     def compute(self, req: PrefillRequest) -> None:
-        assert isinstance(self.pattern, MirroredPattern)
-        pool, pattern = self.node.pool, self.pattern
+        pool, pattern = self.node.pool, self.ranks[0].pattern
+        assert isinstance(pattern, MirroredPattern)
         hashes = _hasher.prefixes(req.tokens)
         start = self.computed[req.rid]
         end = min(start + self.chunk, req.num_tokens)

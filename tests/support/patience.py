@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from benchmarks.ports import free_port
+from tests.support.ports import free_port
 
 PATIENCE_S = 120.0
 NEVER_S = 1000.0  # well beyond anybody's patience

@@ -67,14 +67,6 @@ def state(pid: int, thread: str = "") -> str:
         return file.read().rpartition(")")[2].split()[0]
 
 
-def processor_s(pid: int) -> float:
-    """Processor time that the process has taken, in steps of a hundredth of a second: unlike what
-    a clock says, it does not depend on what else the machine does."""
-    with open(f"/proc/{pid}/stat") as file:
-        fields = file.read().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def die_with(parent: int) -> None:
     """Have the kernel kill this process when its parent dies, also while it is stopped."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

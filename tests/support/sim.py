@@ -19,8 +19,8 @@ import numpy as np
 
 from prefixkv.config import TransportConfig
 from prefixkv.conformance.hashing import PrefixHasher
+from prefixkv.memory.kv_layout import BLOCK_BYTES, whole_blocks
 from prefixkv.memory.mesh import Mesh, sent_shares
-from prefixkv.memory.staging_area import BLOCK_BYTES, whole_blocks
 from prefixkv.memory.state_layout import StateTensor
 from prefixkv.protocol.commands import Fence
 from prefixkv.protocol.ids import ChunkTag, PeerId, RoomKey
@@ -115,6 +115,11 @@ class Shape:
         )
 
 
+SINGLE = Shape(
+    orders=("layer_major", "layer_major"), num_layers=1, num_heads=1, head_bytes=8,
+    post_descriptors=3, post_window=8,
+)  # fmt: skip
+_FENCE_RATE = 0.02  # of the steps in which a former life could be fenced
 _SIZES = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)]
 
 
@@ -141,9 +146,9 @@ class Sim:
 
     A subclass sets `sides` and starts the ranks, and `leader`. It has `choices`: what may happen
     besides what the world does by itself; `faults`, after a step in the storm; `after_step`:
-    audits; `said`: a control object's word for its scheduler; `may_write` and `may_write_state`,
-    which raise unless what may land is the room's; `start`: the storm; `is_over`, which lets time
-    pass where nothing else happens; `assert_at_rest`.
+    audits; `said`: a control object's word for its scheduler; `may_write`, which raises unless what
+    may land is the room's; `start`: the storm; `is_over`, which lets time pass where nothing else
+    happens; `assert_at_rest`.
     """
 
     seed: int
@@ -153,10 +158,6 @@ class Sim:
 
     sides: tuple[Side, Side] = field(init=False)
     leader: RankLeader[Any] = field(init=False)
-    fence_rate = 0.02  # of the steps in which a former life could be fenced
-    address = "tcp://prefill-{}"
-    lingers = True  # `slow_writes` counts
-    in_mesh = True  # what rank 0 of a mesh says in its Hello
     prefill_version = ""  # of the weights that a life of prefill begins with
 
     def __post_init__(self) -> None:
@@ -170,8 +171,6 @@ class Sim:
         self.fabric = FakeFabric(
             self.seed, fail_at_post=storm.fail_at_post, fail_at_check=storm.fail_at_check,
             lose_notification=storm.lose_notification, guard=self._guard,
-            staging_guard=self._staging_guard, state_guard=self._state_guard,
-            window_guard=self._window_guard,
         )  # fmt: skip
         self.fabric.random = self.chance or random.Random(self.seed)
         self.wire: list[tuple[SimRank, str | bytes, bytes]] = []
@@ -180,7 +179,7 @@ class Sim:
         self.writers: list[PrefillRank] = []
         self.readers: list[DecodeRank] = []
         num_writers = self.shape.meshes[0].num_ranks
-        self.addresses = tuple(self.address.format(rank) for rank in range(num_writers))
+        self.addresses = tuple(f"tcp://prefill-{rank}" for rank in range(num_writers))
 
     # --- processes --------------------------------------------------------------------------------
 
@@ -194,7 +193,7 @@ class Sim:
         return scrambled(self._incarnation)
 
     def new_writer(self, rank: int) -> PrefillRank:
-        addresses = ("", *self.addresses[1:]) if self.in_mesh else self.addresses
+        addresses = "", *self.addresses[1:]
         return PrefillRank(self, self.sides[0], rank, self.next_incarnation(), addresses)
 
     def start_readers(self) -> None:
@@ -202,7 +201,7 @@ class Sim:
         worker = None
         for rank in range(self.sides[1].mesh.num_ranks):
             incarnation = self.next_incarnation()
-            if rank == 0 and self.in_mesh:
+            if rank == 0:
                 worker = PeerId(self.sides[1].name, incarnation)
             self.readers.append(DecodeRank(self, self.sides[1], rank, incarnation, worker))
 
@@ -223,7 +222,7 @@ class Sim:
             self.fabric.kill(rank.me)
             rank.alive = False
 
-    def _fence(self) -> None:
+    def fence(self) -> None:
         """The orchestrator makes sure that one is dead, and says so."""
         old, stopped = self.to_fence.pop(self.random.randrange(len(self.to_fence)))
         if stopped:
@@ -279,14 +278,13 @@ class Sim:
         choices = self.choices()
         if self.wire:
             choices += [self.deliver] * 3
-        if not (self.lingers and self.happens(self.storm.slow_writes)):
+        if not self.happens(self.storm.slow_writes):
             choices += [self.fabric.step] * 3
         copies = [(rank, i) for rank in self.ranks for i in range(len(rank.copies.jobs))]
         if copies and not self.happens(self.storm.slow_copies):
             choices.append(lambda: self._copy(*self.random.choice(copies)))
-        may_fence = self.fence_rate and self.to_fence
-        if may_fence and (self.calm or self.random.random() < self.fence_rate):
-            choices.append(self._fence)
+        if self.to_fence and (self.calm or self.random.random() < _FENCE_RATE):
+            choices.append(self.fence)
         self.random.choice(choices)()
         if not self.calm:
             self.faults()
@@ -303,7 +301,7 @@ class Sim:
             scatter = rank.scatters.pop(copy_id)
             fold = rank.memory.layout.page_size // scatter.plan.unit_tokens
             lease = rank.control.relay.leases.get(copy_id)
-            self.may_write(RoomKey(*lease.key), np.unique(scatter.units // fold), "a scatter")
+            self.may_write(RoomKey(*lease.key), "pages", np.unique(scatter.units // fold))
         rank.copies.run(number, error)
 
     def check_ranks(self) -> None:
@@ -316,37 +314,29 @@ class Sim:
         """The room as prefill knows it."""
         return RoomKey(*key.numbers, self.readers[0].me.name)
 
-    def _guard(self, target: PeerId, key: RoomKey, pages: np.ndarray) -> None:
-        """Called as bytes land in a pool."""
-        if target in {rank.me for rank in self.readers}:
-            self.may_write(key, pages, "a write")
-
-    def _state_guard(self, target: PeerId, key: RoomKey, slots: np.ndarray) -> None:
-        if target in {rank.me for rank in self.readers}:
-            self.may_write_state(key, slots)
-
-    def _window_guard(self, target: PeerId, route: str, key: RoomKey, pages: np.ndarray) -> None:
-        if target in {rank.me for rank in self.readers}:
-            self.may_write_window(route, key, pages)
-
-    def _staging_guard(self, target: PeerId, tag: ChunkTag, blocks: np.ndarray) -> None:
-        """Called as bytes land in a staging area."""
+    def _guard(self, target: PeerId, route: str, tag: ChunkTag, pages: np.ndarray) -> None:
+        """Called as bytes land: in pages, slots, or blocks of a staging area."""
         for rank in self.readers:
-            if rank.me == target:
-                staging = rank.control.relay
-                assert staging is not None
-                lease = staging.leases.get(tag.lease_id)
-                assert lease is not None, "a write lands in a lease that has ended"
-                assert lease.key.numbers == (tag.room, tag.generation)
-                assert lease.piece == tag.chunk
-                assert tag.rank in lease.missing, "a write lands in a lease where it was counted"
-                offset, size = next(
-                    (section.offset, section.num_bytes)
-                    for section in staging.sections_of(lease)
-                    if section.rank == tag.rank
-                )
-                first = offset // BLOCK_BYTES
-                assert set(blocks.tolist()) <= set(range(first, first + -(-size // BLOCK_BYTES)))
+            if rank.me == target and route == "staging":
+                self._may_write_lease(rank, tag, pages)
+            elif rank.me == target:
+                self.may_write(RoomKey(tag.room, tag.generation), route, pages)
+
+    def _may_write_lease(self, rank: DecodeRank, tag: ChunkTag, blocks: np.ndarray) -> None:
+        staging = rank.control.relay
+        assert staging is not None
+        lease = staging.leases.get(tag.lease_id)
+        assert lease is not None, "a write lands in a lease that has ended"
+        assert lease.key.numbers == (tag.room, tag.generation)
+        assert lease.piece == tag.chunk
+        assert tag.rank in lease.missing, "a write lands in a lease where it was counted"
+        offset, size = next(
+            (section.offset, section.num_bytes)
+            for section in staging.sections_of(lease)
+            if section.rank == tag.rank
+        )
+        first = offset // BLOCK_BYTES
+        assert set(blocks.tolist()) <= set(range(first, first + -(-size // BLOCK_BYTES)))
 
     # --- a run ------------------------------------------------------------------------------------
 

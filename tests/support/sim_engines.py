@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from typing import Any
@@ -22,14 +22,13 @@ import benchmarks.policies.gated
 import benchmarks.policies.gittins  # noqa: F401
 from prefixkv.config import ModelConfig, PageOptions
 from prefixkv.decode.request import DecodeRequest, DecodeState
+from prefixkv.decode.rooms import Workers
 from prefixkv.decode.scheduler import DecodeScheduler
-from prefixkv.decode.waiting import Workers
 from prefixkv.errors import (
     HandshakeError,
     NotFiniteError,
     OutOfPagesError,
     PrefixKVError,
-    ProtocolError,
 )
 from prefixkv.memory.state_layout import StateTensor, check_state_pairs
 from prefixkv.pages.allocator import PageState
@@ -37,8 +36,6 @@ from prefixkv.pages.groups import GroupSpec
 from prefixkv.pages.manager import PageManager
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.prefill.scheduler import PrefillScheduler
-from prefixkv.protocol import messages
-from prefixkv.protocol.commands import Fence
 from prefixkv.protocol.events import RoomEnded
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.ranks.leader import RankLeader, pack_rank_events
@@ -581,7 +578,6 @@ class EngineSim(Sim):
     tensors: tuple[StateTensor, ...] = TENSORS
     spoilt_rate: float = 0.0  # of forwards, on both sides
     audit_every: int = 1  # steps
-    ways_to_end = ("stopped", "killed", "left")  # of a prefill worker
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -605,7 +601,6 @@ class EngineSim(Sim):
                 )
                 for at, side in enumerate(self.sides)
             )  # type: ignore[assignment]
-        self.former: list[PrefillEngine | DecodeEngine] = []  # that a restart replaced
         self._to_submit: list[Request] = []
         self._next_room = 0
         self.start_prefill()
@@ -737,18 +732,17 @@ class EngineSim(Sim):
         if roll() < storm.flush / self.pace:
             self.random.choice([self.decode.scheduler, self.prefill]).flush()
         if roll() < storm.restart / self.pace:
-            ends = [partial(self.restart_prefill, how) for how in self.ways_to_end]
+            ways = "stopped", "killed", "left"
+            ends = [partial(self.restart_prefill, how) for how in ways]
             self.random.choice([*ends, self.restart_decode])()
 
     def restart_prefill(self, how: str) -> None:
         """A new life of all ranks answers at the same addresses."""
-        self.former.append(self.prefill)
         for old in self.prefill.ranks:
             self.end_writer(old, how)
         self.start_prefill()
 
     def restart_decode(self) -> None:
-        self.former.append(self.decode)
         self.end_readers()
         self.decode = self.new_decode()
 
@@ -793,34 +787,22 @@ class EngineSim(Sim):
                 told = self.sent(key) in self.prefill.failed
                 assert not told, f"law 7: {key} succeeded and prefill's engine was told it failed"
 
-    def may_write(self, key: RoomKey, pages: np.ndarray, what: str) -> None:
-        page_manager = self.decode.scheduler.pages
-        flight = self.decode.scheduler.prefill.open.get(key)
-        allowed: set[int] = set()
-        if flight is not None:
-            allowed = set(page_manager.pages(flight.pages)[flight.pages.num_shared :].tolist())
-        elif page_manager.allocator.holds(key):
-            allowed = set(page_manager.allocator.held_by(key).tolist())
-        assert set(pages.tolist()) <= allowed, f"{what} of {key} lands on pages not its own"
-
-    def may_write_state(self, key: RoomKey, slots: np.ndarray) -> None:
+    def may_write(self, key: RoomKey, route: str, ids: np.ndarray) -> None:
+        """Pages of the first group, slots of states, pages of a window."""
         pages = self.decode.scheduler.pages
-        assert pages.slots is not None
         flight = self.decode.scheduler.prefill.open.get(key)
-        allowed = pages.slots.held_by(key).tolist()
-        if flight is not None:
+        of = pages.allocator if route == "pages" else pages.slots
+        if route not in ("pages", "state"):
+            of = pages.windows[0].allocator
+        if flight is None:
+            allowed = of.held_by(key).tolist()
+        elif route == "pages":
+            allowed = pages.pages(flight.pages)[flight.pages.num_shared :].tolist()
+        elif route == "state":
             allowed = [pages.state_slot(flight.pages.row)]
-        assert slots.tolist() == allowed, f"state of {key} lands in {slots}, its own is {allowed}"
-
-    def may_write_window(self, route: str, key: RoomKey, pages: np.ndarray) -> None:
-        (group,) = self.decode.scheduler.pages.windows
-        flight = self.decode.scheduler.prefill.open.get(key)
-        allowed = (
-            group.allocator.held_by(key) if flight is None else group.row(flight.pages.row).ids
-        )
-        assert set(pages.tolist()) <= set(allowed.tolist()), (
-            f"window pages of {key} land in {pages}, its own are {allowed}"
-        )
+        else:
+            allowed = pages.windows[0].row(flight.pages.row).ids.tolist()
+        assert set(ids.tolist()) <= set(allowed), f"{route} of {key} land in {ids}, not {allowed}"
 
     # --- a run ------------------------------------------------------------------------------------
 
@@ -891,7 +873,7 @@ _STORM = {
 }  # fmt: skip
 
 
-def simulation(seed: int, storm: Storm | None = None, **more: Any) -> EngineSim:
+def simulation(seed: int, storm: Storm | None = None, kind: Any = EngineSim, **more: Any) -> Any:
     """Schedulers, ranks, staging, extra state: all follow from the seed."""
     chance = random.Random(seed)
     shape, storms = shape_of(chance), storm_of(chance, _STORM)
@@ -900,7 +882,7 @@ def simulation(seed: int, storm: Storm | None = None, **more: Any) -> EngineSim:
         check_state_pairs(TENSORS, *shape.meshes)
     except HandshakeError:
         num_slots = 0
-    return EngineSim(
+    return kind(
         seed, storms if storm is None else storm, shape,
         decode_pages=chance.choice([14, 18, 40]), prefill_pages=chance.choice([16, 32]),
         failure_policy=chance.choice(["fail", "retry"]), num_slots=num_slots, **more,
@@ -924,102 +906,3 @@ def with_windows(seed: int) -> EngineSim:
         window_heads=1 if shape.num_heads == 1 else chance.choice([1, 2]),
         checkpoints=chance.choice([0, 2, 5]),
     )  # fmt: skip
-
-
-# --- a pair of single ranks -----------------------------------------------------------------------
-
-STORMS = {
-    "calm": Storm(),
-    "network": Storm(drop=0.08, duplicate=0.1, reorder=0.3),
-    "late frames": Storm(duplicate=0.4, reorder=0.6, abort=0.06),
-    "junk": Storm(junk=0.1, drop=0.02),
-    "aborts": Storm(abort=0.05, reorder=0.2, duplicate=0.1),
-    "writes fail": Storm(fail_at_post=0.05, fail_at_check=0.08, lose_notification=0.01),
-    "restarts": Storm(restart=0.006, drop=0.03),
-    "flushes": Storm(flush=0.02, abort=0.01),
-    "everything": Storm(
-        drop=0.05, duplicate=0.05, reorder=0.2, abort=0.02, fail_at_post=0.02, fail_at_check=0.03,
-        lose_notification=0.01, restart=0.003, junk=0.02, flush=0.003,
-    ),
-}  # fmt: skip
-_PAIR = Shape(
-    orders=("layer_major", "layer_major"), num_layers=1, num_heads=1, head_bytes=8,
-    post_descriptors=3, post_window=8,
-)  # fmt: skip
-_STATE = (StateTensor("a", 0, 1, (8,)), StateTensor("b", 0, 2, (3,), "uint8"))
-
-
-def _lies(raw: bytes, damaged: bytes) -> bool:
-    """Whether a flipped bit gave decode's engine another aux, or made another process answer its
-    Hello, whose word it then waits for: no protocol sees that, and no wire that is checked does
-    it."""
-    try:
-        said, heard = messages.decode(raw), messages.decode(damaged)
-    except ProtocolError:
-        return False
-    if isinstance(said.body, messages.Outcome) and isinstance(heard.body, messages.Outcome):
-        return said.body.aux != heard.body.aux
-    return isinstance(said.body, messages.HelloReply) and said.sender != heard.sender
-
-
-@dataclass
-class PairSim(EngineSim):
-    """One rank a side, nothing staged; a frame that is junk has a bit flipped as well, and what a
-    process that ends has not sent is lost. A fence comes when every deadline has passed."""
-
-    shape: Shape = field(default_factory=lambda: _PAIR)
-    tensors: tuple[StateTensor, ...] = _STATE
-    fence_rate = 0.0
-    address = "tcp://prefill"
-    in_mesh = lingers = False
-    ways_to_end = ("stopped", "killed")
-
-    def leftovers(self) -> dict[str, Any]:
-        """A run breaks off while control objects still remember rooms that are over."""
-        return {}
-
-    def spoilt(self, raw: bytes) -> bytes:
-        if self.storm.junk and self.happens(self.storm.junk):
-            changed = bytearray(raw)
-            changed[self.random.randrange(len(changed))] ^= 1 << self.random.randrange(8)
-            damaged = bytes(changed[: self.random.randint(1, len(changed))])
-            return raw if _lies(raw, damaged) else damaged
-        return raw
-
-    def restart_prefill(self, how: str) -> None:
-        old = set(self.writers)
-        super().restart_prefill(how)
-        self.wire = [
-            frame for frame in self.wire if frame[0] not in old and isinstance(frame[1], bytes)
-        ]
-
-    def restart_decode(self) -> None:
-        old = set(self.readers)
-        super().restart_decode()
-        self.wire = [frame for frame in self.wire if frame[0] not in old]
-
-    def fence_former(self) -> None:
-        """The orchestrator kills what was stopped or replaced, and says so."""
-        for old, stopped in self.to_fence:
-            if stopped:
-                self.fabric.kill(old.me)
-        self.to_fence.clear()
-        for engine in self.former:
-            for rank in engine.ranks:
-                if isinstance(rank, PrefillRank):
-                    self.readers[0].take(Fence(rank.me))
-
-    def fence_current(self) -> None:
-        """Pages whose write failed after posting come back only when the writer's agent ends."""
-        me = self.writers[0].me
-        self.restart_prefill("killed")
-        self.readers[0].take(Fence(me))
-
-    def is_over(self, taken: int) -> bool:
-        if taken % 20 == 0:
-            self.now_s += 0.5
-        if taken in (2_000, 4_000, 6_000):
-            # Every deadline has passed by now: what is left is held for want of proof, which a
-            # fence gives. What the current prefill worker wrote last, it proves itself.
-            self.fence_former()
-        return self.quiet()

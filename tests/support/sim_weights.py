@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prefixkv.request import Request
-from tests.support.sim import Shape, Storm
-from tests.support.sim_engines import EngineSim
-from tests.support.sim_engines import simulation as engine_simulation
+from tests.support.sim import SINGLE, Storm
+from tests.support.sim_engines import EngineSim, simulation
 
 
 @dataclass
@@ -39,24 +38,12 @@ class WeightsSim(EngineSim):
         """One side has the next version; the other follows, if it does, some time later."""
         if self.random.random() < 0.5:
             self.newest += 1
-        if self.random.random() < 0.5:
-            self.move_decode()
-        else:
-            self.move_prefill()
+        self.move_side(self.decode if self.random.random() < 0.5 else self.prefill)
 
-    def move_decode(self) -> None:
-        scheduler = self.decode.scheduler
-        if scheduler.weights_version != self.version:
-            self.counters["decode moved"] += 1
-            scheduler.flush(self.version)
-            scheduler.flush()
-
-    def move_prefill(self) -> None:
-        self.counters["prefill moved"] += 1
-        scheduler = self.prefill.scheduler
-        if scheduler.weights_version != self.version:
-            scheduler.flush(self.version)
-            scheduler.flush()
+    def move_side(self, side: Any) -> None:
+        if side.scheduler.weights_version != self.version:
+            side.scheduler.flush(self.version)
+            side.scheduler.flush()
 
     def restart_prefill(self, how: str) -> None:
         self.prefill_version = self.random.choice(["", self.version])
@@ -68,19 +55,16 @@ class WeightsSim(EngineSim):
 
     def after_step(self) -> None:
         super().after_step()
-        for side, scheduler in (
-            ("decode", self.decode.scheduler),
-            ("prefill", self.prefill.scheduler),
-        ):
-            found = {type(req.error).__name__ for req in scheduler._failed}
+        for side, engine in (("decode", self.decode), ("prefill", self.prefill)):
+            found = {type(req.error).__name__ for req in engine.scheduler._failed}
             self.ends.setdefault(side, set()).update(found)
 
     def catch_up(self) -> None:
         """Both have the newest version."""
         self.calm = True
         self.newest += 1
-        self.move_decode()
-        self.move_prefill()
+        self.move_side(self.decode)
+        self.move_side(self.prefill)
 
     def ask(self, first: int) -> list[str]:
         """Three requests; returns their names."""
@@ -99,16 +83,9 @@ class WeightsSim(EngineSim):
 
 def weights_pair(seed: int) -> WeightsSim:
     """One rank a side, and nothing goes wrong but that the weights move."""
-    return WeightsSim(seed, Storm(), Shape(num_layers=1, num_heads=1, head_bytes=8), move_rate=0.03)
+    return WeightsSim(seed, Storm(), SINGLE, move_rate=0.03)
 
 
-def weights_simulation(seed: int) -> WeightsSim:
+def weights_simulation(seed: int) -> Any:
     """As `sim_engines.simulation`, with moves."""
-    like = engine_simulation(seed)
-    chance = random.Random(seed)
-    return WeightsSim(
-        seed, like.storm, like.shape, decode_pages=like.decode_pages,
-        prefill_pages=like.prefill_pages, failure_policy=like.failure_policy,
-        num_slots=like.num_slots,
-        move_rate=chance.choice([0.005, 0.02]),
-    )  # fmt: skip
+    return simulation(seed, kind=WeightsSim, move_rate=random.Random(seed).choice([0.005, 0.02]))

@@ -255,11 +255,8 @@ class PagedModel:
 
     def event(self) -> torch.cuda.Event | None:
         """Return a CUDA event after all work so far, for `ready=` and `after=`; None on the CPU."""
-        if self.device.type != "cuda":
-            return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.device))
-        return event
+        is_gpu = self.device.type == "cuda"
+        return torch.cuda.current_stream(self.device).record_event() if is_gpu else None
 
 
 def _not_finite(

@@ -29,11 +29,8 @@ _LE_INT32 = np.dtype("<i4")
 
 
 def namespace_of(extra_key: str | None, cache_salt: str | None) -> Hashable:
-    """Return the namespace of a request's key, by its extra key and salt.
-
-    It keeps apart requests with equal tokens; None: the common one.
-
-    A long text is replaced by its digest, which then stands in cache events as well.
+    """Return the namespace of a request's key, which keeps apart requests with equal tokens; None:
+    the common one. A long text is replaced by its digest, which cache events have then as well.
 
     >>> namespace_of("lora", "")
     ('lora', None)

@@ -77,10 +77,7 @@ def build(context: Any) -> Any:
 
 
 def policy_name(chosen: str | None, sglang_policy: str) -> str:
-    """Return the name of the eviction policy.
-
-    It is the chosen one, else SGLang's unless that is its default, `lru`.
-
+    """Return the eviction policy: the chosen one, else SGLang's unless that is its default, `lru`.
     Raises ConfigError for a name that no policy has.
 
     >>> policy_name(None, "fifo"), policy_name(None, "lru")

@@ -71,18 +71,14 @@ class Receives:
             )  # fmt: skip
         except PrefixKVError as error:
             receive.fail(str(error))
-            self.refuse(room, prefill, str(error), ticket)
+            try:
+                self.transfers.refuse(room, 0, prefill, str(error), ticket)
+            except PrefixKVError as other:
+                _log.warning("room %d was not refused: %s", room, other)
             return receive
         receive.held = True
         self._rooms[room] = receive
         return receive
-
-    def refuse(self, room: int, prefill: str, reason: str, ticket: int) -> None:
-        """Tell prefill that no pages are promised. A failure is only logged."""
-        try:
-            self.transfers.refuse(room, 0, prefill, reason, ticket)
-        except PrefixKVError as error:
-            _log.warning("room %d was not refused: %s", room, error)
 
     def abort(self, receive: Receive, reason: str) -> None:
         """End a room, which stays held until it is drained. No-op for one that is over."""

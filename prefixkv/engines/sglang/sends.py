@@ -12,9 +12,9 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, NamedTuple, TypeVar
+from typing import Final, Literal, NamedTuple
 
 from prefixkv import PrefixKVError
 from prefixkv.engines.rank_group import taken
@@ -23,15 +23,14 @@ from prefixkv.transfer import Bootstrapped, KVPoll, PrefillTransfers, RoomEnded,
 
 _log = logging.getLogger("prefixkv.sglang")
 
-_Entry = TypeVar("_Entry")
-
 MAX_ANNOUNCED: Final = 65_536
 """Limit of entries of each kind about rooms that have no request here; the oldest are forgotten."""
 MAX_DUPLICATES: Final = 64
 """Limit, per room, of later requests with its number that are remembered, and of announcements."""
 GRACE_S: Final = 2.0
-"""Seconds for which an announcement waits for its request where a request of that number has ended:
-the number may be in use again, with decode's announcement the first to arrive."""
+"""Seconds for which an announcement waits for its request where a request of that number has ended,
+and a withdrawal for an announcement: the number may be in use again, with decode's word about
+either use the first to arrive."""
 WITHDRAWN_S: Final = 60.0
 """Seconds for which a withdrawal waits for its request, to fail it on arrival."""
 
@@ -43,26 +42,19 @@ ANNOUNCED: Final = b"announced"
 that has not announced itself yet (SILENT), or one that has (ANNOUNCED)."""
 
 
-class DeclinedHalf(NamedTuple):
-    """A request that has ended before its decode worker announced itself. The digest is empty where
-    the prompt is not known; `since_s` is when the request ended here, if it was here."""
-
-    digest: bytes
-    reason: str
-    since_s: float = -math.inf
-
-    def is_half_of(self, announced: Announcement) -> bool:
-        """An unknown digest fits any."""
-        return b"" in (self.digest, announced.digest) or self.digest == announced.digest
-
-
-class Announcement(NamedTuple):
-    """Decode has a request of this prompt; or, with a `reason`, has ended it without a promise."""
+class Half(NamedTuple):
+    """A request of a number on one server: on the decode worker of this name, or here where that is
+    "". With a `reason` it has ended before both halves were paired. The digest is empty where the
+    prompt is not known; `since_s` is when the half came, or ended, where that matters."""
 
     decode: str
     digest: bytes
     reason: str = ""
-    since_s: float = 0.0
+    since_s: float = -math.inf
+
+    def matches(self, digest: bytes) -> bool:
+        """An unknown digest fits any."""
+        return b"" in (self.digest, digest) or self.digest == digest
 
 
 @dataclass(slots=True, eq=False)
@@ -81,12 +73,12 @@ class RoomSend:
     error: str = ""
     free: bool = True
     """True where nothing reads its pages: not added yet, or SourceFree has come."""
-    duplicates: list[DeclinedHalf] = field(default_factory=list)
+    duplicates: list[Half] = field(default_factory=list)
     """Further requests with its number that came before it was over, and failed."""
     former_until_s: float = -math.inf
     """Time until which a withdrawal may be of the number's former use, which ended here with no
     word from decode."""
-    later_announcements: list[Announcement] = field(default_factory=list)
+    later_announcements: list[Half] = field(default_factory=list)
     """Announcements after its own one: the other halves of `duplicates`, or of the next use."""
 
     @property
@@ -117,17 +109,15 @@ class RoomSends:
         # The two halves of a request arrive in either order, over different ways, and either may
         # have ended. Of each number there may be: a live room; decode's half without ours
         # (`_announced`); our ended half without decode's (`_declined`); both, with ours ended
-        # (`_unclaimed`); decode's ended half without ours (`_withdrawn`). All but rooms are
-        # bounded.
+        # (`_unclaimed`: refused after `GRACE_S`, until when a new request may claim it); decode's
+        # ended half without ours (`_withdrawn`), or of a live room or the number's former use
+        # (`_doubted`: it counts for the room after `GRACE_S`). All but rooms are bounded.
         self._rooms: dict[int, RoomSend] = {}
-        self._announced: OrderedDict[int, Announcement] = OrderedDict()
-        self._declined: OrderedDict[int, DeclinedHalf] = OrderedDict()
-        # With the time at which decode is refused: a new request may still claim it until then.
-        self._unclaimed: OrderedDict[int, tuple[float, Announcement, str]] = OrderedDict()
-        self._withdrawn: OrderedDict[int, Announcement] = OrderedDict()
-        # Withdrawals of a live room or of the number's former use, with the time at which they
-        # count for the room.
-        self._doubted: OrderedDict[int, tuple[float, RoomSend, Announcement]] = OrderedDict()
+        self._announced: OrderedDict[int, Half] = OrderedDict()
+        self._declined: OrderedDict[int, Half] = OrderedDict()
+        self._unclaimed: OrderedDict[int, Half] = OrderedDict()
+        self._withdrawn: OrderedDict[int, Half] = OrderedDict()
+        self._doubted: OrderedDict[int, Half] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._rooms)
@@ -147,36 +137,35 @@ class RoomSends:
         if withdrawn is not None:
             send.fail(withdrawn.reason)
             # Kept, in case the withdrawal was meant for another request of that number.
-            _remember(self._declined, room, DeclinedHalf(digest, withdrawn.reason))
+            _remember(self._declined, room, Half("", digest, withdrawn.reason))
             return send
         # 3. A new use of the number: a former one that ended here no longer counts. An announcement
         # that waits belongs to it, also one that came after the end of a former use (`_unclaimed`).
         self._rooms[room] = send
+        self._doubted.pop(room, None)
         former = self._declined.pop(room, None)
         if former is not None and former.digest in (b"", digest):
             send.former_until_s = former.since_s + GRACE_S
-        announced = self._announced.pop(room, None)
-        if announced is None and room in self._unclaimed:
-            announced = self._unclaimed.pop(room)[1]
-        if announced is not None:
+        if (announced := self._take_announced(room)) is not None:
             self._pair(send, announced)
         return send
+
+    def _take_announced(self, room: int) -> Half | None:
+        return self._announced.pop(room, None) or self._unclaimed.pop(room, None)
 
     def decline(self, room: int, digest: bytes, reason: str) -> None:
         """Tell decode why a request with this number ends here without a room: after any room of
         that number, which is not disturbed, is over. An empty digest stands for any prompt."""
-        # 1. Another request has the number: see `_over`. 2. and 3. Decode has announced its half:
-        # refuse it. 4. Decode has ended its half too: both are gone. 5. Decode will announce it.
+        # 1. Another request has the number: see `_over`. 2. Decode has announced its half: refuse
+        # it. 3. Decode has ended its half too: both are gone. 4. Decode will announce it.
         send = self._rooms.get(room)
         if send is not None:
-            send.duplicates.append(DeclinedHalf(digest, reason))
+            send.duplicates.append(Half("", digest, reason))
             del send.duplicates[:-MAX_DUPLICATES]
-        elif (announced := self._announced.pop(room, None)) is not None:
+        elif (announced := self._take_announced(room)) is not None:
             self._refuse(room, announced.decode, reason)
-        elif room in self._unclaimed:
-            self._refuse(room, self._unclaimed.pop(room)[1].decode, reason)
         elif self._take_withdrawn(room, digest) is None:
-            _remember(self._declined, room, DeclinedHalf(digest, reason, self._clock()))
+            _remember(self._declined, room, Half("", digest, reason, self._clock()))
 
     def announce(self, room: int, decode: str, digest: bytes) -> None:
         """Take in a decode worker's announcement. Any process that reaches the socket may send one;
@@ -185,7 +174,7 @@ class RoomSends:
         # 3. The same worker again: it has finished with this use of the number. 4. Our half has
         # ended. The announcement may belong to the next use, so it waits for a short time. 5. Our
         # half has not arrived yet.
-        announced, send = Announcement(decode, digest), self._rooms.get(room)
+        announced, send = Half(decode, digest), self._rooms.get(room)
         if send is not None and not send.decode:
             self._pair(send, announced)
         elif send is not None and send.decode != decode:
@@ -193,9 +182,9 @@ class RoomSends:
         elif send is not None:
             send.later_announcements.append(announced)
             del send.later_announcements[:-MAX_DUPLICATES]
-        elif (gone := self._declined.get(room)) is not None and gone.is_half_of(announced):
-            due_s = self._clock() + GRACE_S
-            _remember(self._unclaimed, room, (due_s, announced, self._declined.pop(room).reason))
+        elif (gone := self._declined.get(room)) is not None and gone.matches(digest):
+            del self._declined[room]
+            _remember(self._unclaimed, room, Half(decode, digest, gone.reason, self._clock()))
         else:
             _remember(self._announced, room, announced)
 
@@ -205,7 +194,7 @@ class RoomSends:
         """Decode has ended this number's request, with no promise; the other half fails, now or
         when it arrives. An empty digest stands for any prompt. If decode's `number_state` is
         SILENT, the room here may belong to the other request, so it is not failed."""
-        withdrawn = Announcement(decode, digest, f"decode: {reason}", self._clock())
+        withdrawn = Half(decode, digest, f"decode: {reason}", self._clock())
         send, gone = self._rooms.get(room), self._declined.get(room)
         if number_state == ALONE:
             self._announced.pop(room, None)  # left over from a former use
@@ -216,7 +205,7 @@ class RoomSends:
             # A request was aborted on both servers, and its number is in use again: decode's word
             # about the first may be the last to arrive. An announcement would clear that up.
             if withdrawn.since_s < send.former_until_s:
-                self._doubted[room] = send.former_until_s, send, withdrawn
+                self._doubted[room] = withdrawn._replace(since_s=send.former_until_s - GRACE_S)
                 send.former_until_s = -math.inf  # a second withdrawal is of this use
             else:
                 send.fail(withdrawn.reason)
@@ -224,23 +213,23 @@ class RoomSends:
         elif send is not None and send.decode in ("", decode):
             send.later_announcements.append(withdrawn)
             del send.later_announcements[:-MAX_DUPLICATES]
-        elif send is None and gone is not None and gone.is_half_of(withdrawn):
+        elif send is None and gone is not None and gone.matches(digest):
             del self._declined[room]
         elif send is None:
             _remember(self._withdrawn, room, withdrawn)
 
-    def _take_withdrawn(self, room: int, digest: bytes) -> Announcement | None:
+    def _take_withdrawn(self, room: int, digest: bytes) -> Half | None:
         found = self._withdrawn.get(room)
         if found is not None and self._clock() - found.since_s >= WITHDRAWN_S:
             del self._withdrawn[room]
-        elif found is not None and DeclinedHalf(digest, "").is_half_of(found):
+        elif found is not None and found.matches(digest):
             return self._withdrawn.pop(room)
         return None
 
-    def _pair(self, send: RoomSend, announced: Announcement) -> None:
+    def _pair(self, send: RoomSend, announced: Half) -> None:
         """Both must mean the same prompt. If not, one number was given to two requests; then
         neither is served, nor are their other halves."""
-        if DeclinedHalf(send.digest, "").is_half_of(announced):
+        if announced.matches(send.digest):
             self._add(send, announced.decode)
             return
         reason = f"PromptMismatchError: room {send.room} has another prompt on the other server"
@@ -250,7 +239,7 @@ class RoomSends:
         # the one that comes here, and `_declined` refuses the one that decode will announce.
         self._refuse(send.room, announced.decode, reason)
         self.withdraw(send.room, announced.decode, announced.digest, reason)
-        _remember(self._declined, send.room, DeclinedHalf(send.digest, reason))
+        _remember(self._declined, send.room, Half("", send.digest, reason))
 
     def _add(self, send: RoomSend, decode: str) -> None:
         send.decode = decode
@@ -268,7 +257,8 @@ class RoomSends:
         # An announcement is refused if its other half failed here. One without a half waits for it,
         # as if it came now. Then the requests without an announcement wait for theirs.
         for announced in send.later_announcements:
-            other = next((one for one in send.duplicates if one.is_half_of(announced)), None)
+            fitting = (one for one in send.duplicates if one.matches(announced.digest))
+            other = next(fitting, None)
             if other is not None:
                 send.duplicates.remove(other)
                 if not announced.reason:
@@ -331,19 +321,17 @@ class RoomSends:
             self.transfers.abort(send.room, 0, reason, decode=send.decode)
         elif self._rooms.get(send.room) is send:
             self._over(send)
-            declined = DeclinedHalf(send.digest, reason, self._clock())
-            _remember(self._declined, send.room, declined)
+            _remember(self._declined, send.room, Half("", send.digest, reason, self._clock()))
 
     def pump(self) -> None:
         """Take in the events of all rooms. Cheap where there are none."""
-        # Refuse announcements that no new request has claimed in time; ordered by that time.
-        while self._unclaimed and next(iter(self._unclaimed.values()))[0] <= self._clock():
-            room, (_, announced, reason) = self._unclaimed.popitem(last=False)
-            self._refuse(room, announced.decode, reason)
-        # Withdrawals that no announcement has shown to be of a former use; nearly in that order.
-        while self._doubted and next(iter(self._doubted.values()))[0] <= self._clock():
-            room, (_, doubted, withdrawn) = self._doubted.popitem(last=False)
-            if self._rooms.get(room) is doubted and not doubted.decode:
+        # Refuse announcements that no new request has claimed in time.
+        for room, announced in self._take_due(self._unclaimed):
+            self._refuse(room, announced.decode, announced.reason)
+        # Withdrawals that no announcement has shown to be of a former use.
+        for room, withdrawn in self._take_due(self._doubted):
+            doubted = self._rooms.get(room)
+            if doubted is not None and not doubted.decode:
                 self.abort(doubted, withdrawn.reason)
         for event in taken(self.transfers.take_events, _log):
             send = self._rooms.get(event.key.room)
@@ -362,10 +350,15 @@ class RoomSends:
                     send.free = True
                     self._over(send)
 
+    def _take_due(self, halves: OrderedDict[int, Half]) -> Iterator[tuple[int, Half]]:
+        """The oldest are in front."""
+        while halves and next(iter(halves.values())).since_s + GRACE_S <= self._clock():
+            yield halves.popitem(last=False)
 
-def _remember(rooms: OrderedDict[int, _Entry], room: int, entry: _Entry) -> None:
+
+def _remember(halves: OrderedDict[int, Half], room: int, half: Half) -> None:
     # There is a limit since clients name rooms.
-    rooms[room] = entry
-    rooms.move_to_end(room)
-    while len(rooms) > MAX_ANNOUNCED:
-        rooms.popitem(last=False)
+    halves[room] = half
+    halves.move_to_end(room)
+    while len(halves) > MAX_ANNOUNCED:
+        halves.popitem(last=False)

@@ -56,9 +56,7 @@ class TransferOptions:
 
     @classmethod
     def of(cls, text: str) -> TransferOptions:
-        """Build the options from JSON.
-
-        Raises ConfigError, which names the setting, for one that is unknown or out of range.
+        """Raises ConfigError, which names the setting, for one that is unknown or out of range.
 
         >>> TransferOptions.of('{"transport": {"interface": "eth0"}}').transport.interface
         'eth0'
@@ -70,9 +68,7 @@ class TransferOptions:
         return convert(cls, given, VARIABLE)
 
     def address(self, local_ip: str) -> str:
-        """Return the address at which a rank binds its transfers, on this machine.
-
-        `local_ip` is the machine's.
+        """Return the address at which a rank binds its transfers. `local_ip` is the machine's.
 
         >>> TransferOptions().address("10.0.0.5")
         'tcp://127.0.0.1:*'

@@ -75,7 +75,7 @@ class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
             self._scheduler.sends.proves = bool(compat.envs.VLLM_COMPUTE_NANS_IN_LOGITS)
             hooks.install(compat.Scheduler, compat.EngineCore, compat.EngineCoreProc)
             self.wakeups = WakeupListener(compat.WAKEUP)
-            self._scheduler.rest.address = self.wakeups.address
+            self._scheduler.rest.listener = self.wakeups
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
@@ -235,7 +235,8 @@ class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         results = self.worker.take_results()
         return compat.KVConnectorTransferResults(
-            finished_recving=results.received, failed_recving=results.failed
+            finished_recving={*results},
+            failed_recving={rid for rid, has_failed in results.items() if has_failed},
         )
 
     def build_connector_worker_meta(self) -> Any:

@@ -99,29 +99,23 @@ class BlockGroups(NamedTuple):
         # 1. Exactly one group keeps every token: a transfer has one list of blocks that both
         #    servers count prefixes by.
         full = [number for number, kind in enumerate(kinds) if kind in FULL]
-        if len(groups) == 1 and not full:
-            raise ConfigError(f"the KV cache is a {kinds[0]}, must be one of {', '.join(FULL)}")
+        takes = f"prefixkv's connector takes {', '.join(FULL)}, and {WINDOWED} or {STATE} beside it"
         others = sorted({kind for kind in kinds if kind not in (*FULL, WINDOWED, STATE)})
-        if others:
-            raise ConfigError(
-                f"the model has a KV cache group of {', '.join(others)}: prefixkv's connector "
-                f"takes {', '.join(FULL)}, and {WINDOWED} or {STATE} beside it; {_INSTEAD}"
-            )
-        if WINDOWED in kinds and STATE in kinds:
-            raise ConfigError(
-                f"the model has KV cache groups of {WINDOWED} and of {STATE}: prefixkv's connector "
-                "takes one of the two beside layers that keep every token"
-            )
-        if len(full) != 1:
-            raise ConfigError(
-                f"the model has {len(full)} KV cache groups that keep every token "
-                f"({', '.join(kinds)}), must have 1; {_INSTEAD}"
-            )
-        for group, kind in zip(groups, kinds, strict=True):
-            if group.host_resident or not group.enable_kv_transfer:
-                raise ConfigError(
-                    f"the KV cache group of {kind} is not on the device, or not to be sent"
-                )
+        refusals = {
+            f"the KV cache is a {', '.join(kinds)}, must be one of {', '.join(FULL)}":
+                len(groups) == 1 and not full,
+            f"the model has a KV cache group of {', '.join(others)}: {takes}; {_INSTEAD}":
+                bool(others),
+            f"the model has KV cache groups of {WINDOWED} and of {STATE}: {takes}":
+                WINDOWED in kinds and STATE in kinds,
+            f"the model has {len(full)} KV cache groups that keep every token "
+            f"({', '.join(kinds)}), must have 1; {_INSTEAD}": len(full) != 1,
+            f"a KV cache group ({', '.join(kinds)}) is not on the device, or not to be sent":
+                any(one.host_resident or not one.enable_kv_transfer for one in groups),
+        }  # fmt: skip
+        for why, is_so in refusals.items():
+            if is_so:
+                raise ConfigError(why)
         # 2. Blocks of all groups are alike, as they lie in the same memory.
         first = groups[full[0]]
         windows = tuple(

@@ -20,7 +20,6 @@ from prefixkv.engines.vllm.compat import (
     unwatched,
 )
 from prefixkv.engines.vllm.scheduler import SchedulerSide
-from prefixkv.engines.vllm.wakeup import rest
 
 
 def install(scheduler: Any, core: Any, process: Any) -> None:
@@ -119,13 +118,11 @@ def set_weight_version(
 
 
 def _process_engine_step(side: SchedulerSide, original: Any, engine: Any) -> Any:
-    # Before the step, so that no ring is lost that comes behind it.
-    engine.scheduler.connector.wakeups.inputs = engine.input_queue
     executed = original(engine)
     # After it, so that its orders and reports are out before the engine sleeps.
     if not executed and _may_rest(engine) and (timeout_s := side.rest_s()):
         with unwatched():
-            rest(engine.input_queue, timeout_s)
+            engine.scheduler.connector.wakeups.rest(engine.input_queue, timeout_s)
     return executed
 
 

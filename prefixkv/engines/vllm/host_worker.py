@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
+from msgspec import structs
+
 from prefixkv import HostConfig, KVPool
 from prefixkv.engines.vllm.orders import CopyOrder
 from prefixkv.errors import TransferError
@@ -59,17 +61,16 @@ class WorkerHost:
     def has_writes(self) -> bool:
         return bool(self._writes)
 
-    def take_ends(self) -> tuple[list[HostCopyDone], dict[str, str]]:
-        """Return the copies that have ended, with errors that any process knows; and the requests
-        whose loads are among them, with the error of each; "": it has come."""
-        ends: list[HostCopyDone] = []
-        loaded: dict[str, str] = {}
+    def take_ends(self) -> list[tuple[HostCopyDone, str]]:
+        """Return the copies that have ended, with errors that any process knows, and the request of
+        each load; "": a write."""
+        ends = []
         for done in self._ends.drain():
-            error = None if done.error is None else TransferError(f"host memory: {done.error}")
-            ends.append(HostCopyDone(done.number, error, done.num_bytes, done.seconds))
-            if (rid := self._loads.pop(done.number, None)) is not None:
-                loaded[rid] = str(error or "")
-        return ends, loaded
+            if done.error is not None:
+                error = TransferError(f"host memory: {done.error}")
+                done = structs.replace(done, error=error)
+            ends.append((done, self._loads.pop(done.number, "")))
+        return ends
 
     def take_size(self) -> dict[int, tuple[int, int]]:
         """Return by rank the host pages that are ready, and all; nothing without news."""

@@ -218,8 +218,5 @@ def event_on(kv_caches: Mapping[str, torch.Tensor]) -> Any:
     """Record a CUDA event on the current stream, and return it; None on a CPU."""
     # On a CPU the forward pass has returned when this is called, so its KV is written.
     device = next(iter(kv_caches.values())).device
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return event
+    is_gpu = device.type == "cuda"
+    return torch.cuda.current_stream(device).record_event() if is_gpu else None

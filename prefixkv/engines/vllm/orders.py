@@ -3,7 +3,7 @@ processes. `rid` is a request's id."""
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from msgspec import Struct
 from msgspec.structs import astuple
@@ -54,7 +54,8 @@ class Add(Struct, frozen=True):
 class Chunk(Struct, frozen=True):
     """On prefill: this step computes the prompt up to token `end`, a multiple of the page size
     except in the last chunk. `pages` are those from page number `first_page` on. `windows`: by
-    window group, those behind the prompt that this step completes."""
+    window group, those behind the prompt that this step completes. With a `digest` it is all of an
+    offer, which the decode server gets that proves the digest."""
 
     rid: str
     key: RoomKey
@@ -63,20 +64,7 @@ class Chunk(Struct, frozen=True):
     end: int
     last: bool
     windows: tuple[WindowBlocks, ...] = ()
-
-
-class OfferOrder(Struct, frozen=True):
-    """On prefill: the prompt is complete with this step; `chunk` is all of it. The decode server
-    that proves the digest gets it. After `timeout_s` the room can no longer be opened."""
-
-    chunk: Chunk
-    digest: bytes
-    timeout_s: float
-    last: ClassVar = True
-
-    @property
-    def rid(self) -> str:
-        return self.chunk.rid
+    digest: bytes = b""
 
 
 class CopyOrder(NamedTuple):
@@ -97,7 +85,7 @@ class StepOrders(Struct):
     have the reason.
     """
 
-    late: list[Chunk | OfferOrder] = []
+    late: list[Chunk] = []
     weights_version: str | None = None
     cleared: list[int] = []
     bell: str = ""
@@ -109,7 +97,7 @@ class StepOrders(Struct):
     abort_loads: dict[str, str] = {}
     abort_sends: dict[RoomKey, str] = {}
     withdrawals: dict[RoomKey, str] = {}
-    computed: list[Chunk | OfferOrder] = []
+    computed: list[Chunk] = []
 
     def __bool__(self) -> bool:
         return self != StepOrders(bell=self.bell)
@@ -125,9 +113,8 @@ class WorkerReport(Struct):
     By request id: `failed` loads, with the reason; `refused` are those of them whose servers do not
     fit. `settled` loads have no writer any more; `overdue` loads are not settled in time.
     `promised` sends have decode's pages; `unsent` sends failed; `freed` sends have no reader any
-    more. `bells` is the number of workers that send wakeups from now on, `address` that of rank 0.
-    `host_pages`, by rank, are the ready pages of host memory and all of them, where that has
-    changed.
+    more. `address` is that of rank 0. `host_pages`, by rank, are the ready pages of host memory and
+    all of them, where that has changed.
     """
 
     failed: dict[str, str] = {}
@@ -136,7 +123,6 @@ class WorkerReport(Struct):
     promised: list[str] = []
     unsent: dict[str, str] = {}
     freed: list[str] = []
-    bells: int = 0
     address: str = ""
     refused: set[str] = set()
     copied: list[HostCopyDone] = []

@@ -56,13 +56,8 @@ class _Asked:
     """What is known of a request that vLLM has asked about and not admitted."""
 
     hit: int = 0  # tokens that were cached when it was matched last
-    hosted: int = 0  # tokens behind these, loaded from host memory if this step admits it
+    hosted: int = 0  # tokens behind these, loaded from host memory if it loads any
     has_joined: bool = False  # it has waited for another request's load
-
-    def load_hosted(self, num_tokens: int) -> tuple[int, bool]:
-        """Return (tokens, asynchronous) where prefill sends nothing."""
-        self.hosted = num_tokens
-        return num_tokens, num_tokens > 0
 
 
 class SchedulerSide:
@@ -73,9 +68,7 @@ class SchedulerSide:
         self.ledger = Ledger(groups, setup.num_ranks)
         self.holds, self.counters = self.ledger.holds, self.ledger.counters
         self.flights = Flights()
-        self.sends = ScheduledSends(
-            self.ledger, options.offer_timeout_s, options.offer_grace_s, options.reached_at
-        )
+        self.sends = ScheduledSends(self.ledger, options.offer_grace_s, options.reached_at)
         self.loads = ScheduledLoads(self.ledger)
         self.compute = OwnCompute(
             options.compute_below, setup.step_tokens, loads=bool(options.host_memory)
@@ -123,30 +116,27 @@ class SchedulerSide:
             )
             if ask is None:
                 return
-            if isinstance(ask, DrawAsk):
-                self.sends.draw(request)
-                self._end_before_last(request)
-                return
-            room = ask.room if isinstance(ask, LoadAsk) else (ask.decode, ask.room)
-            if request.abort_immediately and room in self._recent:
-                return  # what became of the room was seen to when the request itself ended
-            # Before the parameters are checked further: a refused room has been dealt with too.
-            self._recent[room] = None
-            if len(self._recent) > RECENT_ROOMS:
-                del self._recent[next(iter(self._recent))]
+            if not isinstance(ask, DrawAsk):
+                room = ask.room if isinstance(ask, LoadAsk) else (ask.decode, ask.room)
+                if request.abort_immediately and room in self._recent:
+                    return  # what became of the room was seen to when the request itself ended
+                # Before the parameters are checked further: a refused room has been dealt with too.
+                self._recent[room] = None
+                if len(self._recent) > RECENT_ROOMS:
+                    del self._recent[next(iter(self._recent))]
             if isinstance(ask, LoadAsk):
                 self.loads.begin(request, ask)
+                return
+            if isinstance(ask, DrawAsk):
+                self.sends.draw(request)
             else:
                 self.sends.begin(request, ask)
-                self._end_before_last(request)
+            # A prompt's last token is left out, where layers keep a state: it has no way back.
+            groups = self.ledger.groups
+            if groups.has_states:
+                leave_out_last_token(request, groups.hash_size or groups.block_size)
         except CallerError as error:
             self._record_error(request.request_id, str(error))
-
-    def _end_before_last(self, request: Any) -> None:
-        """Leave a prompt's last token out, where layers keep a state: it has no way back."""
-        groups = self.ledger.groups
-        if groups.has_states:
-            leave_out_last_token(request, groups.hash_size or groups.block_size)
 
     def _record_error(self, rid: str, error: str, level: int = logging.WARNING) -> None:
         _log.log(level, "request %s: %s", rid, error)
@@ -192,7 +182,7 @@ class SchedulerSide:
         asks = rid in loads.wanted or rid in loads.followers
         hosted = self._in_host_memory(request, num_computed)
         asked = self._asked.setdefault(rid, _Asked())
-        asked.hit, asked.hosted = num_computed, 0
+        asked.hit, asked.hosted = num_computed, hosted
         if not asks and not hosted:
             return 0, False
         # 4. Too little is missing for a transfer to pay.
@@ -210,7 +200,7 @@ class SchedulerSide:
         # 6. A follower, and no load of its prompt is under way; or prefill is not asked: vLLM
         # computes what is missing, and host memory has not.
         if rid not in loads.wanted:
-            return asked.load_hosted(hosted)
+            return hosted, hosted > 0
         # Or vLLM has looked for its prefix in all groups: what it has of the window there is
         # cached, and is not to be written over.
         if groups.windows and num_computed and not self.ignores_windows(request):
@@ -220,7 +210,7 @@ class SchedulerSide:
         if hosted and not ask.nonce:
             load_s = self.host.load_s(hosted // self._block_size)
             if not self.compute.is_worth_loading(missing, hosted, load_s, ask.prefill):
-                hosted = 0
+                hosted = asked.hosted = 0
         # 8. It is quicker to compute the rest here, or that is too little for a transfer. Asked
         # behind 5., since what is on its way is not missing.
         rest = missing - hosted
@@ -228,15 +218,14 @@ class SchedulerSide:
         # Not where prefill has drawn the room: it has computed the prompt already.
         may_compute = self.compute.is_on and not ask.nonce
         if is_small or (may_compute and self.compute.is_here(rid, rest, ask.prefill)):
-            return asked.load_hosted(hosted)
+            return hosted, hosted > 0
         # 9. A server of both roles: loads together leave blocks to compute with (see `bind`).
         if loads.most_blocks is not None:
             num_blocks = groups.blocks_of(request.num_prompt_tokens)
             if not loads.could_fit(num_blocks):
-                return asked.load_hosted(hosted)  # it is computed here
+                return hosted, hosted > 0  # it is computed here
             if not loads.fits(num_blocks):
                 return None, False
-        asked.hosted = hosted
         return missing, True
 
     def _in_host_memory(self, request: Any, num_computed: int) -> int:
@@ -313,7 +302,7 @@ class SchedulerSide:
         Called for every end: finished, aborted, or failed."""
         rid = request.request_id
         continues = None if str(request.status) in GIVEN_UP else self._continues(request)
-        if self.sends.proves and (in_flight := _num_in_flight(request)):
+        if self.sends.proves and (in_flight := int(request.num_in_flight_tokens)):
             self._in_flight[rid] = in_flight, [*request.block_hashes]
         # The shadow first: it needs the blocks' hashes, which are there until vLLM frees them.
         if self._shadow is not None and request.prompt_token_ids is not None:
@@ -397,7 +386,7 @@ class SchedulerSide:
         """Return how many tokens of a request that ends have KV that may be copied: of one that was
         aborted, or has failed, the prompt, and only where a token came of it."""
         num_tokens = len(request.all_token_ids)
-        num_computed = request.num_computed_tokens - _num_in_flight(request)
+        num_computed = request.num_computed_tokens - request.num_in_flight_tokens
         if str(request.status) not in GIVEN_UP:
             return int(min(num_tokens, num_computed))
         num_prompt = int(request.num_prompt_tokens)
@@ -448,7 +437,6 @@ class SchedulerSide:
         report, received = report or WorkerReport(), list(received)
         if report or received:
             self.rest.stepped(is_quiet=False)
-        self.rest.num_senders += report.bells
         self.sends.address = self.sends.address or report.address
         self.loads.take(report)
         for rid, error in report.failed.items():
@@ -573,7 +561,3 @@ class SchedulerSide:
             self.sends, self.loads, self.flights, self.compute, self.holds, self.host
         ):  # fmt: skip
             part.check_invariants()
-
-
-def _num_in_flight(request: Any) -> int:
-    return int(request.num_in_flight_tokens)

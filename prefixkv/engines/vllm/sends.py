@@ -18,10 +18,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from msgspec import structs
+
 from prefixkv.engines.vllm.asks import RoomSendAsk, computes_all, digest_of, ends_in_media
 from prefixkv.engines.vllm.blocks import Ledger
 from prefixkv.engines.vllm.groups import Tables
-from prefixkv.engines.vllm.orders import Add, Chunk, OfferOrder, Refuse
+from prefixkv.engines.vllm.orders import Add, Chunk, Refuse
 from prefixkv.errors import CallerError, RequestError, check_laws
 from prefixkv.spi import pages_for
 from prefixkv.transfer import RoomKey
@@ -83,14 +85,12 @@ class ScheduledSends:
     """The sends of one engine.
 
     Args:
-        offer_timeout_s: age at which an offer that no decode server has opened is withdrawn.
         offer_grace_s: age below which an offer keeps its blocks from requests for which no other
             server waits.
         most_blocks: limit of blocks per prompt that is computed for decode; None: no limit.
     """
 
     ledger: Ledger
-    offer_timeout_s: float
     offer_grace_s: float
     address: str = ""  # address of our prefill side, as decode servers reach it
     most_blocks: int | None = None
@@ -105,7 +105,7 @@ class ScheduledSends:
     _drawn: dict[str, _ScheduledSend] = field(default_factory=dict)
     _choices: dict[str, str] = field(default_factory=dict)  # other choices: the send's request
     # What completes a prompt, by the step that computes it, until that step's logits are known.
-    _unproved: list[tuple[Any, Chunk | OfferOrder]] = field(default_factory=list)
+    _unproved: list[tuple[Any, Chunk]] = field(default_factory=list)
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -304,7 +304,7 @@ class ScheduledSends:
         self.sends[rid] = offer
         chunk = self._take(rid, offer, offer.num_tokens, tables)
         assert chunk is not None, "all of it"
-        ledger.orders.computed.append(OfferOrder(chunk, offer.digest, self.offer_timeout_s))
+        ledger.orders.computed.append(structs.replace(chunk, digest=offer.digest))
         ledger.counters.add("offers")
 
     def _take(
@@ -349,7 +349,7 @@ class ScheduledSends:
         dropped: set[str] = set()
         for of_step, order in unproved:
             rid = order.rid
-            if isinstance(order, OfferOrder) and (rid in failed or self.sends[rid].withdrawn):
+            if order.digest and (rid in failed or self.sends[rid].withdrawn):
                 self.ledger.counters.add("offers_failed", rid in failed)
                 self._forget(rid)  # no worker knows of it
             elif rid in failed:
@@ -419,7 +419,7 @@ class ScheduledSends:
     def flush(self) -> None:
         """End all sends, since the weights change. `freed` follows for each."""
         # An offer that waits for its step's logits is withdrawn, and dropped with them.
-        self._unproved = [one for one in self._unproved if isinstance(one[1], OfferOrder)]
+        self._unproved = [one for one in self._unproved if one[1].digest]
         reason = "the cache is being reset"
         for send in self.sends.values():
             if not send.is_offer:

@@ -1,10 +1,9 @@
 """How long the engine may rest where its scheduler only waits, and what wakes it: by itself vLLM
 polls, a step each millisecond.
 
-The scheduler has a `WakeupListener`: an abstract unix datagram socket with a random name, which
-travels to the workers in `StepOrders`. Each worker has a `WakeupSender`: a thread that rings once
-when a transfer has events, and waits until the worker's thread has armed it again. A forged
-datagram costs one empty step. Workers on another host cannot ring; vLLM then continues to poll.
+The scheduler has a `WakeupListener`: an abstract unix datagram socket, whose name travels to the
+workers in `StepOrders` with a secret. Each worker sends it the secret, and the descriptors that are
+readable while its transfers have events. Workers on another host cannot; vLLM then polls on.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ import os
 import secrets
 import select
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from queue import Queue
-from socket import AF_UNIX, SHUT_RD, SOCK_DGRAM, socket
+from socket import AF_UNIX, MSG_CMSG_CLOEXEC, SHUT_RD, SOCK_DGRAM, recv_fds, send_fds, socket
 from typing import Any, Final
 
 from prefixkv.spi import Closing
@@ -26,26 +25,27 @@ QUIET_STEPS: Final = 3
 """Steps without any event before the engine may rest. An order and the report on it may be two
 steps apart where the engine works ahead."""
 LONGEST_REST_S: Final = 60.0  # no wait is without a limit
+_MOST_FDS: Final = 8  # of a worker
+_ONCE: Final = select.EPOLLIN | select.EPOLLONESHOT
 
 
 @dataclass(slots=True)
 class Rest:
-    """The quiet steps of one engine, and which workers wake it."""
+    """The quiet steps of one engine, and what wakes it."""
 
     num_ranks: int
-    address: str = ""
-    num_senders: int = 0  # workers that say that they wake the engine
+    listener: WakeupListener | None = None
     quiet_steps: int = 0  # consecutive ones, in which nothing was ordered, computed, reported
 
     @property
     def has_wakeups(self) -> bool:
         """True where every worker wakes the engine when it has something to report."""
-        return bool(self.address) and self.num_senders >= self.num_ranks
+        return self.listener is not None and self.listener.num_senders >= self.num_ranks
 
     @property
     def bell(self) -> str:
         """Address for the next orders, until every worker has answered; each takes the first."""
-        return self.address if self.num_senders < self.num_ranks else ""
+        return "" if self.listener is None or self.has_wakeups else self.listener.address
 
     def stepped(self, is_quiet: bool) -> None:
         self.quiet_steps = self.quiet_steps + 1 if is_quiet else 0
@@ -59,93 +59,75 @@ class Rest:
 
 
 class WakeupListener(Closing):
-    """A thread that puts `wakeup` into `inputs`, the engine's queue, at each ring; nothing before
-    that is set. Raises OSError without abstract unix sockets."""
+    """A thread that ends the engine's rest when a worker has events. Raises OSError without
+    abstract unix sockets."""
 
     def __init__(self, wakeup: Any) -> None:
         self._wakeup = wakeup
-        self.inputs: Queue[Any] | None = None
-        self.address = f"prefixkv-{secrets.token_hex(16)}"
+        name, self._secret = f"prefixkv-{secrets.token_hex(16)}", secrets.token_hex(16)
+        self.address = f"{name}/{self._secret}"
+        self._inputs: Queue[Any] | None = None
+        self.num_senders = 0  # workers, each of which sends its descriptors once
+        self._fds: list[int] = []
         self._closing = False
         with ExitStack() as undo:
             self._socket = undo.enter_context(socket(AF_UNIX, SOCK_DGRAM))
-            self._socket.bind("\0" + self.address)
-            self._thread = _started("listener", self._listen)
-            undo.pop_all()
+            self._socket.bind("\0" + name)
+            self._epoll = undo.enter_context(select.epoll())
+            self._epoll.register(self._socket, select.EPOLLIN)
+            self._thread = threading.Thread(
+                target=self._listen, name="prefixkv wakeup listener", daemon=True
+            )
+            self._thread.start()
+            self._opened = undo.pop_all()
 
     def _listen(self) -> None:
-        while self._socket.recv(64) or not self._closing:
-            if self.inputs is not None:
-                self.inputs.put_nowait(self._wakeup)
+        while not self._closing:
+            for fd, _ in self._epoll.poll():
+                if fd == self._socket.fileno():
+                    self._take_fds()
+                elif self._inputs is not None:
+                    self._inputs.put_nowait(self._wakeup)
+
+    def _take_fds(self) -> None:
+        said, fds, *_ = recv_fds(self._socket, 64, _MOST_FDS, MSG_CMSG_CLOEXEC)
+        # Any process of this host finds the socket. And fewer come where none are left here.
+        if said != _said(self._secret, fds):
+            for fd in fds:
+                os.close(fd)
+            return
+        for fd in fds:
+            self._opened.callback(os.close, fd)
+            self._epoll.register(fd, _ONCE)
+        self._fds += fds
+        self.num_senders += 1
+
+    def rest(self, inputs: Queue[Any], timeout_s: float) -> None:
+        """Wait until the engine's queue has an item, and take nothing out of it. A worker's events
+        put `wakeup` into it, once a rest."""
+        self._inputs = inputs
+        # An event since the last step is not missed: its descriptor is still readable.
+        for fd in self._fds:
+            self._epoll.modify(fd, _ONCE)
+        with inputs.not_empty:
+            inputs.not_empty.wait_for(lambda: inputs.queue, timeout_s)
 
     def close(self) -> None:
         if not self._closing:
             self._closing = True
-            self._socket.shutdown(SHUT_RD)  # ends `recv`, as closing the socket would not
+            self._socket.shutdown(SHUT_RD)  # ends `poll`, as closing the socket would not
             self._thread.join()
-            self._socket.close()
+            self._opened.close()
 
 
-class WakeupSender(Closing):
-    """A thread that wakes a listener when one of `fds` is readable, once each time it is armed. The
-    descriptors belong to the caller, and must stay open until `close` has returned. Raises OSError
-    where the listener cannot be reached."""
-
-    def __init__(self, address: str, fds: Sequence[int]) -> None:
-        with ExitStack() as undo:
-            self._socket = undo.enter_context(socket(AF_UNIX, SOCK_DGRAM))
-            # A listener with a full socket has wakeups to read already, so one more is not worth
-            # waiting for.
-            self._socket.setblocking(False)
-            self._socket.connect("\0" + address)
-            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            undo.callback(os.close, self._wake)
-            self._poll = select.poll()
-            for fd in (self._wake, *fds):
-                self._poll.register(fd, select.POLLIN)
-            self._armed, self._closing = threading.Event(), False
-            self._thread = _started("sender", self._watch)
-            undo.pop_all()
-
-    def arm(self) -> None:
-        """Called after the present events were taken. An event that came since is not missed: its
-        descriptor is still readable."""
-        self._armed.set()
-
-    def _watch(self) -> None:
-        while True:
-            # Cleared before polling: an `arm` during the ring below then counts for the next turn.
-            self._armed.wait()
-            self._armed.clear()
-            self._poll.poll()
-            if self._closing:
-                return
-            try:
-                self._socket.send(b"ring")
-            except BlockingIOError:
-                pass  # the listener has not read the last one yet, and wakes by it
-            except OSError:
-                return  # the scheduler's process is gone
-
-    def close(self) -> None:
-        if self._closing:
-            return
-        # The thread is in one of two waits, so both are ended, after the flag that it checks.
-        self._closing = True
-        os.eventfd_write(self._wake, 1)
-        self._armed.set()
-        self._thread.join()
-        os.close(self._wake)
-        self._socket.close()
+def wake_by(address: str, fds: Sequence[int]) -> None:
+    """Let a listener wake its engine when one of `fds` is readable. Raises OSError where it cannot
+    be reached."""
+    name, _, secret = address.partition("/")
+    with socket(AF_UNIX, SOCK_DGRAM) as to:
+        to.connect("\0" + name)
+        send_fds(to, [_said(secret, fds)], fds)
 
 
-def rest(inputs: Queue[Any], timeout_s: float) -> None:
-    """Wait until `inputs` has an item, and take nothing out of it."""
-    with inputs.not_empty:
-        inputs.not_empty.wait_for(lambda: inputs.queue, timeout_s)
-
-
-def _started(what: str, run: Callable[[], None]) -> threading.Thread:
-    thread = threading.Thread(target=run, name=f"prefixkv wakeup {what}", daemon=True)
-    thread.start()
-    return thread
+def _said(secret: str, fds: Sequence[int]) -> bytes:
+    return f"{secret} {len(fds)}".encode()

@@ -21,9 +21,9 @@ from prefixkv import DecodeConfig, KVPool, Mesh, ModelConfig, PrefillConfig, Pre
 from prefixkv.engines.rank_group import Gather, decode_transfers, prefill_transfers, taken
 from prefixkv.engines.vllm.host_worker import WorkerHost
 from prefixkv.engines.vllm.options import ANY_HOST, ConnectorOptions, ServerSetup
-from prefixkv.engines.vllm.orders import Chunk, OfferOrder, Open, StepOrders, WorkerReport
+from prefixkv.engines.vllm.orders import Chunk, Open, StepOrders, WorkerReport
 from prefixkv.engines.vllm.stats import Counters
-from prefixkv.engines.vllm.wakeup import WakeupSender
+from prefixkv.engines.vllm.wakeup import wake_by
 from prefixkv.errors import HandshakeError, RequestError
 from prefixkv.spi import DeviceEvent
 from prefixkv.transfer import (
@@ -41,14 +41,6 @@ from prefixkv.transfer import (
 )
 
 _log = logging.getLogger("vllm.prefixkv")
-
-
-@dataclass(slots=True)
-class Results:
-    """Loads that are over: `received` are all of them, `failed` those without KV."""
-
-    received: set[str] = field(default_factory=set)
-    failed: set[str] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -89,7 +81,7 @@ class WorkerSide:
         self._decode: DecodeTransfers | None = None
         self._prefill: PrefillTransfers | None = None
         self._host: WorkerHost | None = None
-        self._wakeup: WakeupSender | None = None
+        self._wakes = False  # the scheduler has our descriptors, or cannot have them
         # Loads into which a peer may still write, and sends from which a write may still read. An
         # entry goes with the proof that no write touches its pages (`_settle`, SourceFree), not
         # with the outcome.
@@ -100,7 +92,8 @@ class WorkerSide:
         self._pending: Counter[str] = Counter()
         self._failed: set[str] = set()
         # Collected between two calls; `take_results` and `take_report` empty them.
-        self._results, self._report = Results(), WorkerReport()
+        self._results: dict[str, bool] = {}
+        self._report = WorkerReport()
         self._bytes_sent = 0
         self.counters = Counters()
 
@@ -165,8 +158,7 @@ class WorkerSide:
         return [side for side in (self._decode, self._prefill) if side is not None]
 
     def close(self) -> None:
-        """Idempotent; each part is closed even if another raises. The wakeups first: they wait on
-        descriptors that the others own."""
+        """Idempotent; each part is closed even if another raises."""
         self._opened.close()
 
     # --- orders -----------------------------------------------------------------------------------
@@ -184,7 +176,7 @@ class WorkerSide:
             self._clear(orders.cleared)
         # 2. Rooms begin. Before the aborts: a request may begin and end between two steps, and an
         # abort that finds no room would leave it open without end.
-        if orders.bell and self._wakeup is None:
+        if orders.bell and not self._wakes:
             self._start_wakeups(orders.bell)
         # All parts of a load are known before one of them can end.
         loading = [opening.rid for opening in orders.opens]
@@ -227,15 +219,11 @@ class WorkerSide:
     def _start_wakeups(self, address: str) -> None:
         fds = [side.fileno() for side in self._sides]
         fds += [self._host.fileno()] if self._host is not None else []
+        self._wakes = True
         try:
-            self._wakeup = WakeupSender(address, fds)
+            wake_by(address, fds)
         except OSError as error:
             _log.warning("this worker cannot wake the scheduler, which polls it: %s", error)
-            return
-        self._opened.callback(self._wakeup.close)
-        # Only now: the scheduler lets its engine rest once every worker has reported that it sends
-        # wakeups.
-        self._report.bells = 1
 
     def _open(self, opening: Open) -> None:
         try:
@@ -275,14 +263,14 @@ class WorkerSide:
             self._host.begin_writes(ready)
         self._hand_over(orders.computed, ready)
 
-    def _hand_over(self, computed: Iterable[Chunk | OfferOrder], ready: DeviceEvent | None) -> None:
-        for one in computed:
-            if isinstance(one, Chunk):
-                self._send(one, ready)
+    def _hand_over(self, computed: Iterable[Chunk], ready: DeviceEvent | None) -> None:
+        for chunk in computed:
+            if not chunk.digest:
+                self._send(chunk, ready)
                 continue
-            chunk = one.chunk
-            with self._begun(one.rid, chunk.key, chunk, ready):
-                self.prefill.offer(*chunk.key.numbers, chunk.end, one.digest, one.timeout_s)
+            with self._begun(chunk.rid, chunk.key, chunk, ready):
+                numbers, timeout_s = chunk.key.numbers, self._options.offer_timeout_s
+                self.prefill.offer(*numbers, chunk.end, chunk.digest, timeout_s)
 
     def _send(self, chunk: Chunk, ready: DeviceEvent | None) -> None:
         key = chunk.key
@@ -302,8 +290,9 @@ class WorkerSide:
 
     # --- outcomes ---------------------------------------------------------------------------------
 
-    def take_results(self) -> Results:
-        """Return the loads that are over since the last call. Takes in all events until now."""
+    def take_results(self) -> dict[str, bool]:
+        """Return the loads that are over since the last call, True where the KV has not come. Takes
+        in all events until now."""
         if self._decode is not None:
             for event in taken(self._decode.take_events, _log):
                 self._take_decode_event(event)
@@ -311,17 +300,14 @@ class WorkerSide:
             for sent_event in taken(self._prefill.take_events, _log):
                 self._take_prefill_event(sent_event)
         if self._host is not None:
-            ends, loaded = self._host.take_ends()
-            self._report.copied += ends
             self._report.host_pages |= self._host.take_size()
-            for rid, error in loaded.items():
-                if error:
-                    self._report.failed.setdefault(rid, error)
-                self._end_load(rid, failed=bool(error))
-        if self._wakeup is not None:
-            # After the events were taken. Before, it would ring for those that were just taken.
-            self._wakeup.arm()
-        results, self._results = self._results, Results()
+            for done, rid in self._host.take_ends():
+                self._report.copied.append(done)
+                if rid and done.error is not None:
+                    self._report.failed.setdefault(rid, str(done.error))
+                if rid:
+                    self._end_load(rid, failed=done.error is not None)
+        results, self._results = self._results, {}
         return results
 
     def _take_decode_event(self, event: DecodeEvent) -> None:
@@ -360,8 +346,7 @@ class WorkerSide:
             self._failed.add(rid)
         if self._pending[rid] == 0:
             del self._pending[rid]
-            self._results.received.add(rid)
-            self._results.failed |= self._failed & {rid}
+            self._results[rid] = rid in self._failed
             self._failed.discard(rid)
 
     def _settle(self, key: RoomKey) -> None:

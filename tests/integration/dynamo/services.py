@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
 import subprocess
-import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ports import free_port
+from benchmarks.servers import NotStartedError as NotStartedError
+from benchmarks.servers import Server
 from prefixkv.threads import Closing
 from tests.support.patience import PATIENCE_S
+from tests.support.ports import free_port
 
 
 class Process(Closing):
@@ -32,56 +28,19 @@ class Process(Closing):
             if pipe is not None:
                 pipe.close()
 
-    def stop(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
 
-    def go_on(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
-
-
-class NotStartedError(Exception):
-    """The service did not come up: its environment's fault, not ours."""
-
-
-class Service(Process):
-    """`python -m dynamo.KIND`, once it answers."""
+class Service(Server):
+    """`python -m dynamo.KIND`, once it answers. Raises NotStartedError."""
 
     def __init__(self, python: str, kind: str, folder: Path) -> None:
-        self.port = free_port()
-        super().__init__(
-            [python, "-m", f"dynamo.{kind}", "--port", str(self.port), "--threads", "2"],
-            folder / f"{kind}.log",
-            stdout=subprocess.DEVNULL,
-            env={**os.environ, "DYN_LOG": "info"},
-        )
-        end_s = time.monotonic() + PATIENCE_S
-        while True:
-            try:
-                self.get("/health")
-                return
-            except OSError:
-                if self.process.poll() is not None or time.monotonic() > end_s:
-                    self.close()
-                    raise NotStartedError(self.log.read_text()[-2000:]) from None
-                time.sleep(0.1)
-
-    def get(self, path: str) -> Any:
-        with urllib.request.urlopen(
-            f"http://127.0.0.1:{self.port}{path}", timeout=PATIENCE_S
-        ) as answer:
-            return json.load(answer) if path != "/health" else answer.status
-
-    def post(self, path: str, body: dict[str, Any]) -> Any:
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}",
-            json.dumps(body).encode(),
-            {"content-type": "application/json"},
-        )
+        port = free_port()
+        command = [python, "-m", f"dynamo.{kind}", "--port", str(port), "--threads", "2"]
+        super().__init__(command, folder / f"{kind}.log", port, {"DYN_LOG": "info"})
         try:
-            with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
-                return json.load(answer)
-        except urllib.error.HTTPError as error:
-            raise AssertionError(f"{path}: {error.code} {error.read().decode()}") from None
+            self.wait(PATIENCE_S)
+        except NotStartedError:
+            self.close()
+            raise
 
 
 class Indexer(Service):
@@ -89,16 +48,8 @@ class Indexer(Service):
         super().__init__(python, "indexer", folder)
 
     def register(self, number: int, where: dict[str, str], block_size: int) -> None:
-        self.post(
-            "/register",
-            {
-                "instance_id": number,
-                "endpoint": where["endpoint"],
-                "replay_endpoint": where["replay"],
-                "model_name": "model",
-                "block_size": block_size,
-            },
-        )
+        place = {"endpoint": where["endpoint"], "replay_endpoint": where["replay"]}
+        self.post("/register", {"instance_id": number, **place, **_model(block_size)})
 
     def found(self, prompt: dict[str, Any]) -> dict[str, int]:
         """Tokens of the prompt that each worker holds, as far as the indexer knows."""
@@ -111,17 +62,11 @@ class Selector(Service):
         super().__init__(python, "select_service", folder)
 
     def register(self, number: int, where: dict[str, str], block_size: int) -> None:
-        self.post(
-            "/workers",
-            {
-                "worker_id": number,
-                "endpoint": f"http://127.0.0.1:{number}",
-                "kv_events_endpoint": where["endpoint"],
-                "replay_endpoint": where["replay"],
-                "model_name": "model",
-                "block_size": block_size,
-            },
-        )
+        place = {
+            "endpoint": f"http://127.0.0.1:{number}", "kv_events_endpoint": where["endpoint"],
+            "replay_endpoint": where["replay"],
+        }  # fmt: skip
+        self.post("/workers", {"worker_id": number, **place, **_model(block_size)})
 
     def found(self, prompt: dict[str, Any]) -> dict[str, int]:
         answer = self.post("/overlap_scores", _asked(prompt))
@@ -132,6 +77,10 @@ class Selector(Service):
     def select(self, prompt: dict[str, Any]) -> Any:
         """Which worker it would choose."""
         return self.post("/select", _asked(prompt))
+
+
+def _model(block_size: int) -> dict[str, Any]:
+    return {"model_name": "model", "block_size": block_size}
 
 
 def _asked(prompt: dict[str, Any]) -> dict[str, Any]:

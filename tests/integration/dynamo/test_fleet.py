@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import struct
 import subprocess
 import sys
@@ -211,7 +212,7 @@ def test_services_and_trees_agree_under_load(fleet: Fleet) -> None:
 def test_they_agree_after_subscribers_were_stopped(fleet: Fleet) -> None:
     """For long enough that what waits for them was dropped: of worker 2 little is kept."""
     for service in fleet.services:
-        service.stop()
+        service.signal(signal.SIGSTOP)
     answered = fleet.workers[1].ask(do="stats")["replays"]
     begun_s = time.monotonic()
     # No flush mends what was missed.
@@ -219,7 +220,7 @@ def test_they_agree_after_subscribers_were_stopped(fleet: Fleet) -> None:
     fleet.run(flushes=0, per_second=ROUNDS / STOP_S)
     assert time.monotonic() - begun_s >= STOP_S - 0.1
     for service in fleet.services:
-        service.go_on()
+        service.signal(signal.SIGCONT)
     fleet.check()
     assert fleet.workers[1].ask(do="stats")["replays"] >= answered + len(fleet.services)
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.hybrid_models import config_of
 from prefixkv import conformance
 from prefixkv.config import ComputeConfig
 from prefixkv.engines.hf import PagedModel, make_model
 from prefixkv.engines.hf.conformance import HFSides
 from prefixkv.engines.hf.reference import Reference
+from tests.support.hybrid_models import config_of
 from tests.support.patience import PATIENCE_S
 
 

@@ -17,7 +17,6 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from benchmarks.hybrid_models import FAMILIES, WINDOWED, config_of
 from prefixkv.config import ComputeConfig
 from prefixkv.engines.hf import PagedModel, Sampling, make_model
 from prefixkv.engines.hf import attention as attention_module
@@ -29,6 +28,7 @@ from prefixkv.pages.groups import GroupSpec, TailGroup
 from tests.support.hf_workload import Found, Storm, check_answers, checkpoint_counts, run_round
 from tests.support.hf_world import BY_SIZE, TINY, Reference, World
 from tests.support.hf_world import family as family_of
+from tests.support.hybrid_models import FAMILIES, WINDOWED, config_of
 from tests.support.patience import until
 
 RECURRENT = ("qwen3_next", "nemotron_h", "granitemoehybrid")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.hybrid_models import make_folder
+from tests.support.hybrid_models import make_folder
 from tests.support.served import Expected, Serve, Served, at_rest, client_of, greedy
 
 

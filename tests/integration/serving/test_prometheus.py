@@ -14,8 +14,8 @@ from urllib.parse import urlencode
 import pytest
 import yaml
 
-from benchmarks.ports import free_port
 from tests.support.patience import PATIENCE_S, until
+from tests.support.ports import free_port
 from tests.support.processes import Command
 from tests.support.promtool import OPS
 from tests.support.served import Serve, client_of

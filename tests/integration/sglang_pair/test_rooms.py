@@ -56,7 +56,7 @@ class Servers:
 
     def ask(self, side: str, path: str, body: dict[str, Any]) -> Answer:
         raw = json.dumps(body).encode()
-        url = self.pair.url(side) + path
+        url = self.pair.servers[side].url + path
         asked = urllib.request.Request(url, raw, {"Content-Type": "application/json"})
         try:
             with urllib.request.urlopen(asked, timeout=3 * TIMEOUT_S) as answer:
@@ -78,7 +78,7 @@ class Servers:
 
         def stream() -> Answer:
             raw = json.dumps({**body, "stream": True}).encode()
-            url = self.pair.url("decode") + "/generate"
+            url = self.pair.servers["decode"].url + "/generate"
             asked = urllib.request.Request(url, raw, {"Content-Type": "application/json"})
             with urllib.request.urlopen(asked, timeout=3 * TIMEOUT_S) as answer:
                 text = answer.readline().decode()
@@ -112,8 +112,8 @@ class Servers:
 
     def live(self) -> bool:
         return all(
-            server.poll() is None and "Scheduler hit an exception" not in self.pair.told(side)
-            for side, server in self.pair._servers.items()
+            server.process.poll() is None and "Scheduler hit an exception" not in server.told()
+            for server in self.pair.servers.values()
         )
 
 
@@ -289,5 +289,7 @@ def test_the_longest_prompt_that_fits(servers: Servers) -> None:
 def test_nothing_is_held_at_the_end(servers: Servers) -> None:
     """SGLang flushes its caches only where no request is left, and then checks its pools."""
     for side in ("prefill", "decode"):
-        assert servers.ask(side, "/flush_cache", {}).status == 200, servers.pair.told(side)[-2000:]
+        assert servers.ask(side, "/flush_cache", {}).status == 200, servers.pair.servers[
+            side
+        ].told()[-2000:]
     test_the_longest_prompt_that_fits(servers)

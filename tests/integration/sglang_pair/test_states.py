@@ -26,7 +26,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from benchmarks.sglang_serve import VOCABULARY, Pair, make_model, post
+from benchmarks.sglang_serve import VOCABULARY, Pair, make_model
 
 PYTHON = os.environ.get("PREFIXKV_ENGINE_PYTHON", "")
 pytestmark = [
@@ -147,18 +147,18 @@ def test_many_at_once_and_some_that_end_early(served: Served) -> None:
 
     def ask(side: str, number: int) -> Any:
         try:
-            return post(f"{pair.url(side)}/generate", bodies[number])
+            return pair.servers[side].post("/generate", bodies[number])
         except OSError as error:  # aborted before it began
             return {"error": str(error)}
 
     with ThreadPoolExecutor(16) as threads:
         asking = {
-            side: [threads.submit(ask, side, i) for i in range(len(asked))] for side in pair.ports
+            side: [threads.submit(ask, side, i) for i in range(len(asked))] for side in pair.servers
         }
         for number in (2, 5):
             rid = {"rid": bodies[number]["rid"]}
-            for side in pair.ports:
-                post(f"{pair.url(side)}/abort_request", rid, answer=False)
+            for side in pair.servers:
+                pair.servers[side].post("/abort_request", rid)
         said = [future.result() for future in asking["decode"]]
         for future in asking["prefill"]:
             future.result()
@@ -166,5 +166,5 @@ def test_many_at_once_and_some_that_end_early(served: Served) -> None:
         ids = answer.get("output_ids", [])
         assert ids == expected or (number in (2, 5) and ids == expected[: len(ids)]), number
     assert served.pair.generate(asked[0], 2000)[:OUTPUT] == right[0]
-    for side in pair.ports:
-        post(f"{pair.url(side)}/flush_cache", {}, answer=False)
+    for side in pair.servers:
+        pair.servers[side].post("/flush_cache", {})

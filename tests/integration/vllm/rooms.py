@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.ports import free_port
 from benchmarks.vllm_servers import MODEL, REPOSITORY, TINY, Server, make_model, transfer_config
 from prefixkv.engines.vllm.stats import GAUGES
 from tests.integration.vllm.test_vllm import BLOCK_BYTES, PYTHON, prompt_of, until
 from tests.support.patience import PATIENCE_S
+from tests.support.ports import free_port
 
 DECODE_LEN = 512  # tokens; prefill takes longer prompts
 ENDED_S = 25.0

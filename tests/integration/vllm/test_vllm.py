@@ -23,17 +23,17 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import pytest
 
-from benchmarks.ports import free_port
 from benchmarks.serve import cpu_share
+from benchmarks.servers import NotStartedError
 from benchmarks.vllm_servers import (
     TINY,
-    NotStartedError,
     Server,
     make_model,
     token_ids,
     transfer_config,
 )
 from tests.support import patience
+from tests.support.ports import free_port
 
 PYTHON = os.environ.get("PREFIXKV_ENGINE_PYTHON", "")
 until = partial(patience.until, pause_s=0.1)  # a look reads a server's metrics

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.ports import free_port
 from benchmarks.vllm_servers import MODEL, token_ids
 from tests.integration.vllm.test_vllm import BLOCK, OUT, Pair, prompt_of, started
+from tests.support.ports import free_port
 
 ADAPTERS = ("adapter-1", "adapter-2")
 

@@ -16,9 +16,9 @@ import msgspec
 import pytest
 import zmq
 
-from benchmarks.ports import free_port
 from benchmarks.vllm_servers import token_ids
 from tests.integration.vllm.test_vllm import BLOCK, OUT, Pair, prompt_of, started, until
+from tests.support.ports import free_port
 
 DECODE_BLOCKS = 41  # one is vLLM's null block
 FIRST, MORE = 300, 60  # tokens of a conversation's first turn, and what each later one adds

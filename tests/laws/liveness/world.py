@@ -1,7 +1,7 @@
 """A prefill and a decode worker with small pools, and requests that arrive in a given order: each
 has to end, and no timer may be what ends it.
 
-Real: both control objects, both schedulers, the radix trees, every KV byte (`PairSim`). Simulated:
+Real: both control objects, schedulers, the radix trees, every KV byte (`EngineSim`). Simulated:
 the network, the transport, the engines, and the clock, which stands still. It is let go on only
 when nothing moves any more and a request still lives, by as much as a frame takes to be said again,
 and by less than the shortest deadline. What lives then has waited for a timer, or for ever.
@@ -30,15 +30,15 @@ from prefixkv.errors import OutOfPagesError, RequestError
 from prefixkv.pages.manager import PageManager
 from prefixkv.prefill.request import PrefillRequest, PrefillState
 from prefixkv.protocol.commands import AbortRoom, OfferRoom, SendChunk
-from prefixkv.protocol.events import Bootstrapped
+from prefixkv.protocol.events import Bootstrapped, SourceFree
 from prefixkv.protocol.ids import RoomKey
 from prefixkv.request import Request
 from tests.laws.auditor import assert_at_rest, audit_decode, audit_prefill
 from tests.laws.liveness.arrivals import LivenessError
 from tests.laws.liveness.play import Act, Play, Played
 from tests.support.schedulers import AGES_S, decode_scheduler, timed_by
-from tests.support.sim import Storm
-from tests.support.sim_engines import ROWS, DecodeEngine, PairSim, PrefillEngine
+from tests.support.sim import SINGLE, Storm
+from tests.support.sim_engines import ROWS, DecodeEngine, EngineSim, PrefillEngine
 from tests.support.sim_rank import TIMING, SimRank
 
 RESENDS_S = 3 * TIMING.resend_s  # below every deadline
@@ -137,7 +137,7 @@ class Prefill(PrefillEngine):
             self._withdraw(key, abort.reason)
         else:
             del self.kept[key]
-            self.scheduler.source_free(key, self.sim.now_s)
+            self.scheduler.hear(SourceFree(key), self.sim.now_s)
 
     def hear(self) -> bool:
         """One thing that became of a room. False: there is none."""
@@ -221,7 +221,7 @@ class Decode(DecodeEngine):
         return bool(news or self.running or self.local)
 
 
-class World(Play, PairSim):
+class World(Play, EngineSim):
     """See the module's text."""
 
     prefill: Prefill
@@ -235,7 +235,7 @@ class World(Play, PairSim):
         self.refused: dict[str, str] = {}
         self.num_frames = 0
         pages = case.pages
-        super().__init__(case.seed, Storm(), decode_pages=pages[1], prefill_pages=pages[0])
+        super().__init__(case.seed, Storm(), SINGLE, decode_pages=pages[1], prefill_pages=pages[0])
         self.finish_early = 0.0
 
     def start_prefill(self) -> None:

@@ -478,7 +478,7 @@ MUTANTS = [
     Mutant(WritesAgainWhatItHasSent, "one prompt", "law 5", "after it was handed over"),
     Mutant(NeverPopsFailures, "aborts on prefill", "calls", "never calls pop_failed", True),
     Mutant(StopsInTheMiddle, "one prompt", "law 7", "was handed out to be computed", True),
-    Mutant(NeverComputes, ALONE, "law 7", "came out of pop_local, 0 of its", True),
+    Mutant(NeverComputes, ALONE, "law 7", "was handed out to be computed, 0 of its", True),
     Mutant(NeverTakesPrompts, ALONE, "calls", "decode's engine never calls pop_local", True),
     Mutant(GivesUpWithPrefill, ALONE, "law 7", "it failed: AbortedError"),
     Mutant(SaysThatNoChatGoesOn, "host memory", "cache", "nothing of what was finished was copied"),
@@ -563,24 +563,17 @@ def test_the_command_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     assert "seed 2: calls" in capsys.readouterr().out
 
 
-class Bare:
-    vocabulary = None
-
-    def __init__(self, settings: Any) -> None:
-        self.decode = self.prefill = None
-
-
 class WithoutAnything:
     def __init__(self, settings: Any) -> None:
         pass
 
 
-class WithoutARange(ToySides):
-    vocabulary = None  # type: ignore[assignment]
+class HalfASide(WithoutAnything):
+    decode = prefill = vocabulary = abort = None
 
-
-class WithoutAbort(ToySides):
-    abort = None  # type: ignore[assignment]
+    @property
+    def step(self) -> Any:
+        return self.worker  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -593,10 +586,16 @@ class WithoutAbort(ToySides):
         ([".sides:Sides"], "MODULE:NAME is needed, '.sides:Sides' is not: "),
         (["--only", "one promt"], "there is no scenario 'one promt', there are 'one prompt', 't"),
         (["--page-size", "3"], "page_size is 3, a multiple of 4 is needed"),
-        ([f"{__name__}:WithoutAnything"], "WithoutAnything: 'WithoutAnything' object has no attri"),
-        ([f"{__name__}:Bare"], "Bare.decode is None, a DecodeNode is needed"),
-        ([f"{__name__}:WithoutARange"], "WithoutARange.vocabulary is None, a range is needed"),
-        ([f"{__name__}:WithoutAbort"], "WithoutAbort has no method 'abort', EngineSides has one"),
+        (
+            [f"{__name__}:WithoutAnything"],
+            "WithoutAnything: decode is missing, a DecodeNode is needed; prefill is missing, a Pre",
+        ),
+        (
+            [f"{__name__}:HalfASide"],
+            "HalfASide: decode is None, a DecodeNode is needed; vocabulary is None, a range is "
+            "needed; submit is missing, a method is needed; abort is None, a method is needed; "
+            "step is not to be had ('HalfASide' object has no attribute 'worker'), a method is",
+        ),
     ],
 )
 def test_a_mistake_in_the_command_is_one_line_and_status_2(

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import pytest
-
 from prefixkv.control.effects import FrameFailed, FrameReceived, Raised
 from prefixkv.control.inbox import ControlInbox, Takes
-from prefixkv.errors import InternalError
 from tests.unit.protocol.rooms import PREFILL, TIMING
 
 
@@ -58,8 +55,3 @@ def test_a_frame_that_raises_fails_once_behind_what_it_said() -> None:
     effects = counting().on(FrameReceived("p", b""), 0.0)
     assert texts(effects) == ["before", "3", "after", "nor can it be ended", "the end"]
     assert {one.source for one in effects if isinstance(one, Raised)} == {"p"}
-
-
-def test_an_input_of_another_type_raises() -> None:
-    with pytest.raises(InternalError, match="_Counting takes no str"):
-        counting().on("no", 0.0)

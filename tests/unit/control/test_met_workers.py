@@ -14,6 +14,7 @@ from prefixkv.errors import HandshakeError, PeerLostError
 from prefixkv.protocol.commands import Fence, MeetPrefill
 from prefixkv.protocol.events import PrefillAway, PrefillLost, PrefillReady
 from prefixkv.protocol.messages import Heartbeat, Topology
+from tests.unit.control.mesh_wire import ADDRESSES, Writers
 from tests.unit.control.wire import ADDRESS, PREFILL, TIMING, PrefillPeer
 
 SAID = PrefillReady | PrefillAway | PrefillLost
@@ -43,6 +44,19 @@ def test_one_that_is_silent_is_away_until_it_is_heard() -> None:
     assert heard[:1] == [PrefillAway(ADDRESS)]
     assert len(heard) == 1
     assert said(peer.say(Heartbeat())) == [PrefillReady(ADDRESS)], "at its first word"
+
+
+def test_a_worker_is_away_while_one_of_its_ranks_is_silent() -> None:
+    pair = Writers()
+    pair.on(MeetPrefill(ADDRESSES[0]))
+    assert said(pair.reply(0)) == []
+    assert said(pair.reply(1)) == [PrefillReady(ADDRESSES[0])]
+    heard: list[Any] = []
+    for _ in range(8):
+        pair.say(0, Heartbeat())
+        heard += said(pair.after(TIMING.suspect_after_s / 4))
+    assert heard == [PrefillAway(ADDRESSES[0])]
+    assert said(pair.say(1, Heartbeat())) == [PrefillReady(ADDRESSES[0])]
 
 
 def test_where_nothing_listens_it_is_lost_and_may_be_there_when_asked_again() -> None:

@@ -4,7 +4,6 @@ remembered of numbers is bounded."""
 
 from __future__ import annotations
 
-from itertools import permutations
 from typing import Any
 
 import msgspec
@@ -16,14 +15,20 @@ from prefixkv.digest import prompt_digest
 from prefixkv.errors import AbortedError, InternalError, PromptMismatchError, RequestError
 from prefixkv.protocol.commands import AbortRoom, DeclineRoom, Fence, OfferRoom, OpenRoom
 from prefixkv.protocol.events import Bootstrapped, RoomDrained, RoomEnded
-from prefixkv.protocol.ids import ChunkTag, KVPoll, PeerId, RoomKey
-from prefixkv.protocol.messages import Abort, Drained, Outcome, OutcomeAck, Promise, PromiseAck
-from prefixkv.transport.base import Arrived, WriteDrained, WriteJob
+from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
+from prefixkv.protocol.messages import (
+    Abort,
+    Body,
+    Drained,
+    Outcome,
+    OutcomeAck,
+    Promise,
+)
+from prefixkv.transport.base import WriteDrained, WriteJob
 from tests.unit.control.wire import (
     ADDRESS,
     DECODE,
     KEY,
-    PREFILL,
     ROUTE,
     SENT,
     TIMING,
@@ -68,11 +73,6 @@ def told(ticket: int = 0) -> Outcome:
 # --- decode ---------------------------------------------------------------------------------------
 
 
-def landed(ticket: int, num_units: int, chunk: int = 0) -> Arrived:
-    tag = ChunkTag(PREFILL.incarnation, *KEY.numbers, 0, chunk, num_pages=num_units, ticket=ticket)
-    return Arrived(tag.pack())
-
-
 def used_again() -> PrefillPeer:
     """The number was promised for seven pages, aborted and drained, and is promised again."""
     seven = of_use(FORMER, fill_len=28, prefix_len=0, pages=ids(range(7)))
@@ -83,34 +83,6 @@ def used_again() -> PrefillPeer:
     assert of(peer.say(drained(FORMER)), RoomDrained) == [RoomDrained(KEY)]
     assert of(peer.open(of_use(NEXT)), Promise) == [of_use(NEXT)]
     return peer
-
-
-def test_a_room_that_waits_is_not_kept_waiting_by_a_former_notification() -> None:
-    """It is no sign that prefill has the promise, or writes."""
-    peer = used_again()
-    peer.on(landed(FORMER, 7))
-    assert "Promise" in kinds(peer.after(TIMING.resend_s)), "repeated, as it is not acknowledged"
-
-
-@pytest.mark.parametrize("order", [*permutations(["former", "acked", "own", "outcome"])])
-def test_a_notification_that_its_drained_has_overtaken_counts_for_no_other_use(
-    order: tuple[str, ...],
-) -> None:
-    peer = used_again()
-    outcome = msgspec.structs.replace(peer.outcome(), num_units=2, ticket=NEXT)
-    ends = []
-    for what in order:
-        if what == "former":
-            assert peer.on(landed(FORMER, 7)) == []
-            ends += of(peer.on(landed(FORMER, 2, chunk=1)), RoomEnded)
-        elif what == "acked":
-            ends += of(peer.say(PromiseAck(*KEY.numbers, 0, NEXT)), RoomEnded)
-        elif what == "own":
-            ends += of(peer.on(landed(NEXT, 2)), RoomEnded)
-        else:
-            ends += of(peer.say(outcome), RoomEnded)
-    assert ends == [RoomEnded(KEY, KVPoll.SUCCESS, aux=b"first")]
-    assert peer.control.counters == {"tags_dropped": 2}
 
 
 def test_a_number_whose_pages_may_still_be_written_is_not_promised_again() -> None:
@@ -130,17 +102,6 @@ def test_a_number_whose_pages_may_still_be_written_is_not_promised_again() -> No
 # --- prefill -------------------------------------------------------------------------------------
 
 
-def test_each_write_carries_the_ticket_of_its_promise() -> None:
-    peer = DecodePeer()
-    for ticket in (FORMER, NEXT):
-        peer.bootstrapped(of_use(ticket))
-        (job,) = of(peer.chunk(1, [5, 6], last=True), WriteJob)
-        assert job.tag.ticket == ticket
-        assert ChunkTag.unpack(job.tag.pack()) == job.tag
-        peer.say(abort(ticket))
-        assert of(peer.ended(job.job_id), Drained) == [drained(ticket)]
-
-
 def opens(peer: DecodePeer, ticket: int = NEXT) -> bool:
     return bool(of(peer.say(of_use(ticket)), Bootstrapped))
 
@@ -158,12 +119,65 @@ def test_a_number_with_a_write_under_way_is_not_used_again() -> None:
     assert of(peer.on(OFFER), RoomEnded) == []
 
 
-def test_a_late_abort_ends_no_request_for_another_prompt() -> None:
+OPENED, GONE = "PromiseAck Bootstrapped", "RoomEnded SourceFree"
+OTHER_OFFER, THEIRS = OfferRoom(KEY, 10, OTHER_PROMPT, 1.0), of_use(FORMER, digest=OTHER_PROMPT)
+SCENES: dict[str, list[tuple[Any, str]]] = {
+    "a late abort of a request for another prompt": [
+        (add_room(), ""), (abort(FORMER, digest=OTHER_PROMPT), "Drained"),
+        (of_use(NEXT), OPENED),
+    ],
+    "a repeated abort of an offer ends no later one": [
+        (OFFER, ""), (abort(FORMER), f"{GONE} Drained"), (OFFER, ""), (abort(FORMER), "Drained"),
+        (of_use(NEXT), OPENED),
+    ],
+    # An offer that is over refuses no other prompt.
+    "withdrawn": [
+        (OTHER_OFFER, ""), (AbortRoom(KEY, "the blocks are needed"), GONE),
+        (of_use(NEXT), "PromiseAck"), (add_room(), "Bootstrapped"),
+    ],
+    "overdue": [
+        (OTHER_OFFER, ""), (1.0, f"Heartbeat {GONE}"), (of_use(NEXT), "PromiseAck"),
+        (add_room(), "Bootstrapped"),
+    ],
+    "opened": [
+        (OTHER_OFFER, ""), (THEIRS, OPENED), (abort(FORMER), "RoomEnded Drained SourceFree"),
+        (of_use(NEXT), "PromiseAck"), (add_room(), "Bootstrapped"),
+    ],
+    "an abort of what was declined": [
+        (DeclineRoom(SENT, "too long", PROMPT), ""), (abort(FORMER), "Drained"), (add_room(), ""),
+        (of_use(NEXT), OPENED),
+    ],
+    "an abort before the request ends one": [
+        (abort(1), "Drained"), (add_room(), GONE), (abort(1), "Drained"), (add_room(), ""),
+        (of_use(2), OPENED),
+    ],
+    "what decode has given up is declined, and kept no longer": [
+        (abort(9), "Drained"), (NO, ""), (of_use(NEXT), "PromiseAck"), (add_room(), "Bootstrapped"),
+    ],
+    # The request that comes next is taken for the other half of the one that decode has aborted.
+    # What decode promises then is of another use, and does not wait for its timeout.
+    "what decode gave up fails once on both sides": [
+        (abort(9), "Drained"), (add_room(), GONE), (of_use(0), "Outcome"), (ack(0), ""),
+        (of_use(1), "PromiseAck"), (add_room(), "Bootstrapped"),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("scene", SCENES.values(), ids=SCENES)
+def test_what_is_late_or_over_is_nothing_to_the_next_use(scene: list[tuple[Any, str]]) -> None:
     peer = DecodePeer().known()
+    for what, follows in scene:
+        put = peer.say if isinstance(what, Body) else peer.after if what == 1.0 else peer.on
+        assert kinds(put(what)) == follows.split(), what
+
+
+def test_an_abort_of_the_use_before_does_not_end_the_next_one() -> None:
+    peer = used_once()
     peer.on(add_room())
-    late = abort(FORMER, digest=OTHER_PROMPT)
-    assert kinds(peer.say(late)) == ["Drained"]
-    assert opens(peer)
+    assert [peer.say(abort(1)), opens(peer, 2), peer.say(abort(1))] == [
+        [drained(1)], True, [drained(1)]
+    ]  # fmt: skip
+    assert peer.chunk(1, [5, 6], last=True), "the present use goes on"
 
 
 def test_a_late_abort_of_a_room_ends_no_offer_of_its_number() -> None:
@@ -175,32 +189,6 @@ def test_a_late_abort_of_a_room_ends_no_offer_of_its_number() -> None:
         peer.on(AbortRoom(KEY, "once more"))
     peer.on(OFFER)
     assert opens(peer)
-
-
-def test_a_repeated_abort_of_an_offer_ends_no_later_offer_of_its_number() -> None:
-    peer = DecodePeer().known()
-    peer.on(OFFER)
-    assert kinds(peer.say(abort(FORMER))) == [
-        "RoomEnded", "SourceFree", "Drained",
-    ]  # fmt: skip
-    peer.on(OFFER)
-    assert kinds(peer.say(abort(FORMER))) == ["Drained"]
-    assert opens(peer)
-
-
-@pytest.mark.parametrize("how", ["withdrawn", "opened", "overdue"])
-def test_an_offer_that_is_over_refuses_no_other_prompt_under_its_number(how: str) -> None:
-    peer = DecodePeer().known()
-    peer.on(OfferRoom(KEY, 10, OTHER_PROMPT, 1.0))
-    if how == "withdrawn":
-        peer.on(AbortRoom(KEY, "the blocks are needed"))
-    elif how == "overdue":
-        peer.after(1.0)
-    else:
-        peer.say(of_use(FORMER, digest=OTHER_PROMPT))
-        peer.say(abort(FORMER))
-    assert kinds(peer.say(of_use(NEXT))) == ["PromiseAck"]
-    assert of(peer.on(add_room()), Bootstrapped)
 
 
 @pytest.mark.parametrize("digest", [OTHER_PROMPT, PROMPT])
@@ -226,14 +214,6 @@ def test_a_promise_of_another_prompt_has_ended_the_request_that_it_was_for() -> 
     peer.say(ack(FORMER))
     (ended,) = of(peer.on(add_room(digest=OTHER_PROMPT)), RoomEnded)
     assert isinstance(ended.error, PromptMismatchError)
-
-
-def test_an_abort_of_a_request_that_was_declined_ends_no_later_one() -> None:
-    peer = DecodePeer().known()
-    peer.on(DeclineRoom(SENT, "too long", PROMPT))
-    assert kinds(peer.say(abort(FORMER))) == ["Drained"]
-    assert of(peer.on(add_room()), RoomEnded) == []
-    assert opens(peer)
 
 
 def test_an_abort_before_its_promise_is_answered_under_its_own_ticket() -> None:
@@ -262,47 +242,12 @@ def test_a_repeat_of_the_promise_before_is_not_the_next_ones() -> None:
     assert opens(peer, 2)
 
 
-def test_an_abort_of_the_use_before_does_not_end_the_next_one() -> None:
-    peer = used_once()
-    peer.on(add_room())
-    for _ in range(2):  # until it is answered
-        assert peer.say(abort(1)) == [drained(1)]
-    assert opens(peer, 2)
-    assert peer.say(abort(1)) == [drained(1)]
-    assert peer.chunk(1, [5, 6], last=True), "the present use goes on"
-
-
-@pytest.mark.parametrize(("old", "new"), [(1, 2), (2, 1)])
-def test_a_number_is_used_again_while_the_last_acknowledgement_is_still_out(
-    old: int, new: int
-) -> None:
-    peer = used_once(old)
-    assert kinds(peer.say(of_use(new))) == ["PromiseAck"], "the old use has ended"
-    assert peer.say(ack(old)) == []
-    peer.on(add_room())
-    [post] = of(peer.chunk(1, [7, 8], last=True), WriteJob)
-    assert of(peer.ended(post.job_id), RoomEnded) == [RoomEnded(SENT, KVPoll.SUCCESS)]
-    assert peer.say(ack(old)) == []
-    assert peer.control.num_rooms == 1, "it is no acknowledgement of this one"
-    peer.say(ack(new))
-    assert peer.control.num_rooms == 0
-
-
 def test_a_room_that_our_engine_ended_first_keeps_its_end_for_the_promise() -> None:
     peer = DecodePeer().known()
     peer.on(add_room())
     peer.on(AbortRoom(SENT, "enough"))
     [outcome] = of(peer.say(of_use(2)), Outcome)
     assert (outcome.ok, outcome.ticket) == (False, 2)
-
-
-def test_an_abort_before_the_request_ends_one_request() -> None:
-    peer = DecodePeer().known()
-    peer.say(abort(1))
-    assert kinds(peer.on(add_room())) == ["RoomEnded", "SourceFree"]
-    assert peer.say(abort(1)) == [drained(1)]
-    assert peer.on(add_room()) == []
-    assert opens(peer, 2)
 
 
 def test_a_promise_that_was_refused_is_not_taken_when_it_is_said_again() -> None:
@@ -420,21 +365,11 @@ def test_the_number_of_a_promise_that_was_declined_may_be_used_again(
     assert kinds(peer.say(of_use(1))) == ["PromiseAck", "Bootstrapped"]
 
 
-def test_what_decode_has_given_up_already_is_kept_no_longer() -> None:
-    peer = DecodePeer().known()
-    assert peer.say(abort(9)) == [drained(9)]
-    assert peer.on(NO) == []
-    assert list(peer.control.rooms()) == []
-    assert kinds(peer.say(promise())) == ["PromiseAck"], "of the number's next use"
-    assert kinds(peer.on(add_room())) == ["Bootstrapped"], "and the abort is forgotten with it"
-
-
 def test_only_the_worker_that_it_was_for_hears_of_it() -> None:
     peer = DecodePeer().known()
     peer.on(NO)
-    other = PeerId("decode-1", 1)
-    peer.say(peer.hello, other)
-    assert peer.say(promise(), other) == [PromiseAck(*KEY.numbers, 0, 0)]
+    peer.say(peer.hello, other := PeerId("decode-1", 1))
+    assert kinds(peer.say(promise(), other)) == ["PromiseAck"]
 
 
 def test_a_number_of_which_only_the_acknowledgement_is_awaited_may_be_declined() -> None:
@@ -449,22 +384,6 @@ def test_a_number_of_which_only_the_acknowledgement_is_awaited_may_be_declined()
     assert peer.say(ack(0)) == []
     peer.say(ack(again.ticket))
     assert list(peer.control.rooms()) == []
-
-
-def test_a_number_that_decode_gave_up_fails_once_on_both_sides() -> None:
-    """The request that comes next is taken for the other half of the one that decode has aborted.
-    What decode promises then is of another use, and does not wait for its timeout."""
-    peer = DecodePeer().known()
-    peer.say(abort(9))
-    ended, free = peer.on(add_room())
-    assert (str(ended.error), kinds([free])) == ("decode: enough", ["SourceFree"])
-    [said] = peer.say(promise())
-    assert (said.ok, said.error, said.ticket) == (False, "decode: enough", 0)
-    peer.say(ack(0))
-    assert list(peer.control.rooms()) == []
-    again = of_use(1)
-    assert kinds(peer.say(again)) == ["PromiseAck"]
-    assert kinds(peer.on(add_room())) == ["Bootstrapped"]
 
 
 # --- what is remembered ---------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 from prefixkv.config import CurveConfig
 from prefixkv.control.effects import AddPeer, Cancel, CopyDone, RemovePeer, Renew
 from prefixkv.errors import AbortedError, PromptMismatchError, RequestError, TransferError
-from prefixkv.memory.staging_area import BLOCK_BYTES, RelayArea
+from prefixkv.memory.kv_layout import BLOCK_BYTES, RelayArea
 from prefixkv.protocol.commands import Fence
 from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
 from prefixkv.protocol.ids import ChunkTag, KVPoll, PeerId, RoomKey
@@ -78,15 +78,6 @@ def test_every_reader_proves_its_own_promise() -> None:
         [ended] = of(effects, RoomEnded)
         assert isinstance(ended.error, PromptMismatchError)
         assert not bodies(peer.chunk(0, [1, 2, 3], last=True), Outcome)
-
-
-def test_an_abort_of_another_use_than_the_one_aborted_before_is_answered_as_its_own() -> None:
-    peer = Readers(tp=1)
-    [a, _] = peer.greet(2)
-    peer.on(add_room())
-    peer.say(a, Abort(*SENT.numbers, "one", 7))
-    said = peer.say(a, Abort(*SENT.numbers, "two", 3))
-    assert [body.ticket for _, body in bodies(said, Drained)] == [3]
 
 
 def refused(said: list[Any]) -> str:
@@ -410,19 +401,6 @@ def test_an_ask_that_is_not_answered_is_repeated_and_wakes_us_for_it() -> None:
     gathered(peer, a, grant())
     assert peer.control.wake_s <= peer.now_s + TIMING.resend_s
     assert [to for to, _ in bodies(peer.after(TIMING.resend_s), LeaseAsk)] == [b"d/1"]
-
-
-def test_a_grant_is_the_readers_that_says_it() -> None:
-    peer, a, b = staged()
-    peer.chunk(0, [1, 2, 3])
-    (gather,) = peer.say(b, grant())
-    assert gather.peer == b
-    assert peer.say(b, grant()) == [], "of the same piece, not of the other reader's"
-    counters = peer.control.relay.counters
-    assert counters["grants_not_awaited"] == 1
-    assert peer.say(a, grant(ticket=2)) == []
-    assert peer.say(a, grant(offset=8 * BLOCK_BYTES)) == [], "behind its area"
-    assert (counters["grants_not_awaited"], counters["grants_outside"]) == (2, 1)
 
 
 def test_a_gather_that_fails_fails_the_room_and_nothing_else_of_it_is_posted() -> None:

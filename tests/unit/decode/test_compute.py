@@ -10,8 +10,8 @@ import pytest
 from prefixkv.config import ComputeConfig, ModelConfig
 from prefixkv.decode.flights import Segment
 from prefixkv.decode.request import DecodeRequest, DecodeState
+from prefixkv.decode.rooms import Workers
 from prefixkv.decode.sources import Sources
-from prefixkv.decode.waiting import Workers
 from prefixkv.errors import (
     AdmissionTimeoutError,
     CallerError,
@@ -500,7 +500,7 @@ def test_what_lacks_too_much_by_the_time_of_its_admission_fails_by_name() -> Non
     desk.admit()
     assert desk.local() == []
     assert isinstance(cached.error, PeerLostError)
-    assert "lacks 11 tokens, more than decode may compute" in str(cached.error)
+    assert "lacks 11 tokens, decode computes 7" in str(cached.error)
     assert desk.pop_failed() == [cached]
     desk.carry_out_aborts()
     desk.at_rest()
@@ -590,7 +590,7 @@ def test_what_an_engine_waits_for_before_a_chunk_is_not_the_chunk(at: str, stall
             desk.computed(req, done)
         step()
         steps += 1
-    assert steps < 40
+        assert steps < 40
     if at == "before each pass":
         assert steps == 3, "chunks of 8, 16 and 16 tokens, as without a stall"
 

@@ -17,8 +17,8 @@ from prefixkv.decode import ending, host_tier
 from prefixkv.decode.admission import HELD
 from prefixkv.decode.host_tier import FRESH_S, HOST, HostPages
 from prefixkv.decode.request import DecodeRequest
+from prefixkv.decode.rooms import Workers
 from prefixkv.decode.sources import Sources
-from prefixkv.decode.waiting import Workers
 from prefixkv.errors import OutOfPagesError
 from prefixkv.pages.groups import GroupSpec
 from prefixkv.protocol.events import HostCopy, HostCopyDone, PrefillAway, PrefillReady
@@ -830,6 +830,25 @@ def test_a_path_is_loaded_ahead_only_where_that_takes_nothing_of_worth() -> None
     desk.end_all_copies()
     desk.transferred()
     assert [desk.prefix_of(req) for req in (parked, *others)] == [16, 16, 8]
+    desk.at_rest()
+
+
+def test_a_load_ahead_waits_for_a_row() -> None:
+    desk = HostDesk(num_pages=32, spare_rows=1)
+    parked = leave(desk, "a", session="s", returns_after=600)
+    desk.leave_in_host_memory("b")
+    assert desk.prefix_of(parked) == 0
+    req = desk.admitted("b2", prompt("b", 20))
+    desk.scheduler.announce("s")
+    desk.admit()
+    assert len(desk.orders()) == 1, "of the request, in the only row"
+    desk.end_copy()
+    desk.arrive(req)
+    desk.finish(req)
+    desk.admit(desk.now_s + 2)
+    desk.end_all_copies()
+    desk.transferred()
+    assert desk.prefix_of(parked) == 16
     desk.at_rest()
 
 

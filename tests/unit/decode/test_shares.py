@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prefixkv.decode.waiting import Workers
+from prefixkv.decode.rooms import Workers
 from prefixkv.protocol.events import PrefillAway, PrefillReady
 from tests.unit.decode.desk import Desk
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from prefixkv.decode.admission import MAX_WALK, Admission, Waiter
 from prefixkv.decode.request import DecodeRequest, DecodeState
-from prefixkv.decode.waiting import MAX_WALK, Waiter, Waiting, Workers
+from prefixkv.decode.rooms import Workers
 from prefixkv.errors import (
     AdmissionTimeoutError,
     OutOfPagesError,
@@ -294,13 +295,13 @@ def test_the_end_of_one_wait_for_an_answer_costs_no_look_at_the_others(
         desk.add(f"r{second}", 8, 1)
         desk.now_s += 1.0
     looks: list[Waiter] = []
-    look = Waiting._answer_due_s
+    look = Admission._answer_due_s
 
-    def counted(waiting: Waiting, waiter: Waiter) -> float:
+    def counted(waiting: Admission, waiter: Waiter) -> float:
         looks.append(waiter)
         return look(waiting, waiter)
 
-    monkeypatch.setattr(Waiting, "_answer_due_s", counted)
+    monkeypatch.setattr(Admission, "_answer_due_s", counted)
     for second in range(20):
         desk.now_s = 30.0 + second
         desk.scheduler.pop_preallocated()

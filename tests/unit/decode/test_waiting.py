@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from prefixkv.admission import AdmissionPolicy
-from prefixkv.decode import waiting
-from prefixkv.decode.waiting import Waiter, Waiting, Worker, Workers
+from prefixkv.decode import admission
+from prefixkv.decode.admission import Admission, Waiter
+from prefixkv.decode.rooms import Worker, Workers
 from prefixkv.errors import UserErrors
 from prefixkv.protocol.ids import RoomKey
 
@@ -50,7 +51,12 @@ class Case:
         config: Any = SimpleNamespace(
             admission=self.policy, admission_patience_s=PATIENCE_S, admission_wait_s=TIMEOUT_S
         )
-        self.list = Waiting(self.workers, config, self.errors)
+        pages = SimpleNamespace(
+            errors=self.errors, caching=False, cache=SimpleNamespace(num_wants=0)
+        )
+        ledger: Any = SimpleNamespace(workers=self.workers, pages=pages)
+        planner: Any = None
+        self.list = Admission(ledger, config, planner)
         self.all: list[Waiter] = []
         self.for_pages: set[Waiter] = set()
         self.for_share: set[Waiter] = set()
@@ -63,6 +69,10 @@ class Case:
         self.workers.is_held = self.held.__contains__
 
     # --- steps ------------------------------------------------------------------------------------
+
+    def _known(self) -> Worker | None:
+        address = self.chance.choice(ADDRESSES[1:])
+        return next((one for one in self.workers.all() if one.address == address), None)
 
     def come(self) -> None:
         self.number += 1
@@ -111,7 +121,7 @@ class Case:
             self._enter(waiter)
 
     def answer(self) -> None:
-        worker = self.workers.get(self.chance.choice(ADDRESSES[1:]))
+        worker = self._known()
         if worker is not None:
             if self.chance.random() < 0.6:
                 self.list.opens(worker, 0)
@@ -120,7 +130,7 @@ class Case:
 
     def promise(self) -> None:
         """Pages come into the power of a worker, stay there without proof, or leave it."""
-        worker, key = self.workers.get(self.chance.choice(ADDRESSES[1:])), RoomKey(self.number, 0)
+        worker, key = self._known(), RoomKey(self.number, 0)
         if worker is not None and key not in self.rooms and self.chance.random() < 0.5:
             self.workers.promise(key, worker, self.chance.randint(1, 7))
             self.rooms[key] = worker.address
@@ -141,8 +151,8 @@ class Case:
             (one for one in self.for_pages if one.req.max_pages <= self.most),
             key=lambda one: (one.req.max_pages, one.arrival),
         )
-        self.for_pages -= set(back[: waiting.MAX_BACK])
-        assert is_all or len(back) >= waiting.MAX_BACK
+        self.for_pages -= set(back[: admission.MAX_BACK])
+        assert is_all or len(back) >= admission.MAX_BACK
         self.with_share.clear()
         if self.shares_at != self.workers.version:
             self.shares_at = self.workers.version
@@ -216,7 +226,7 @@ class Case:
         found.check_invariants()
         self.workers.check_invariants(set(self.rooms))
         assert self._list_first() is self.first_of_all()
-        assert [*found._in_turn()] == order[: waiting.MAX_WALK]
+        assert [*found._in_turn()] == order[: admission.MAX_WALK]
         lines = {address: self._line(address) for address in ADDRESSES}
         away = [one for line in lines.values() for one in line if not one.worker.is_open]
         assert found.aside() == {
@@ -261,23 +271,23 @@ def storms(num: int) -> None:
 
 
 def test_the_list_is_what_a_naive_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "MAX_BACK", 2)
-    monkeypatch.setattr(waiting, "MAX_WALK", 5)
+    monkeypatch.setattr(admission, "MAX_BACK", 2)
+    monkeypatch.setattr(admission, "MAX_WALK", 5)
     storms(60)
 
 
-def _all_have_turns(self: Waiting) -> list[Worker]:
+def _all_have_turns(self: Admission) -> list[Worker]:
     return [one for one in self._workers.all() if one.line and one.is_open]
 
 
-def _never_overdue(self: Waiting, now_s: float) -> None:
+def _never_overdue(self: Admission, now_s: float) -> None:
     self._overdue.due(now_s)
 
 
 BROKEN: dict[str, tuple[type, str, Any]] = {
-    "patience ends no overtaking": (Waiting, "_note_overdue", _never_overdue),
-    "a line has a turn in spite of its share": (Waiting, "_turns", _all_have_turns),
-    "a wait for an answer is not timed": (Waiting, "_time_answer", lambda self, waiter: None),
+    "patience ends no overtaking": (Admission, "_note_overdue", _never_overdue),
+    "a line has a turn in spite of its share": (Admission, "_turns", _all_have_turns),
+    "a wait for an answer is not timed": (Admission, "_time_answer", lambda self, waiter: None),
     "the last to return is not the first": (Waiter, "turn", property(lambda self: self.arrival)),
     "a share binds a worker that is alone": (
         Workers, "refuses",

@@ -60,11 +60,6 @@ def bytes_of(layout: KVLayout) -> list[int]:
     ]
 
 
-def test_a_layout_travels_as_it_is() -> None:
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(GOOD), type=KVLayout) == GOOD
-    GOOD.validate()
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [((2, 0), "layer is 2"), ((-1, 0), "layer is -1"), ((0, 2), "kv is 2")],

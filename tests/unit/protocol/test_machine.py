@@ -30,23 +30,6 @@ class Switch:
     }
 
 
-def test_a_step_is_taken_by_its_method_or_ignored() -> None:
-    switch = Switch()
-    assert run(switch, Switch.TABLE, "nothing", 2.0) == []
-    assert run(switch, Switch.TABLE, 4, 2.0) == ["at 2.0"]
-    assert switch.poll is KVPoll.FAILED
-
-
-def test_an_event_that_the_row_does_not_name_is_our_fault_and_changes_nothing() -> None:
-    switch = Switch()
-    with pytest.raises(InternalError, match=r"Switch of .* float must not come in BOOTSTRAPPING"):
-        run(switch, Switch.TABLE, 4.0, 0.0)
-    assert switch.poll is KVPoll.BOOTSTRAPPING
-    run(switch, Switch.TABLE, 4, 0.0)
-    with pytest.raises(InternalError, match="int must not come in FAILED"):
-        run(switch, Switch.TABLE, 4, 0.0)
-
-
 def test_a_step_into_a_state_that_is_not_listed_is_our_fault() -> None:
     with pytest.raises(InternalError, match="int led from BOOTSTRAPPING to SUCCESS"):
         run(Switch(), Switch.TABLE, 3, 0.0)

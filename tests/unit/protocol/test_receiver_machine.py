@@ -272,32 +272,6 @@ def test_one_failing_rank_ends_the_room_and_each_other_rank_has_to_drain() -> No
     assert laws.drained
 
 
-def test_a_failed_outcome_with_writes_under_way_is_drained_by_the_answer_to_our_abort() -> None:
-    laws = run([PeerReady((0, 1)), outcome(0, ok=False, drained=False)])
-    assert laws.aborted == {0, 1}
-    laws.on(Drained(*KEY.numbers, 0))
-    assert not laws.drained
-    laws.on(outcome(1, ok=False, drained=True))
-    assert laws.drained
-
-
-def test_drained_before_any_abort_of_ours_is_a_stray_and_no_proof() -> None:
-    # It may answer an abort of an earlier use of the room; the writes of this one are not over.
-    laws = run([PeerReady((0,)), PromiseAck(*KEY.numbers, 0), Drained(*KEY.numbers, 0)])
-    assert laws.machine.poll is KVPoll.WAITING_FOR_INPUT
-    laws.on(ABORT)
-    assert not laws.drained
-    laws.on(Drained(*KEY.numbers, 0))
-    assert laws.drained
-
-
-@pytest.mark.parametrize("num_pages", [0, 1, 3])
-def test_a_page_count_that_is_not_the_promised_one_fails(num_pages: int) -> None:
-    laws = run([PeerReady((0,)), outcome(num_pages=num_pages)])
-    assert laws.machine.poll is KVPoll.FAILED
-    assert f"{num_pages} pages" in str(laws.ended.error)
-
-
 def test_success_waits_for_the_notifications_of_all_that_was_written() -> None:
     laws = run([PeerReady((0, 1)), outcome(1)])
     assert laws.on(outcome(num_units=4, num_chunks=2)) == [

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import count, permutations, product
+from itertools import count, product
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -18,7 +17,6 @@ from hypothesis import strategies as st
 
 from prefixkv.errors import (
     AbortedError,
-    InternalError,
     PromptMismatchError,
     RequestError,
     TransferError,
@@ -28,7 +26,7 @@ from prefixkv.paging import pages_for, unit_pages
 from prefixkv.protocol.commands import GroupChunk, SendChunk
 from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
-from prefixkv.protocol.messages import Abort, Drained, Outcome, Promise, PromiseAck
+from prefixkv.protocol.messages import Abort, Drained, Outcome, Promise
 from prefixkv.protocol.sender_machine import (
     AbortSaid,
     Added,
@@ -365,26 +363,6 @@ def test_every_event_in_every_state_does_as_the_table_says_and_no_step_is_listed
     check_all_steps_are_taken(SenderMachine.TABLE, taken)
 
 
-@pytest.mark.parametrize(
-    ("script", "event"),
-    [
-        ("added", ADDED),
-        ("waiting", ADDED),
-        ("success", ADDED),
-        ("nothing known", JobEnded(1)),
-        ("waiting", JobEnded(1)),
-        ("success", JobEnded(1)),
-        ("added", ONE.chunk(1, 3)),
-        ("chunk kept", ONE.chunk(2, 4)),
-    ],
-)
-def test_a_fault_of_ours_raises_and_names_state_and_event(script: str, event: Any) -> None:
-    machine = Laws(ONE, SCRIPTS[script]).machine
-    why = f"{type(event).__name__} must not come in {machine.poll.name}"
-    with pytest.raises(InternalError, match=why):
-        machine.on(event, 0.0)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
 def test_any_two_events_in_any_state_keep_the_laws(script: list[Any]) -> None:
@@ -440,36 +418,6 @@ def test_no_acknowledgement_before_the_last_write_has_ended(
         settled = [(A, Drained(*KEY.numbers, RANK, settle=True))]
         assert said(laws.on(JobDrained(unproven))) == settled
         assert laws.on(JobDrained(unproven)) == []
-
-
-@pytest.mark.parametrize("added_first", [True, False])
-def test_the_path_of_one_room(added_first: bool) -> None:
-    laws = Laws()
-    ack = SendToReader(A, PromiseAck(*KEY.numbers, RANK))
-    known = Bootstrapped(KEY, A, 4)
-    if added_first:
-        assert laws.on(ADDED) == []
-        assert laws.on(PROMISED) == [ack, known]
-    else:
-        assert laws.on(PROMISED) == [ack]
-        assert laws.on(ADDED) == [known]
-    assert laws.on(PROMISED) == [ack], "said again, it is answered again"
-    [post] = laws.on(ONE.chunk(1, 4))
-    assert (post.job_id, post.chunk, len(post.dst_pages)) == (1, 0, 3)
-    assert laws.on(ONE.chunk(4, 4)) == [], "nothing to send"
-    assert laws.on(JobEnded(1)) == []
-    [post] = laws.on(ONE.chunk(4, 5, last=True))
-    assert (post.job_id, post.chunk) == (2, 1)
-    ok = Outcome(*KEY.numbers, RANK, True, 2, 4, b"first", "", True, num_units=4)
-    outcome = SendToReader(A, ok)
-    assert laws.on(JobEnded(2)) == [RoomEnded(KEY, KVPoll.SUCCESS), outcome, SourceFree(KEY)]
-    assert laws.on(PROMISED) == [outcome]
-    laws.on(OutcomeAcked(5))
-    assert not laws.machine.over, "the answer of no reader"
-    stranger = PeerId("decode-0/5", 5)
-    assert laws.on(msgspec.structs.replace(PROMISED, peer=stranger, reader=5)) == []
-    laws.on(OutcomeAcked())
-    assert laws.machine.over
 
 
 def test_a_full_hit_sends_no_page_and_still_says_its_outcome() -> None:
@@ -574,68 +522,6 @@ def test_an_outcome_said_again_is_up_to_date_about_drained(proved: bool) -> None
 
 
 # --- several readers ------------------------------------------------------------------------------
-
-
-def both(room: Room = TWO, **changes: Any) -> Laws:
-    return Laws(room, [room.added(), *(room.promised(i, **changes) for i in (0, 1))])
-
-
-@pytest.mark.parametrize("order", list(permutations(["added", 0, 1])))
-def test_a_room_begins_when_the_engine_and_all_readers_have_named_it(
-    order: tuple[Any, ...],
-) -> None:
-    laws = Laws(TWO)
-    for i, named in enumerate(order):
-        actions = laws.on(TWO.added() if named == "added" else TWO.promised(named))
-        assert of(actions, Bootstrapped) == ([Bootstrapped(KEY, A, 0)] if i == 2 else [])
-        if named != "added":
-            ack = PromiseAck(*KEY.numbers, RANK)
-            assert said(actions, PromiseAck) == [(READERS[named], ack)]
-
-
-def test_each_reader_gets_every_chunk_and_the_outcome() -> None:
-    laws = both()
-    first, second = laws.on(TWO.chunk(0, 2))
-    assert [(post.peer, post.chunk) for post in (first, second)] == [(A, 0), (B, 0)]
-    third, fourth = laws.on(TWO.chunk(2, 4, last=True))
-    for post in (first, third, fourth):
-        assert laws.on(JobEnded(post.job_id)) == []
-    actions = laws.on(JobEnded(second.job_id))
-    assert of(actions, RoomEnded) == [RoomEnded(KEY, KVPoll.SUCCESS)]
-    assert [to for to, _ in said(actions, Outcome)] == [A, B]
-    laws.on(OutcomeAcked(1))
-    assert not laws.machine.over
-    assert [to for to, _ in said(laws.on(RoomTick(), TIMING.resend_s), Outcome)] == [A]
-    laws.on(OutcomeAcked(0))
-    assert laws.machine.over
-
-
-@pytest.mark.parametrize("proved", [True, False])
-def test_an_abort_of_one_reader_fails_the_other_and_drains_for_both_with_the_last_write(
-    proved: bool,
-) -> None:
-    laws = both()
-    posts = laws.on(TWO.chunk(0, 4, last=True))
-    actions = laws.on(TWO.abort(0))
-    assert of(actions, CancelWrite) == [CancelWrite(post.job_id) for post in posts]
-    assert [to for to, _ in said(actions)] == [B], "the outcome"
-    assert laws.on(TWO.abort(1)) == []
-    assert laws.on(JobEnded(posts[1].job_id, BROKEN, proved)) == []
-    actions = laws.on(JobEnded(posts[0].job_id))
-    assert of(actions, SourceFree) == [SourceFree(KEY)]
-    if not proved:
-        assert not said(actions)
-        actions = laws.on(JobDrained(posts[1].job_id))
-    assert [to for to, _ in said(actions, Drained)] == [A, B]
-    assert laws.machine.over
-
-
-def test_a_promise_after_the_failure_is_told_at_once() -> None:
-    laws = Laws(TWO, [TWO.added(), TWO.promised(0), FAIL, OutcomeAcked(0)])
-    assert not laws.machine.over, "the other's promise is on its way"
-    assert [to for to, _ in said(laws.on(TWO.promised(1)), Outcome)] == [B]
-    laws.on(OutcomeAcked(1))
-    assert laws.machine.over
 
 
 def test_a_reader_that_never_promises_is_not_waited_for_for_ever() -> None:

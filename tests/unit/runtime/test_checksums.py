@@ -26,11 +26,10 @@ from prefixkv.runtime import transfers
 from prefixkv.runtime.looks import LookThreads
 from prefixkv.transport.base import CHECKS, RankMemory, WriteJob
 from prefixkv.transport.transports import Transports
-from tests.support.mesh_workers import MeshPair
+from tests.support.mesh_workers import MeshPair, WindowPair
 from tests.support.node_pair import tokens_of
 from tests.support.patience import until
 from tests.support.state_workers import StatePair
-from tests.support.window_engine import WindowPair
 from tests.unit.runtime.conftest import QUICK
 
 LEASE = 16 << 10
@@ -141,13 +140,11 @@ def find_each(pair: MeshPair, wires: FaultyWires, rooms: range = range(1, 7)) ->
     again = [rid.replace("first", "again") for rid in rids]
     pair.serve(rooms.stop, prompts(61, again))
     assert pair.failed.keys() == bad
-    assert pair.mismatches == 0
-    whole = [pair.prefix_lens[rid] for rid in again]
+    whole = [pair.d.prefix_lens[rid][0] for rid in again]
     page_size = pair.decode_pools[0].layout.page_size
     assert [length > 0 for length in whole] == [rid not in bad for rid in rids], whole
     assert max(whole) >= 60 // page_size * page_size - page_size
-    pair.decode.audit()
-    pair.prefill.audit()
+    pair.check_at_rest()
 
 
 def mesh(tp: int) -> Mesh:
@@ -262,7 +259,7 @@ def test_so_is_a_scatter_that_goes_wrong(
         num_wrong = sum(1 for nth, count in enumerate(calls, 1) if nth % 4 == 0 and count > 1)
         assert len(pair.failed) > 0 < num_wrong
         assert all(isinstance(error, ChecksumError) for error in pair.failed.values())
-        assert pair.mismatches == 0
+        pair.check_at_rest()
 
 
 def test_what_keeps_a_look_from_being_done_is_its_answer() -> None:
@@ -293,17 +290,13 @@ def test_pages_of_windows_and_of_aligned_groups(
     heads = (2, 4, 2)
     with WindowPair(tp_sizes=tp_sizes, heads=heads, shared=backend == "shm", **options) as pair:
         for number in range(1, 5):
-            rid = f"r{number}"
-            pair.submit(rid, list(range(number * 100, number * 100 + 30)))
-            until(lambda rid=rid: rid in pair.done or rid in pair.failed, step=pair.step)
-            if rid in pair.done:
-                pair.check(rid)
+            pair.submit(f"r{number}", tokens_of(number, 30), 6, room=number)
+            pair.run(f"r{number}")
         assert pair.failed.keys() == {"r1", "r3"}
         assert all(isinstance(error, ChecksumError) for error in pair.failed.values())
-        for again in ("r1", "r3"):
-            pair.serve(f"{again} again", pair.prompts[again])
-            assert pair.hits[f"{again} again"] == 0
-        pair.at_rest()
+        pair.serve(5, {"r1 again": tokens_of(1, 30), "r3 again": tokens_of(3, 30)})
+        assert pair.d.prefix_lens["r1 again"] == pair.d.prefix_lens["r3 again"] == [0]
+        pair.check_at_rest()
 
 
 @pytest.mark.parametrize(

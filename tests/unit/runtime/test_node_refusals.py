@@ -14,7 +14,6 @@ from prefixkv.errors import (
     HandshakeError,
     PeerLostError,
     RequestError,
-    TransferError,
 )
 from prefixkv.request import Request
 from tests.support.node_pair import NodePair, make_pool, tokens_of
@@ -26,19 +25,6 @@ PROMPT = tokens_of(1, 30)
 
 def for_prefill(rid: str, room: int, tokens: object = PROMPT) -> Request:
     return Request(rid, tokens, room=room, decode="decode-0")  # type: ignore[arg-type]
-
-
-def test_decode_hears_at_once_that_prefills_engine_refuses(pair: NodePair) -> None:
-    pair.submit("early", PROMPT, room=1, tell=False)
-    pair.until(lambda: pair.prefill.stats()["rooms"] == 1)  # the promise is here
-    pair.prefill.refuse(for_prefill("early", 1), "not for this worker")
-    pair.prefill.refuse(for_prefill("late", 2, tokens_of(2, 30)), "not for this worker")
-    pair.submit("late", tokens_of(2, 30), room=2, tell=False)
-    pair.run("early", "late")
-    for rid in ("early", "late"):
-        error = pair.d.ended[rid]
-        assert type(error) is TransferError
-        assert "not for this worker" in str(error)
 
 
 def test_decode_hears_at_once_what_prefills_add_refuses(pair: NodePair) -> None:

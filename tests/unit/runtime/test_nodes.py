@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 
 from prefixkv.cache.radix_key import RadixKey
-from prefixkv.conformance.hashing import PrefixHasher
-from prefixkv.errors import PromptMismatchError, TransferError
-from prefixkv.protocol.ids import PeerId
+from prefixkv.errors import PromptMismatchError
 from tests.support.gates import Gate
 from tests.support.node_pair import NodePair, first_token, tokens_of
-from tests.support.patience import NEVER_S, SkippableClock, until
+from tests.support.patience import NEVER_S, SkippableClock
 from tests.unit.runtime.conftest import QUICK, MakePair
 
 PAGE_SIZE = 4
@@ -142,43 +140,6 @@ def test_aux_arrives_as_it_was_sent(pair: NodePair, size: int) -> None:
     pair.run("r")
 
 
-# --- device events --------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("_any_wire")
-def test_nothing_is_sent_before_it_is_ready(pair: NodePair) -> None:
-    """What is in the pages when `ready` says so is what arrives, not what was there before."""
-    gate = Gate()
-    pair.p.ready["r", 1] = gate
-    pair.submit("r", tokens_of(1, 20))
-    pair.until(lambda: pair.prefill.stats().get("writes_done", 0) == 1 and gate.queries)
-    assert sent_bytes(pair) == page_bytes(pair, 2)
-    req = pair.prefill.requests["r"]
-    late = req.pages[2:4].copy()
-    good = pair.prefill.pool.read_pages(late)
-    pair.prefill.pool.write_pages(late, good ^ 0xFF)
-    for _ in range(20):
-        gate.queries = 0
-        until(lambda: gate.queries, step=pair.step)
-    assert "r" not in pair.d.running
-    pair.prefill.pool.write_pages(late, good)
-    gate.answer = True
-    pair.run("r")
-    assert pair.d.ended == {"r": None}
-
-
-def test_an_event_that_raises_fails_its_request_only(pair: NodePair) -> None:
-    pair.p.ready["bad", 0] = Gate(RuntimeError("the device is gone"))
-    pair.submit("bad", tokens_of(1, 20))
-    pair.submit("good", tokens_of(2, 20))
-    pair.run("bad", "good")
-    assert pair.d.ended["good"] is None
-    assert "the device is gone" in str(pair.d.ended["bad"])
-    failed = pair.p.failed["bad"]
-    assert isinstance(failed, TransferError)
-    assert isinstance(failed.__cause__, RuntimeError)
-
-
 # --- calls return at once, and what they refuse ---------------------------------------------------
 
 
@@ -195,32 +156,12 @@ def test_no_call_waits_for_a_write(make_pair: MakePair) -> None:
         aux = first_token(tokens).to_bytes(4, "little") if end == 4000 else b""
         pair.prefill.send_chunk(req, end, end == 4000, aux, ready=gate)
     assert sent_bytes(pair) == 0
-    pair.p.pattern.fill(req.pages, 0, PrefixHasher().prefixes(tokens))
+    pair.p.fill(req, 0, len(tokens))
     gate.answer = True
     pair.run("r")
 
 
 # --- what an operator sees ------------------------------------------------------------------------
-
-
-def test_stats_and_peers(pair: NodePair) -> None:
-    assert pair.decode.peers() == pair.prefill.peers() == {}
-    pair.d.hold_running = True
-    pair.submit("r", tokens_of(1, 10), max_new_tokens=1)
-    pair.until(lambda: "r" in pair.d.running)
-    stats = pair.decode.stats()
-    wanted = {
-        "admitted": 1, "transferred": 1, "requests": 1, "rooms": 0, "locks": 1,
-        "protected_pages": 2, "evictable_pages": 0, "pages_cached": 2, "pages_owned": 1,
-        "pages_free": 61, "pages_held": 0, "pages_quarantined": 0,
-    }  # fmt: skip
-    assert {name: stats[name] for name in wanted} == wanted
-    pair.d.hold_running = False
-    pair.run("r")
-    assert pair.decode.stats()["finished"] == pair.prefill.stats()["sent"] == 1
-    assert pair.decode.peers() == {pair.prefill.endpoint: (pair.prefill.peer_id, "ready")}
-    assert pair.prefill.peers() == {pair.decode.peer_id: "ready"}
-    assert isinstance(pair.decode.peer_id, PeerId)
 
 
 def test_idle_nodes_keep_each_other_alive(clock: SkippableClock, make_pair: MakePair) -> None:

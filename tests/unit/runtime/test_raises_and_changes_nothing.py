@@ -195,8 +195,7 @@ _NOT_TRIED = frozenset({
     "on_change", "on_close", "on_ended",
     "check_invariants", "check_own", "end_all", "fail_room", "feeds", "hear", "holders",
     "make_tier", "move",
-    "release_deferred", "room_bootstrapped", "room_drained", "room_ended", "settle_deferred",
-    "source_free",
+    "release_deferred", "room_drained", "settle_deferred",
     "take_commands", "take_orders",
 })  # fmt: skip
 # A number, a version and a request are arguments that these take: no more is tried then. What a

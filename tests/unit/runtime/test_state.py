@@ -37,24 +37,23 @@ def test_prefill_goes_on_from_its_own_prefix_only_as_far_as_the_engine_has_the_s
         tokens = tokens_of(1, 60)
         # An engine that rounds to pages has the state behind 20, too.
         for number, known in enumerate([[], [], [22, 20], [22, 40]]):
-            pair.snapshots.update(owner_of(tokens[:end]) for end in known)
+            pair.p.snapshots.update(owner_of(tokens[:end]) for end in known)
             pair.serve(number + 1, {str(number): tokens})
-        assert [pair.starts[str(number)] for number in range(4)] == [0, 0, 20, 40]
+        assert [pair.p.starts[str(number)] for number in range(4)] == [0, 0, 20, 40]
         pair.check()
 
 
 def test_a_slot_goes_with_the_last_chunk_and_with_no_other() -> None:
     with StatePair(ONE, ONE, **configs()) as pair:
-        pair.hold = True
-        pair.submit("r", tokens_of(1, 30), room=1)
-        pair.until(lambda: "r" in pair.computing)
-        node, req = pair.prefill, pair.on_prefill("r")
+        pair.p.hold = True
+        pair.submit("r", tokens_of(1, 30), 1)
+        pair.until(lambda: "r" in pair.p.computing)
+        node, req = pair.prefill, pair.p.computing["r"]
         for end, last, slot in [(12, False, 0), (30, True, -1), (30, True, 6), (30, True, -2)]:
             with pytest.raises(RequestError, match=f"state.slot (is )?{slot}"):
                 node.send_chunk(req, end, last, state_slot=slot)
-        pair.hold = False
-        pair.until(lambda: "r" in pair.arrived)
-        pair.finish("r")
+        pair.p.hold = False
+        pair.run("r")
         pair.check()
 
 
@@ -64,8 +63,7 @@ def test_heads_that_would_come_from_ranks_that_send_no_kv_are_refused() -> None:
     states = [
         [StateMemory(tensors, 2, m, rank).pool() for rank in range(m.num_ranks)] for m in meshes
     ]
-    more = {"prefill_more": {"states": states[0]}, "decode_more": {"states": states[1]}}
-    with MeshPair(*meshes, attention="mla", device="cpu", **configs(), **more) as pair:
+    with MeshPair(*meshes, attention="mla", device="cpu", **configs(), states=states) as pair:
         pair.submit("r", tokens_of(0, 10), room=1)
         pair.until(lambda: "r" in pair.failed)
         assert "send no KV" in str(pair.failed["r"])
@@ -76,9 +74,9 @@ def test_heads_that_would_come_from_ranks_that_send_no_kv_are_refused() -> None:
 
 def talk(pair: StatePair, tokens: list[int]) -> int:
     """The tokens that prefill computes of this prompt."""
-    room = len(pair.sent) + 1
+    room = len(pair.p.sent) + 1
     pair.serve(room, {f"r{room}": np.array(tokens, np.int32)})
-    return len(tokens) - pair.starts[f"r{room}"]
+    return len(tokens) - pair.p.starts[f"r{room}"]
 
 
 @pytest.mark.parametrize(("step", "ranks"), [(1, 1), (8, 1), (1, 2)])
@@ -130,14 +128,13 @@ def test_what_few_checkpoints_cost_is_counted() -> None:
         assert (stats["checkpoints"], stats["checkpoint_slots"]) == (1, 1)
         assert stats["checkpoints_evicted"] >= 2
         seen = {
-            sample.name: sample.value
+            (sample.name.removeprefix("prefixkv_"), sample.labels.get("state", "")): sample.value
             for metric in NodeCollector(pair.prefill).collect()
             for sample in metric.samples
-            if sample.labels.get("state", "saved") == "saved"
         }
-        assert seen["prefixkv_cut_tokens_total"] == 28
-        assert seen["prefixkv_checkpoints"] == 1
-        assert seen["prefixkv_checkpoints_evicted_total"] == stats["checkpoints_evicted"]
+        assert seen["cut_tokens_total", ""] == 28
+        assert (seen["checkpoints", "saved"], seen["checkpoints", "other"]) == (1, 0)
+        assert seen["checkpoints_evicted_total", ""] == stats["checkpoints_evicted"]
     with StatePair(ONE, ONE, **configs()) as pair:
         talk(pair, [5] * 30)
         talk(pair, [5] * 30)

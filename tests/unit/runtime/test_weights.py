@@ -31,22 +31,6 @@ def works(pair: NodePair, rid: str) -> None:
     pair.check_at_rest()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("first", ["decode", "prefill"])
-def test_one_side_moves_and_then_the_other(pair: NodePair, first: str) -> None:
-    works(pair, "before")
-    order = [pair.decode, pair.prefill] if first == "decode" else [pair.prefill, pair.decode]
-    assert order[0].flush(weights_version="v2") > 0
-    assert order[0].weights_version == "v2"
-    pair.submit("between", tokens_of(1, 21))
-    pair.until(lambda: "between" in pair.d.ended and "between" in pair.p.failed)
-    versions = ("v2", "0") if first == "decode" else ("0", "v2")
-    assert moved(pair.d.ended["between"]) == moved(pair.p.failed["between"]) == versions
-    assert order[1].flush(weights_version="v2") > 0
-    works(pair, "after")
-    assert pair.d.prefix_lens["after"] == [0], "nothing of the old weights is left"
-
-
 def test_what_runs_and_what_is_on_its_way_ends_on_both_sides(pair: NodePair) -> None:
     pair.d.hold_running = True
     pair.submit("runs", tokens_of(1, 21))

@@ -15,8 +15,9 @@ from prefixkv.errors import PageStateError, RequestError
 from prefixkv.memory.kv_pool import KVPool, PoolGroup
 from prefixkv.transfer import DecodeTransfers, KVPoll, PrefillTransfers
 from tests.support.gates import Gate
+from tests.support.mesh_workers import WindowPair
+from tests.support.node_pair import tokens_of
 from tests.support.patience import until
-from tests.support.window_engine import WindowPair
 from tests.unit.runtime.conftest import QUICK
 from tests.unit.runtime.test_rank_spec import grouped
 
@@ -30,57 +31,54 @@ QUICKLY: dict[str, Any] = {
 @pytest.mark.parametrize("checkpoints", [0, 4])
 def test_turns_of_a_conversation(window: int, checkpoints: int) -> None:
     with WindowPair(checkpoints=checkpoints, window=window, decode=(64, 16)) as pair:
-        said = list(range(30))
+        said, lengths = list(range(30)), []
         for turn in range(4):
             before = len(said)
-            said = pair.serve(f"r{turn}", said) + [turn] * 5
+            lengths.append(before)
+            said = pair.talk(f"r{turn}", said) + [turn] * 5
             if turn:
                 # Decode has all of the last turn but its last token, which has no KV.
-                assert pair.hits[f"r{turn}"] == (before - 5 - 1) // 4 * 4
-        computed = [pair.computed[f"r{turn}"] for turn in range(4)]
+                assert pair.d.prefix_lens[f"r{turn}"] == [(before - 5 - 1) // 4 * 4]
+        computed = [num - pair.p.starts[f"r{turn}"] for turn, num in enumerate(lengths)]
         if checkpoints:
             assert max(computed[1:]) <= 11 + 3, computed
         else:
             assert computed == [30, 41, 52, 63]
-        pair.at_rest()
+        pair.check_at_rest()
 
 
 def test_only_what_decode_lacks_of_full_pages_is_sent_and_the_window_always() -> None:
     with WindowPair(window=6, **QUICKLY) as pair:
-        said = pair.serve("a", list(range(41)), 2)
+        said = pair.talk("a", list(range(41)), 2)
         before = pair.prefill.bytes_sent
-        pair.serve("b", [*said[:40], 1], 1)
+        pair.talk("b", [*said[:40], 1], 1)
         full, draft = 2 * 8 * 4, 2 * 8 * 4 * 3
         # Token 41 sees 36 to 41: two pages, of which the last one is new in the other groups too.
         assert pair.prefill.bytes_sent - before == full + draft + 2 * (2 * 8 * 4 * 2)
-        pair.at_rest()
+        pair.check_at_rest()
 
 
 def test_a_chunk_waits_on_every_rank_until_it_is_computed() -> None:
     with WindowPair(tp_sizes=(2, 1), heads=(2, 2, 2), **QUICKLY) as pair:
-        pair.hold = True
-        pair.submit("a", list(range(7)), 1)
-        until(lambda: bool(pair.computing), step=pair.step)
-        (req,) = pair.computing
-        token = pair.p_model.forward(pair.on_prefill(req), req.tokens.tolist(), 0)
+        pair.p.hold = True
+        pair.submit("a", tokens_of(1, 7), 1)
+        pair.until(lambda: bool(pair.p.computing))
+        req = pair.p.computing.pop("a")
+        pair.p.fill(req, 0, 7)
         sides = pair.prefill.transfers, pair.prefill.others[0].transfers
         given: list[Any] = []
         submit = sides[1].submit
         sides[1].submit = lambda command: (given.append(command), submit(command))
         ready = Gate()
-        aux = token.to_bytes(4, "little")
-        assert pair.prefill.send_chunk(req, 7, True, aux, ready) == 2 * 2
+        assert pair.prefill.send_chunk(req, 7, True, pair.p.aux(req), ready) == 2 * 2
         with pytest.raises(RequestError):
             pair.prefill.save_state(req, 4)
-        del pair.computing[req]
         assert [command.ready for command in given] == [ready]
         assert [side.bytes_sent for side in sides] == [0, 0]
         ready.answer = True
-        until(lambda: "a" in pair.done, step=pair.step)
-        pair.check("a")
+        pair.run("a")
         assert sides[0].bytes_sent == sides[1].bytes_sent > 0
-        pair.prefill.audit()
-        pair.at_rest()
+        pair.check_at_rest()
 
 
 def randomly(pools: list[KVPool], seed: int) -> None:

@@ -22,12 +22,12 @@ from sglang.srt.disaggregation.utils import (
     setup_state_kv_args,
 )
 
-from benchmarks.ports import free_port
 from prefixkv.engines.sglang import plugin
 from prefixkv.engines.sglang.shares import Share, use_share
 from prefixkv.engines.sglang.transfer import CLASSES
 from tests.integration.sglang.stubs import CONTEXT, HERE
 from tests.support.patience import PATIENCE_S, until
+from tests.support.ports import free_port
 
 PAGE, PAGE_BYTES, PAGES, BUFFERS, ROWS = 16, 128, 64, 4, 8
 SERVER = SimpleNamespace(served_model_name="models/tiny", enable_memory_saver=False)

@@ -91,17 +91,6 @@ def _prompts_start_beside_others(patch: Patch) -> None:
     patch(ScheduledSends, "may_start", asked)
 
 
-def _bells_ring_once(patch: Patch) -> None:
-    arm = Bell.arm
-
-    def armed(self: Any) -> None:
-        if not hasattr(self, "was_armed"):
-            self.was_armed = True
-            arm(self)
-
-    patch(Bell, "arm", armed)
-
-
 # --- of host memory: some without the laws of its tiers, so that what follows shows ---------------
 
 
@@ -128,8 +117,7 @@ def _failed_copies_count(patch: Patch) -> None:
     take = WorkerHost.take_ends
 
     def taken(self: Any) -> Any:
-        ends, loaded = take(self)
-        return [msgspec.structs.replace(end, error=None) for end in ends], dict.fromkeys(loaded, "")
+        return [(msgspec.structs.replace(end, error=None), rid) for end, rid in take(self)]
 
     patch(WorkerHost, "take_ends", taken)
 
@@ -254,7 +242,7 @@ MUTANTS: dict[str, dict[str, Fault]] = {
         # Behind a request that needs blocks of loads.
         "promised_prompts_wait_for_loads": _replaced(Turns, "must_yield", _none),
         "rests_too_early": _replaced(wakeup_module, "QUIET_STEPS", 0),
-        "bells_ring_once": _bells_ring_once,
+        "bells_ring_once": _replaced(Bell, "arm", _none),
         "nothing_is_held": _replaced(Holds, "take", _none),
     },
     "host": {
@@ -278,7 +266,9 @@ MUTANTS: dict[str, dict[str, Fault]] = {
     },
     "states": {
         # The state that is sent is then behind a token that vLLM computes on decode once more.
-        "prefill_computes_the_last_token": _replaced(SchedulerSide, "_end_before_last", _none),
+        "prefill_computes_the_last_token": _replaced(
+            scheduler_module, "leave_out_last_token", _none
+        ),
         "prefill_goes_on": _prefill_goes_on,
         # vLLM gives the block to another request, whoever still sends it.
         "states_are_not_held": _windows_are_not_held,

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from prefixkv import HostConfig, KVPool
 from prefixkv.control.effects import FrameReceived, Tick
 from prefixkv.engines.vllm import connector as connector_module
-from prefixkv.engines.vllm import hooks
 from prefixkv.engines.vllm import host_worker as host_worker_module
 from prefixkv.engines.vllm import worker as worker_module
 from prefixkv.memory.host_pool import HostPool
@@ -135,22 +134,31 @@ class Tower:
 
     def __init__(self, wakeup: Any) -> None:
         self.inputs: Any = None
+        self.num_senders = 0
         self.address = f"tower {len(Thread.world.towers)}"
         Thread.world.towers[self.address] = self
+
+    def rest(self, inputs: Inputs, timeout_s: float) -> None:
+        self.inputs = inputs
+        for bell in Thread.world.bells:
+            if bell.tower is self:
+                bell.arm()
+        inputs.rest(timeout_s)
 
     def close(self) -> None:
         pass
 
 
 class Bell:
-    """A bell that looks when it is asked to, in place of a thread that waits."""
+    """The descriptors of a worker, at which the world looks, in place of a thread that waits."""
 
     def __init__(self, address: str, fds: list[int]) -> None:
-        self._tower = Thread.world.towers[address]
+        self.tower = Thread.world.towers[address]
+        self.tower.num_senders += 1
         threads = {thread.events.fd: thread.events for thread in Thread.world.threads}
         inboxes = threads | {copies.ends.fd: copies.ends for copies in Thread.world.copies}
         self._events = [inboxes[fd] for fd in fds]
-        self._armed = False
+        self._armed = True
         Thread.world.bells.append(self)
 
     def arm(self) -> None:
@@ -159,11 +167,8 @@ class Bell:
     def look(self) -> None:
         if self._armed and any(events.pending for events in self._events):
             self._armed = False
-            if self._tower.inputs is not None:
-                self._tower.inputs.append(int)  # of which nothing is done
-
-    def close(self) -> None:
-        pass
+            if self.tower.inputs is not None:
+                self.tower.inputs.append(int)  # of which nothing is done
 
 
 @dataclass(eq=False)
@@ -246,8 +251,7 @@ def put_in_place() -> None:
     vars(decode_transfers).update(ControlThread=Thread, DealerChannel=_dealer)
     vars(prefill_transfers).update(ControlThread=Thread, RouterChannel=_router)
     vars(connector_module)["WakeupListener"] = Tower
-    vars(hooks)["rest"] = Inputs.rest
-    vars(worker_module)["WakeupSender"] = Bell
+    vars(worker_module)["wake_by"] = Bell
     vars(host_worker_module)["HostMemory"] = Copies
 
 

@@ -280,8 +280,8 @@ class Server:
             self.worker.after_forward(orders)
         results, news = self.worker.take_results(), self.worker.take_report()
         heard = KVConnectorOutput(
-            finished_recving=results.received,
-            failed_recving=results.failed,
+            finished_recving={*results},
+            failed_recving={rid for rid, has_failed in results.items() if has_failed},
             kv_connector_worker_meta=news,
         )
         rids = list(sampled)

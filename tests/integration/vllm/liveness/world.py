@@ -23,7 +23,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from prefixkv.protocol.ids import PeerId, RoomKey
+from prefixkv.protocol.ids import ChunkTag, PeerId, RoomKey
 from tests.integration.vllm.liveness.case import Case
 from tests.integration.vllm.liveness.process import (
     Bell,
@@ -70,7 +70,6 @@ class World(Play):
         self.fabric = FakeFabric(
             self.case.seed,
             guard=self._guard,
-            window_guard=lambda target, _, room, pages: self._guard(target, room, pages),
         )
         self._wires: dict[tuple[Any, Any], deque[bytes]] = {}
         self._tickets = 0
@@ -103,8 +102,8 @@ class World(Play):
         self._tickets += 1
         return self._tickets
 
-    def _guard(self, target: PeerId, room: RoomKey, pages: np.ndarray) -> None:
-        self.servers[target.name].may_land(room, pages)
+    def _guard(self, target: PeerId, _route: str, tag: ChunkTag, pages: np.ndarray) -> None:
+        self.servers[target.name].may_land(RoomKey(tag.room, tag.generation), pages)
 
     def ordered(self, server: Server, orders: Any) -> None:
         self.opened |= {opening.room for opening in orders.opens}

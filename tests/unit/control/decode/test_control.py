@@ -28,7 +28,6 @@ from prefixkv.errors import (
     AbortedError,
     HandshakeError,
     InternalError,
-    PeerLostError,
     PromptMismatchError,
     TransferError,
 )
@@ -42,7 +41,7 @@ from prefixkv.protocol.commands import (
     OpenRoom,
     RefuseRoom,
 )
-from prefixkv.protocol.events import RoomDrained, RoomEnded, RoomOverdue
+from prefixkv.protocol.events import RoomDrained, RoomEnded
 from prefixkv.protocol.ids import ChunkTag, KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import (
     Abort,
@@ -219,18 +218,6 @@ def test_a_frame_that_is_overtaken_or_repeated_is_dropped() -> None:
     assert peer.poll() is KVPoll.WAITING_FOR_INPUT
 
 
-def test_a_worker_of_another_version_fails_the_rooms_that_wait_for_it() -> None:
-    peer = PrefillPeer()
-    peer.open()
-    raw = of_another_version(peer.raw(HelloWanted()))
-    actions = peer.on(FrameReceived(ADDRESS, raw))
-    assert kinds(actions) == ["RoomEnded", "RoomDrained", "Disconnect"]
-    ours = messages.PROTOCOL_VERSION
-    assert actions[0].error == Alike(HandshakeError("protocol version", ours, ours + 1))
-    assert peer.control.counters["handshakes_refused"] == 1
-    assert peer.control.num_rooms == 0
-
-
 def test_a_frame_of_another_version_changes_nothing_for_a_worker_that_is_known() -> None:
     peer = PrefillPeer().opened()
     raw = of_another_version(peer.raw(peer.outcome()))
@@ -269,43 +256,6 @@ def test_a_notification_of_something_else_is_dropped(tag: bytes) -> None:
 
 
 # --- aborts and drains ----------------------------------------------------------------------------
-
-
-def test_an_abort_after_the_promise_is_repeated_until_drained() -> None:
-    peer = PrefillPeer().opened()
-    assert peer.on(ENOUGH) == [
-        RoomEnded(KEY, KVPoll.FAILED, WHY),
-        Abort(*KEY.numbers, "enough"),
-    ]
-    assert peer.expected == 1
-    said = peer.pass_time(TIMING.drain_timeout_s)
-    assert said.count(Abort(*KEY.numbers, "enough")) == 3
-    assert said.count(RoomOverdue(KEY)) == 1, "after its deadline it is reported"
-    assert peer.expected == 1, "and still not drained"
-    assert peer.say(Drained(*KEY.numbers, 0)) == [RoomDrained(KEY)]
-    assert (peer.expected, peer.control.num_rooms) == (0, 0)
-    assert Abort(*KEY.numbers, "enough") not in peer.pass_time(20.0)
-
-
-def test_a_restarted_worker_ends_the_rooms_of_the_one_before_and_waits_for_a_fence() -> None:
-    peer = PrefillPeer()
-    peer.open(msgspec.structs.replace(promise(), ticket=3))
-    peer.greet()
-    peer.take_said()
-    [ended] = ends(peer.greet(newer(PREFILL)))
-    assert isinstance(ended.error, PeerLostError)
-    assert peer.take_said() == [], "none is left to be told"
-    assert peer.expected == 1
-    said = peer.pass_time(TIMING.drain_timeout_s)
-    assert RoomOverdue(KEY) in said
-    # The new life is told that no promise will come: its engine may still get the request. The
-    # ticket was for the former one.
-    assert {body.ticket for body in said if isinstance(body, Abort)} == {0}
-    for by in (PREFILL, newer(PREFILL)):
-        assert peer.say(Drained(*KEY.numbers, 0, 3), by) == [], "it proves nothing by now"
-    peer.say(Heartbeat(), newer(PREFILL))
-    assert kinds(peer.open(promise(8))) == ["Promise"], "the new one is worked with"
-    assert peer.on(Fence(PREFILL)) == [RoomDrained(KEY)]
 
 
 def test_what_waits_for_a_worker_is_promised_in_the_order_in_which_it_was_opened() -> None:
@@ -457,25 +407,6 @@ def test_a_worker_that_holds_us_for_dead_has_ended_our_rooms_and_still_drains_th
     assert peer.say(Drained(*KEY.numbers, 0)) == [RoomDrained(KEY)]
 
 
-def test_farewell_is_said_to_each_worker_that_is_known() -> None:
-    peer = PrefillPeer().opened()
-    peer.open(promise(8), "tcp://silent")
-    [frame] = peer.control.on(AgentDestroyed(), peer.now_s)
-    assert (frame.to, messages.decode(frame.raw).body) == (ADDRESS, messages.Fenced())
-
-
-def test_what_is_sent_is_numbered_upwards_under_our_name() -> None:
-    peer = PrefillPeer()
-    effects = peer.control.on(OpenRoom(promise(), ADDRESS), 0.0)
-    for seconds in (1.0, 2.0, 4.0, 8.0):
-        effects += peer.control.on(Tick(), seconds)
-    frames = [effect for effect in effects if isinstance(effect, SendFrame)]
-    numbers = [messages.decode(frame.raw).seq for frame in frames]
-    assert len(numbers) == 5
-    assert numbers == sorted(set(numbers))
-    assert {messages.decode(frame.raw).sender for frame in frames} == {peer.control.me}
-
-
 def test_late_words_of_an_earlier_use_of_a_room_number_are_nothing_to_the_next() -> None:
     """The room was used before (ticket 1), and is used again (ticket 2): only what bears ticket 2
     counts."""
@@ -494,20 +425,6 @@ def test_late_words_of_an_earlier_use_of_a_room_number_are_nothing_to_the_next()
 
 
 SETTLING = dataclasses.replace(TIMING, fence_settle_s=0.5)
-
-
-def test_after_a_fence_pages_wait_until_what_the_kernel_holds_has_been_read() -> None:
-    peer = PrefillPeer(SETTLING).opened()
-    actions = peer.on(Fence(PREFILL))
-    assert ends(actions)
-    assert actions.count(Settle(PREFILL, 0.5)) == 1
-    assert Settle(PREFILL, 0.5) not in peer.on(Fence(PREFILL)), "it is at that already"
-    assert "RoomDrained" not in kinds(peer.after(100.0)), (
-        "time alone proves nothing: the transport may not have read"
-    )
-    assert peer.expected == 1, "the transport goes on polling"
-    assert peer.on(Settled(PREFILL)) == [RoomDrained(KEY)]
-    assert peer.on(Fence(PREFILL)) == [], "nothing of it is left to drain"
 
 
 def test_a_drained_that_took_the_end_of_an_agent_waits_likewise() -> None:
@@ -656,24 +573,6 @@ def test_these_are_all_inputs_there_are_and_any_other_raises() -> None:
     for other in (*writes, AddRoom(KEY, 10, PROMPT), RoomDrained(KEY), promise(), KEY, None):
         with pytest.raises(InternalError, match="takes no"):
             PrefillPeer().on(other)  # type: ignore[arg-type]
-
-
-def test_a_peer_that_is_unreachable_is_counted_and_keeps_its_rooms() -> None:
-    peer = PrefillPeer().opened()
-    assert peer.on(PeerUnreachable(PREFILL, OSError("reset"))) == []
-    assert peer.control.counters == {"peers_unreachable": 1}
-    assert peer.poll() is KVPoll.WAITING_FOR_INPUT
-
-
-def test_an_input_is_followed_by_one_expect_at_most_and_only_for_another_number() -> None:
-    control = PrefillPeer().control
-    for room in (7, 8):
-        assert Expect(0) not in control.on(OpenRoom(promise(room), ADDRESS), 0.0)
-    reply = messages.HelloReply(DIGEST, Topology(4), (ADDRESS,))
-    raw = messages.encode(PREFILL, 1, reply)
-    assert control.on(FrameReceived(ADDRESS, raw), 0.0)[-1] == Expect(2)
-    assert control.on(Tick(), 0.0) == []
-    assert control.on(Fence(PREFILL), 0.0)[-1] == Expect(0)
 
 
 # --- the same tokens ------------------------------------------------------------------------------

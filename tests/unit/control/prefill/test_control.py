@@ -26,7 +26,7 @@ from prefixkv.control.effects import (
 )
 from prefixkv.control.prefill.control import PrefillInput
 from prefixkv.digest import prompt_digest
-from prefixkv.errors import InternalError, PeerLostError, PromptMismatchError, RequestError
+from prefixkv.errors import InternalError, PeerLostError, PromptMismatchError
 from prefixkv.memory.kv_layout import Slab
 from prefixkv.memory.mesh import Shard
 from prefixkv.protocol import messages
@@ -427,16 +427,6 @@ def test_what_is_not_for_prefill_is_dropped(body: Any) -> None:
     assert [machine.poll for machine in peer.control.rooms()] == [KVPoll.WAITING_FOR_INPUT]
 
 
-def test_what_is_overtaken_or_repeated_is_dropped() -> None:
-    peer = DecodePeer().bootstrapped()
-    early, late = peer.raw(Abort(*SENT.numbers, "stale")), peer.raw(Heartbeat())
-    peer.on(FrameReceived(ROUTE, late))
-    for raw in (early, late):
-        assert peer.on(FrameReceived(ROUTE, raw)) == []
-    assert peer.control.counters["frames_dropped"] == 2
-    assert [machine.poll for machine in peer.control.rooms()] == [KVPoll.WAITING_FOR_INPUT]
-
-
 def test_a_restarted_peer_counts_its_frames_from_one() -> None:
     peer = DecodePeer().bootstrapped()
     [wanted] = peer.on(FrameReceived(ROUTE, peer.raw(HELLO, newer(DECODE), 1)))
@@ -529,20 +519,6 @@ def test_a_word_on_a_room_counts_only_from_the_worker_that_it_is_for() -> None:
     assert peer.control.num_rooms == 2, "another's acknowledgement is none"
 
 
-def test_the_same_number_from_two_workers_is_two_rooms() -> None:
-    peer = DecodePeer().bootstrapped()
-    peer.say(HELLO, OTHER)
-    theirs = RoomKey(7, 0, OTHER.name)
-    peer.say(promise(pages=(11, 12)), OTHER)
-    assert peer.on(add_room(theirs)) == [Bootstrapped(theirs, OTHER, 4)]
-    for key, to, pages in ((SENT, DECODE, [3, 9]), (theirs, OTHER, [11, 12])):
-        [post] = peer.chunk(1, [30, 31], last=True, key=key)
-        assert (post.peer, post.dst_pages.tolist()) == (to, pages)
-        ended, outcome, free = peer.ended(post.job_id)
-        assert (ended, free) == (RoomEnded(key, KVPoll.SUCCESS), SourceFree(key))
-        assert outcome.ok
-
-
 @pytest.mark.parametrize("how", ["promise", "abort", "both"])
 def test_a_word_before_the_worker_that_a_room_is_for_takes_nothing_from_it(how: str) -> None:
     """As a stranger would, who guesses the numbers that come."""
@@ -622,14 +598,6 @@ def test_what_is_said_to_another_life_of_prefill_is_dropped(life: int) -> None:
     assert [type(body) for body in peer.say(promise())] == [PromiseAck, Bootstrapped]
 
 
-def test_a_room_is_added_once() -> None:
-    peer = DecodePeer().bootstrapped()
-    added_already = Alike(RequestError("room 7 generation 0 was added already"))
-    ended = [RoomEnded(SENT, KVPoll.FAILED, added_already), SourceFree(SENT)]
-    assert peer.on(add_room()) == ended
-    assert kinds(peer.chunk(1, [30, 31])) == ["WriteJob"], "the one that was there goes on"
-
-
 # --- parking --------------------------------------------------------------------------------------
 
 
@@ -675,19 +643,6 @@ def test_aborts_of_unknown_rooms_are_remembered_up_to_a_limit() -> None:
     assert failed == list(range(10 - TIMING.max_parked_per_peer, 10)), "the oldest are forgotten"
 
 
-def test_decodes_abort_is_acknowledged_with_the_end_of_the_last_write() -> None:
-    """A write that is delayed delays it, for ever if need be."""
-    peer = DecodePeer().bootstrapped()
-    [first], [second] = peer.chunk(1, [30]), peer.chunk(2, [31])
-    word, answer = Abort(*SENT.numbers, "enough"), Drained(*SENT.numbers, 0)
-    assert kinds(peer.say(word)) == ["RoomEnded", "Cancel", "Cancel"]
-    assert peer.ended(second.job_id) == peer.say(word) == []
-    assert set(kinds(peer.after(100.0))) <= {"Heartbeat"}
-    assert peer.ended(first.job_id) == [answer, SourceFree(SENT)]
-    assert peer.control.num_rooms == 0
-    assert peer.say(word) == [answer], "the acknowledgement was lost: said again"
-
-
 def test_a_write_that_proves_nothing_is_not_acknowledged_before_its_agent_is_destroyed() -> None:
     peer = DecodePeer().bootstrapped()
     [post] = peer.chunk(1, [30, 31])
@@ -708,18 +663,6 @@ def test_a_write_that_proves_nothing_is_not_acknowledged_before_its_agent_is_des
     )
     (refused,) = peer.say(promise())
     assert (refused.ok, refused.drained) == (False, False), "nor is a repeat of the promise"
-
-
-def test_the_end_of_an_agent_says_nothing_of_a_room_that_was_dropped_since() -> None:
-    """Its decode worker left, and another use of the room's number is open."""
-    peer = DecodePeer().bootstrapped()
-    [post] = peer.chunk(1, [30, 31])
-    peer.say(messages.Fenced())
-    assert peer.ended(post.job_id, OSError("reset"), drained=False) == [SourceFree(SENT), Renew()]
-    peer.say(HELLO, newer(DECODE))
-    peer.say(promise(), newer(DECODE))
-    assert peer.on(WriteDrained(post.job_id)) == []
-    assert peer.control.num_rooms == 1
 
 
 # --- peers that go --------------------------------------------------------------------------------
@@ -796,16 +739,6 @@ def test_answers_go_where_the_peer_spoke_from_last(word: Any) -> None:
     assert [frame.to for frame in frames] == [b"elsewhere"]
 
 
-def test_farewell_is_said_to_all() -> None:
-    peer = DecodePeer().known()
-    peer.say(HELLO, OTHER, route=b"other")
-    frames = peer.control.on(AgentDestroyed(), peer.now_s)
-    assert [(frame.to, messages.decode(frame.raw).body) for frame in frames] == [
-        (ROUTE, messages.Fenced()), (b"other", messages.Fenced()),
-    ]  # fmt: skip
-    assert {messages.decode(frame.raw).sender for frame in frames} == {PREFILL}
-
-
 # --- all that is taken ----------------------------------------------------------------------------
 
 
@@ -866,12 +799,3 @@ def test_these_are_all_inputs_there_are_and_any_other_raises() -> None:
     for other in (OpenRoom(promise(), ADDRESS), SourceFree(SENT), promise(), SENT, None):
         with pytest.raises(InternalError, match="takes no"):
             DecodePeer().on(other)  # type: ignore[arg-type]
-
-
-def test_a_write_that_failed_undrained_asks_for_another_agent_each_time() -> None:
-    peer = DecodePeer().bootstrapped()
-    [first], [second] = peer.chunk(1, [30]), peer.chunk(2, [31])
-    assert Renew() not in peer.ended(first.job_id, OSError("reset"), drained=True)
-    assert peer.ended(second.job_id, OSError("reset"), drained=False) == [SourceFree(SENT), Renew()]
-    assert peer.ended(99, OSError("reset"), drained=False) == [Renew()], "also of no room any more"
-    assert peer.control.counters == {"writes_failed": 3}

@@ -24,7 +24,7 @@ from prefixkv.engines.vllm.layout import pool_of
 from prefixkv.engines.vllm.options import OPTION_NAMES, ConnectorOptions, ServerSetup
 from prefixkv.engines.vllm.orders import WorkerReport
 from prefixkv.engines.vllm.scheduler import SchedulerSide
-from prefixkv.engines.vllm.worker import Results, WorkerSide
+from prefixkv.engines.vllm.worker import WorkerSide
 from tests.support.patience import PATIENCE_S
 
 BLOCK = 4  # tokens
@@ -302,20 +302,20 @@ class Engine:
         self._update(results, news)
         self.scheduler.check_invariants()
 
-    def _reports(self) -> tuple[Results, WorkerReport | None]:
+    def _reports(self) -> tuple[dict[str, bool], WorkerReport | None]:
         """As vLLM has them: a load is over when it is on all ranks, and has failed where one has
         said so."""
-        over, news = Results(), WorkerReport()
+        news = WorkerReport()
         for worker in self.workers:
             results = worker.take_results()
-            self._received.update(results.received)
-            self._failed |= results.failed
+            self._received.update([*results])
+            self._failed |= {rid for rid, has_failed in results.items() if has_failed}
             news = news.aggregate(worker.take_report() or WorkerReport())
-        for rid in [rid for rid, n in self._received.items() if n == len(self.workers)]:
+        ended = [rid for rid, n in self._received.items() if n == len(self.workers)]
+        over = {rid: rid in self._failed for rid in ended}
+        for rid in ended:
             del self._received[rid]
-            over.received.add(rid)
-        over.failed = self._failed & over.received
-        self._failed -= over.failed
+        self._failed -= over.keys()
         return over, news or None
 
     def _admit(self, request: Request, scheduled: dict[str, tuple[int, int]]) -> None:
@@ -404,9 +404,9 @@ class Engine:
                 self._end(request, "FINISHED_ERROR")
                 self.scheduler.spoilt(block.block_id for block in request.blocks)
 
-    def _update(self, results: Any, news: Any) -> None:
-        for rid in results.failed:
-            if rid in self.loading and self.policy == "fail":
+    def _update(self, results: dict[str, bool], news: Any) -> None:
+        for rid, has_failed in results.items():
+            if has_failed and rid in self.loading and self.policy == "fail":
                 request = self.loading.pop(rid)
                 self.left[rid] = request
                 self._end(request, "FINISHED_ERROR", free=False)
@@ -414,18 +414,18 @@ class Engine:
             if request.computed == request.num_prompt_tokens:
                 self.running.remove(request)
                 self._end(request, "done")
-        self.scheduler.take_reports(news, results.received)
+        self.scheduler.take_reports(news, results)
         for rid, answer in self.scheduler.take_ended().items():
             self.abort(rid)
             self.outputs[rid].answer = answer
         self.scheduler.clear_spoilt()
-        for rid in results.received:
+        for rid, has_failed in results.items():
             if rid in self.left:
                 request = self.left.pop(rid)
                 self.pool.free_blocks(reversed(request.blocks))
                 continue
             request = self.loading.pop(rid)
-            if rid in results.failed:
+            if has_failed:
                 request.recomputed = True
                 self.pool.free_blocks(reversed(request.blocks))
                 request.blocks, request.computed = [], 0

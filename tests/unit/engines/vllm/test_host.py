@@ -490,13 +490,13 @@ def test_a_write_waits_for_the_kernels_of_its_step() -> None:
         until(lambda: step.looks > 2)
         memory[3] = 30.0  # computed in the step
         step.is_over = True
-        until(lambda: [end.number for end in host.take_ends()[0]] == [1])
+        until(lambda: [(end.number, rid) for end, rid in host.take_ends()] == [(1, "")])
         load = CopyOrder(HostCopy(2, True, ids, np.array([0, 1], np.int32)), "r")
         former = Event()
         assert host.begin([load], former) == ["r"]
         memory[0] = 9.0  # the last word of a step that used the block before
         former.is_over = True
-        until(lambda: host.take_ends()[1] == {"r": ""})
+        until(lambda: [(end.error, rid) for end, rid in host.take_ends()] == [(None, "r")])
         assert memory[0].unique().tolist() == [2.0]
         assert memory[1].unique().tolist() == [30.0]
     finally:

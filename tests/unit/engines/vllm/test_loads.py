@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -114,13 +115,13 @@ def test_loads_leave_blocks_to_compute_with() -> None:
 def test_the_engine_rests_once_every_worker_wakes_it_and_all_is_quiet() -> None:
     rest = Rest(num_ranks=2)
     assert rest.bell == ""
-    rest.address = "here"
+    rest.listener = listener = Mock(address="here", num_senders=0)
     for _ in range(QUIET_STEPS):
         rest.stepped(is_quiet=True)
-    rest.num_senders += 1
+    listener.num_senders += 1
     assert rest.bell == "here", "a worker has not answered"
     assert rest.seconds(None) == 0.0
-    rest.num_senders += 1
+    listener.num_senders += 1
     assert (rest.bell, rest.has_wakeups) == ("", True)
     # Until an offer's grace ends; where it has ended, a request makes use of it.
     for left_s, rest_s in ((None, 60.0), (5.0, 5.0), (61.0, 60.0), (0.0, 60.0), (-1.0, 60.0)):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from prefixkv.engines.vllm.orders import Chunk, OfferOrder, StepOrders
+from prefixkv.engines.vllm.orders import StepOrders
 from prefixkv.protocol.ids import RoomKey
 from tests.support.patience import until
 from tests.unit.engines.vllm.conftest import MakeServers, Servers
@@ -90,8 +90,8 @@ def test_what_is_finite_is_sent_by_either_way(proving: Servers) -> None:
     assert (load.recomputed, blocks_sent(proving)) == (False, 16)
     assert proving.decode.wrong_tokens(load, 30) == 0
     proving.settle()
-    late = [type(one) for orders in proving.prefill.orders for one in orders.late]
-    assert late == [Chunk, OfferOrder]
+    offers = [bool(one.digest) for orders in proving.prefill.orders for one in orders.late]
+    assert offers == [False, True]
     assert not any(one.last for orders in proving.prefill.orders for one in orders.computed)
 
 

@@ -7,7 +7,7 @@ import socket
 import pytest
 import zmq
 
-from benchmarks.ports import free_port
+from tests.support.ports import free_port
 
 
 def test_a_port_stays_the_callers_and_a_server_listens_there() -> None:

@@ -1,19 +1,14 @@
-"""Makes folders of tiny models with recurrent layers, or with sliding windows, and random weights,
-to serve: one of each family that the engine of Hugging Face's models is tested with.
-
-    python -m benchmarks hybrid_models FOLDER [--family qwen3_next ...]
-
-Their answers are words of no language, by the small model's tokenizer.
-"""
+"""Folders of tiny models with recurrent layers, or with sliding windows, and random weights: one of
+each family that the engine of Hugging Face's models is tested with. Their answers are words of no
+language, by the small model's tokenizer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import torch
-import typer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from prefixkv.engines.hf.small import save_tokenizer, small_tokenizer, speak_words
@@ -98,16 +93,3 @@ def make_folder(family: str, folder: Path, seed: int = SEED) -> None:
     speak_words(model.lm_head.weight, end)
     model.save_pretrained(folder)
     save_tokenizer(folder)
-
-
-def hybrid_models(
-    folder: Annotated[Path, typer.Argument(help="Gets a folder for each family.")],
-    family: Annotated[list[str] | None, typer.Option(help="One of them; repeat it.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the weights.")] = SEED,
-) -> None:
-    """Make folders of tiny models with recurrent layers or windows, for `prefixkv serve FOLDER`."""
-    for name in family or FAMILIES:
-        if name not in FAMILIES:
-            raise typer.BadParameter(f"there is no {name!r}: {', '.join(FAMILIES)}")
-        make_folder(name, folder / name, seed)
-        print(f"prefixkv serve {folder / name}")
