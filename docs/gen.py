@@ -38,7 +38,6 @@ from prefixkv.protocol.ids import KVPoll
 from prefixkv.protocol.machine import Table
 from prefixkv.protocol.receiver_machine import ReceiverMachine
 from prefixkv.protocol.sender_machine import SenderMachine
-from prefixkv.proxy import config as proxy
 from prefixkv.runtime import metrics as m
 from prefixkv.runtime.node import Node
 from prefixkv.serving import config as serving
@@ -104,7 +103,7 @@ def settings() -> str:
         "environment. Times are seconds. A value out of its bounds raises `ConfigError`.\n"
     ]
     known: dict[str, str] = {}  # what two workers share stands with the first
-    modules = (config, serving, proxy, options, sglang)
+    modules = (config, serving, options, sglang)
     for kind in (kind for one in modules for kind in classes_of(one, dataclasses.is_dataclass)):
         rows = []
         for field in fields_of(kind):

@@ -403,19 +403,6 @@ def test_an_ask_that_is_not_answered_is_repeated_and_wakes_us_for_it() -> None:
     assert [to for to, _ in bodies(peer.after(TIMING.resend_s), LeaseAsk)] == [b"d/1"]
 
 
-def test_a_grant_is_the_readers_that_says_it() -> None:
-    peer, a, b = staged()
-    peer.chunk(0, [1, 2, 3])
-    (gather,) = peer.say(b, grant())
-    assert gather.peer == b
-    assert peer.say(b, grant()) == [], "of the same piece, not of the other reader's"
-    counters = peer.control.relay.counters
-    assert counters["grants_not_awaited"] == 1
-    assert peer.say(a, grant(ticket=2)) == []
-    assert peer.say(a, grant(offset=8 * BLOCK_BYTES)) == [], "behind its area"
-    assert (counters["grants_not_awaited"], counters["grants_outside"]) == (2, 1)
-
-
 def test_a_gather_that_fails_fails_the_room_and_nothing_else_of_it_is_posted() -> None:
     peer, a, b = staged()
     peer.chunk(0, [1, 2, 3])

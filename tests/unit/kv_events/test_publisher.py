@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -355,6 +356,18 @@ def test_no_more_clients_wait_than_a_bound_and_the_oldest_one_makes_room(
     subscriber = make(Subscriber, publisher, PAGE_SIZE)
     assert subscriber.replay(worker.published()) == []
     until(lambda: not publisher._waiting)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_connections_that_ask_nothing_are_bounded_on_each_socket(
+    make: Make, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(publisher_module, "_MAX_CLIENTS", 16)
+    publisher = make(Worker).publisher
+    host, _, port = getattr(publisher, name).removeprefix("tcp://").rpartition(":")
+    for _ in range(17):
+        make(socket.create_connection, (host, int(port)), timeout=PATIENCE_S)
+    until(lambda: publisher.counters["connections_cut"])
 
 
 def test_a_publisher_with_nothing_to_do_sleeps(make: Make) -> None:

@@ -70,6 +70,15 @@ def test_an_error_on_a_rank_is_raised_and_costs_no_news() -> None:
         assert len(decode.leader) == 0
 
 
+def test_the_audit_sees_a_rank_with_other_rows() -> None:
+    with group() as decode:
+        decode.audit()
+        (other,) = decode.others
+        other.page_table[0, 0] = 3
+        with pytest.raises(InternalError, match="each rank has the rows and requests of rank 0"):
+            decode.audit()
+
+
 def test_the_ranks_of_a_worker_share_its_key() -> None:
     server, client = (CurveConfig(*(key.decode() for key in zmq.curve_keypair())) for _ in range(2))
     ours = replace(QUICK, curve=replace(server, allowed_clients={client.public_key: "decode-0"}))

@@ -23,7 +23,7 @@ from prefixkv.runtime.control_thread import REPEAT_S
 from tests.support.node_pair import NodePair, left, make_pool, tokens_of
 from tests.support.node_stages import end_of, lone_decode, queued
 from tests.support.patience import NEVER_S, SkippableClock, lasting_address, until
-from tests.unit.runtime.conftest import QUICK, MakePair, node_threads
+from tests.unit.runtime.conftest import QUICK, MakePair
 
 # --- who does not answer, or does not fit ---------------------------------------------------------
 
@@ -136,13 +136,8 @@ def test_keys_and_names(clock: SkippableClock, caplog: pytest.LogCaptureFixture)
 
 
 def test_a_prefill_on_another_network_needs_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At once and by name, on both sides, before anything is sent."""
+    """By name, before anything is sent. Of prefill's own: test_refused.py."""
     monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
-    open_to_all = replace(QUICK, network_is_isolated=True)
-    before = node_threads()
-    with pytest.raises(ConfigError, match="interface="):
-        PrefillNode(make_pool(), PrefillConfig(bind="tcp://0.0.0.0:*", control=open_to_all))
-    assert node_threads() == before
     with lone_decode(QUICK) as node:
         node.add(Request("r", [1, 2, 3], max_new_tokens=4, room=1, prefill="tcp://192.0.2.77:5000"))
         error = end_of(node, "r")

@@ -141,6 +141,8 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
      "state is on cpu, the KV pool is on cuda:1"),
     (lambda: decode(on("cuda:0"), transport=TransportConfig(checksums=True)),
      "checksums: are of memory of the CPU, .* cuda:0"),
+    (lambda: on("cpu", shared=1), "shared is 1, True or False"),
+    (lambda: StatePool.create(TENSORS, 2, shared=1), "shared is 1, True or False"),  # type: ignore[arg-type]
     # The record of traffic.
     (lambda: decode(record="/missing/r"), "record"),
     (lambda: DecodeConfig(record=""), "record"),

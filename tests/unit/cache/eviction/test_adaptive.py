@@ -72,6 +72,22 @@ def test_what_stays_inherits_the_uses_of_pages_that_went_together():
         assert held.mark[1] == 9
 
 
+def test_what_comes_back_goes_on_from_its_ghosts_and_what_is_behind_it_begins():
+    cache = adaptive()
+    for at in range(3):
+        cache.insert([1] * 4, range(4), now_s=float(at))
+    cache.evict(4, 5.0)
+    cache.insert([1] * 4 + [2, 3], range(6), now_s=7.0)
+    assert [node.mark[1] for node in cache.nodes()] == [1]
+    cache.evict(2, 8.0)
+    assert [node.mark[1] for node in cache.nodes()] == [4]
+
+
+@pytest.mark.parametrize(("page_size", "every"), [(1, 512), (256, 2), (2048, 1)])
+def test_ghosts_stand_for_a_block_and_for_a_page_where_that_is_larger(page_size: int, every: int):
+    assert RadixCache(page_size, Adaptive(), 64).policy.evicted_every_pages == every
+
+
 def test_a_line_knows_its_oldest_and_its_newest_in_whatever_order_leaves_come():
     rng = random.Random(3)
     queue = LeastWorth(Hazards([[0]], trust=1.0, period=1, half_life_s=1e9), lambda mark: 0)
