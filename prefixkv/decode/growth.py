@@ -47,7 +47,7 @@ class BatchGrowth:
         for req in reqs:  # in a loop: a comprehension is a call
             if len(req.output) >= req.output_limit:
                 due.append(req)
-        running = self._running_of(due)
+        running = self._running_of(due) if due else due
         if not is_known:
             self._batch = list(reqs)
         if not due:

@@ -110,8 +110,9 @@ class PagedRequest(Generic[State]):
     def opened(self, pages: RequestPages, prefix_len: int) -> None:
         """Note its pages; the hashes of its prompt are kept where the tree has its path."""
         self.pages_held, self.prefix_len = pages, prefix_len
-        pages.hashes, self.hashes = self.hashes, []
-        self.page_manager.keep_hashes(pages)
+        if self.hashes:
+            pages.hashes, self.hashes = self.hashes, []
+            self.page_manager.keep_hashes(pages)
 
     @property
     def is_named_right(self) -> bool:

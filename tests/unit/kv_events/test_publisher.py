@@ -86,20 +86,20 @@ def standing_still(worker: Worker, seed: int = 1_000, num_pages: int = 3) -> Ite
     """The publisher's thread is in the midst of telling of an insertion, and stays there."""
     worker.published()
     held, release = threading.Event(), threading.Event()
-    stored = worker.publisher.blocks.stored
+    event = worker.publisher.blocks.event
 
-    def stuck(run: Any) -> Any:
+    def stuck(*told: Any) -> Any:
         held.set()
         release.wait()
-        return stored(run)
+        return event(*told)
 
-    worker.publisher.blocks.stored = stuck
+    worker.publisher.blocks.event = stuck
     try:
         worker.insert(seed, num_pages)
         assert held.wait(PATIENCE_S)
         yield
     finally:
-        worker.publisher.blocks.stored = stored
+        worker.publisher.blocks.event = event
         release.set()
 
 
@@ -449,10 +449,10 @@ def test_a_defect_in_making_events_is_no_lie(make: Make, caplog: pytest.LogCaptu
     worker.insert(1)
     agrees(worker, subscriber, range(2))
 
-    def broken(run: Any) -> Any:
+    def broken(*told: Any) -> Any:
         raise ZeroDivisionError
 
-    worker.publisher.blocks.stored = broken
+    worker.publisher.blocks.event = broken
     worker.insert(2)
     until(lambda: not worker.publisher.takes)
     worker.insert(3)
