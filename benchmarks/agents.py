@@ -187,7 +187,8 @@ def _figures(answers: Sequence[tuple[int, ChatAnswer]]) -> Row:
     later = [answer for turn, answer in answers if turn]
     ttft_ms = 1e3 * np.array([answer.ttft_s for answer in later])
     itl_ms = 1e3 * np.array([gap for _, answer in answers for gap in answer.itl_s])
-    hits = sum(answer.hit_tokens for answer in later) / sum(len(answer.prompt) for answer in later)
+    usages = [answer.usage for answer in later]
+    hits = sum(one.decode_hit_tokens for one in usages) / sum(one.prompt_tokens for one in usages)
     times = {"later_ttft": ttft_ms, "itl": itl_ms}
     return {
         f"{name}_p{percent}_ms": round(float(np.percentile(of, percent)), 2)

@@ -43,7 +43,7 @@ from prefixkv.kv_events.publisher import KVEventPublisher
 from prefixkv.pages.manager import PageManager
 from prefixkv.paging import whole_pages
 from prefixkv.prefill.scheduler import PrefillScheduler
-from prefixkv.protocol.events import HostCopyDone
+from prefixkv.protocol.events import Bootstrapped, HostCopyDone, RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, PeerId
 from prefixkv.request import Request
 from prefixkv.spi import DEFAULT_POLICY
@@ -150,7 +150,7 @@ class Worker:
         return running
 
     def succeed(self, req: DecodeRequest) -> None:
-        self.scheduler.room_ended(req.room_key, KVPoll.SUCCESS, None, b"", self.tick())
+        self.scheduler.hear(RoomEnded(req.room_key, KVPoll.SUCCESS, None, b""), self.tick())
 
     def generate(self, reqs: list[DecodeRequest], num_tokens: int) -> None:
         for _ in range(num_tokens):
@@ -376,7 +376,7 @@ def _sends(prompt: Tokens, requests: int, is_whole: bool) -> Times:
     for room in range(1, requests + 1):
         tokens = (prompt + room) % (1 << 30)
         req = scheduler.add(Request(f"r{room}", tokens, room=room, decode="d"))
-        scheduler.room_bootstrapped(req.room_key, CACHED_TOKENS, "", 0.0)
+        scheduler.hear(Bootstrapped(req.room_key, PeerId("", 1), CACHED_TOKENS), 0.0)
         assert pop.take(scheduler.pop_bootstrapped) == [req]
         if is_whole:
             scheduler.send_chunk(req, len(tokens), last=True, aux=b"token")
@@ -391,8 +391,8 @@ def _sends(prompt: Tokens, requests: int, is_whole: bool) -> Times:
                 last.take(partial(send, last=True, aux=b"token"))
             scheduler.take_commands()
             scheduler.pop_bootstrapped()  # what was computed goes to the tree
-        scheduler.room_ended(req.room_key, KVPoll.SUCCESS, None, 0.0)
-        scheduler.source_free(req.room_key, 0.0)
+        scheduler.hear(RoomEnded(req.room_key, KVPoll.SUCCESS, None), 0.0)
+        scheduler.hear(SourceFree(req.room_key), 0.0)
         assert scheduler.pop_sent() == [req]
     if is_whole:
         return {"pop_bootstrapped": pop}

@@ -30,7 +30,7 @@ from prefixkv.decode import request as decode_request
 from prefixkv.engines.sglang import transfer_options as sglang
 from prefixkv.engines.vllm import options
 from prefixkv.engines.vllm import stats as vllm
-from prefixkv.memory import kv_layout, staging_area, state_layout
+from prefixkv.memory import kv_layout, state_layout
 from prefixkv.pages.requests import PagedRequest
 from prefixkv.prefill import request as prefill_request
 from prefixkv.protocol import messages as wire
@@ -38,7 +38,6 @@ from prefixkv.protocol.ids import KVPoll
 from prefixkv.protocol.machine import Table
 from prefixkv.protocol.receiver_machine import ReceiverMachine
 from prefixkv.protocol.sender_machine import SenderMachine
-from prefixkv.proxy import config as proxy
 from prefixkv.runtime import metrics as m
 from prefixkv.runtime.node import Node
 from prefixkv.serving import config as serving
@@ -104,7 +103,7 @@ def settings() -> str:
         "environment. Times are seconds. A value out of its bounds raises `ConfigError`.\n"
     ]
     known: dict[str, str] = {}  # what two workers share stands with the first
-    modules = (config, serving, proxy, options, sglang)
+    modules = (config, serving, options, sglang)
     for kind in (kind for one in modules for kind in classes_of(one, dataclasses.is_dataclass)):
         rows = []
         for field in fields_of(kind):
@@ -214,7 +213,7 @@ def messages() -> str:
     ]
     structs = [
         kind
-        for module in (wire, kv_layout, staging_area, state_layout)
+        for module in (wire, kv_layout, state_layout)
         for kind in classes_of(module, lambda one: issubclass(one, msgspec.Struct))
         if kind.__name__[0] != "_" and not kind.__name__.endswith("Body")
     ]

@@ -31,7 +31,7 @@ PARTS = {
     ),
     "serving": (
         [
-            "proxy/server.py", "proxy/bodies.py", "serving/fleet.py", "serving/feed.py",
+            "proxy/server.py", "serving/fleet.py", "serving/feed.py",
             "serving/worker.py", "serving/front.py", "serving/http.py",
         ],
         [

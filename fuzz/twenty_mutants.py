@@ -138,7 +138,7 @@ MUTANTS = (
         "test_rooms_may_succeed_in_any_order_and_none_runs_before_all_its_pages_are_there",
     ),
     Mutant(
-        "10", "what prefill's engine has aborted is cached", "PrefillScheduler._give_up",
+        "10", "what prefill's engine has aborted is cached", "PrefillScheduler._cut_short",
         "self._computed.pop(req, None)", "pass",
         "test_only_what_was_cached_before_stays",
     ),
@@ -281,7 +281,7 @@ MUTANTS = (
         "test_a_locked_one_stays",
     ),
     Mutant(
-        "H14", "prefill goes on behind pages without a state", "PrefillCheckpoints.find",
+        "H14", "prefill goes on behind pages without a state", "RequestCheckpoints.find",
         "0 if found is None else found.depth * self._page_size", "match.prefix_len",
         "test_pages_without_a_state_are_not_gone_on_from",
     ),

@@ -13,8 +13,8 @@ from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.decode.state_checkpoints import CheckpointedCompute
 from prefixkv.kv_events import publisher
 from prefixkv.pages.manager import PageManager
+from prefixkv.pages.request_checkpoints import RequestCheckpoints
 from prefixkv.prefill.scheduler import PrefillScheduler
-from prefixkv.prefill.state_checkpoints import PrefillCheckpoints
 from prefixkv.runtime import host_copies, looks, ranks, record, staging
 from prefixkv.runtime.death import ProverThread
 from prefixkv.runtime.decode_node import DecodeNode as DecodeNode
@@ -39,7 +39,7 @@ DecodeScheduler.source_makers.append(host_tier.make_host)
 DecodeScheduler.source_makers.append(compute_source.make_compute)
 compute_source.WITH_SAVES[:] = [CheckpointedCompute]
 PageManager.make_saves = Checkpoints
-PrefillScheduler.resume_at_saves = PrefillCheckpoints
+PrefillScheduler.resume_at_saves = RequestCheckpoints
 Node.lead = ranks.check_log, ranks.lead
 Transfers.proofs = ProverThread
 MAKERS["shm"] = ShmTransport

@@ -83,7 +83,7 @@ _ORGAN: Final = {"organ": True}
 def organs_of(config: Any) -> list[tuple[str, Any]]:
     """List those that are set of the settings that ask for an organ, with their values."""
     named = (one.name for one in fields(config) if one.metadata.get("organ"))
-    return [(name, value) for name in named if (value := getattr(config, name)) is not None]
+    return [(name, value) for name in named if (value := getattr(config, name))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +240,7 @@ class TransportConfig:
     end."""
     staging_bytes: Annotated[
         BytesOrZero, doc("Memory for slices of heads, where tensor-parallel sizes differ.")
-    ] = 0
+    ] = field(default=0, metadata=_ORGAN)
     """Memory on each rank for staging slices of heads; both sides need it. Set it where
     tensor-parallel sizes differ. A multiple of 4096; 0: slices are written one by one, which is
     much slower."""
@@ -265,7 +265,9 @@ class TransportConfig:
     of 2 ms go at once, at least 64 KiB. A request must arrive within `transfer_timeout_s` at this
     rate, too."""
 
-    checksums: Annotated[bool, doc("Compare a checksum of each page that is sent.")] = False
+    checksums: Annotated[bool, doc("Compare a checksum of each page that is sent.")] = field(
+        default=False, metadata=_ORGAN
+    )
     """Compare a checksum of each page that is sent, where both sides have it on: a request with a
     page of other bytes than prefill has fails with `ChecksumError`, and nothing of it is cached.
     For memory of the CPU. With the extra `checksums` (xxhash) on both sides it costs least."""

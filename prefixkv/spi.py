@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     from prefixkv.cache.eviction.ghosts import Ghost as Ghost
     from prefixkv.cache.eviction.ghosts import GhostPolicy as GhostPolicy
     from prefixkv.cache.eviction.ghosts import staircase as staircase
+    from prefixkv.cache.eviction.policy import EvictionQueue as EvictionQueue
     from prefixkv.cache.eviction.policy import Policy as Policy
     from prefixkv.cache.eviction.policy import Use as Use
     from prefixkv.cache.eviction.policy import explain_policy as explain_policy
     from prefixkv.cache.eviction.policy import make_policy as make_policy
     from prefixkv.cache.eviction.policy import policy_names as policy_names
     from prefixkv.cache.eviction.policy import register_policy as register_policy
-    from prefixkv.cache.eviction.queues import EvictionQueue as EvictionQueue
     from prefixkv.cache.node import TreeNode as TreeNode
     from prefixkv.cache.radix_cache import RadixCache as RadixCache
     from prefixkv.cache.radix_key import TOKEN_BYTES as TOKEN_BYTES
@@ -95,8 +95,7 @@ _HOMES = homes_of(
     {
         # An eviction policy: the interface, its registry, and what a policy may be made of.
         "cache.eviction.policy": """
-            Policy Use explain_policy make_policy policy_names register_policy""",
-        "cache.eviction.queues": "EvictionQueue",
+            EvictionQueue Policy Use explain_policy make_policy policy_names register_policy""",
         "cache.eviction.ghosts": "Ghost GhostPolicy staircase",
         "policies": "DEFAULT_POLICY",
         # An admission policy.

@@ -111,8 +111,9 @@ class Journal:
         # What these raised. A scheduler replaces it by its own collector.
         self.errors = UserErrors()
 
-    def notify_ended(self, req: Any, now_s: float) -> None:
+    def ended(self, req: Any, now_s: float) -> None:
         """Call all of `on_ended`. Never raises: the request is in the middle of its end."""
+        req.ended_s = now_s
         for listener in self.on_ended:
             try:
                 listener(req, now_s)

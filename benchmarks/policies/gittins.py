@@ -25,8 +25,7 @@ from msgspec import Meta
 from benchmarks.policies.orders import LeafOrders, LeafPlace
 from benchmarks.policies.return_tables import ReturnTables, bin_of
 from prefixkv.cache.eviction.ghosts import Ghost, GhostPolicy
-from prefixkv.cache.eviction.policy import Use, register_policy
-from prefixkv.cache.eviction.queues import EvictionQueue, LeafRank
+from prefixkv.cache.eviction.policy import EvictionQueue, LeafRank, Use, register_policy
 from prefixkv.cache.node import TreeNode
 from prefixkv.settings import Count, CountOrZero, Number, check_order
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from heapq import heapify, heappop, heappush
 from typing import Any, TypeAlias
 
-from prefixkv.cache.eviction.queues import LeafRank, forget
+from prefixkv.cache.eviction.policy import LeafRank, forget
 from prefixkv.cache.node import Mark, TreeNode
 from prefixkv.paging import MAX_INDEX
 

@@ -9,9 +9,8 @@ from prefixkv.cli.demo.workload import Workload, chat
 from prefixkv.cli.policies import policy_of
 from prefixkv.config import TransportConfig
 from prefixkv.errors import check_range
-from prefixkv.memory.kv_layout import ITEMSIZE, SLABS_PER_LAYER
+from prefixkv.memory.kv_layout import BLOCK_BYTES, ITEMSIZE, SLABS_PER_LAYER
 from prefixkv.memory.mesh import Mesh, check_meshes
-from prefixkv.memory.staging_area import BLOCK_BYTES
 from prefixkv.spi import DEFAULT_POLICY
 
 RESERVE_TOKENS: Final = 64  # room decode keeps for each running request's answer

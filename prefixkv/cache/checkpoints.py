@@ -21,8 +21,7 @@ import numpy as np
 
 from prefixkv.cache.events import SaveEvicted, SaveMade
 from prefixkv.cache.radix_cache import RadixCache
-from prefixkv.cache.results import MatchResult
-from prefixkv.cache.saves import Saves
+from prefixkv.cache.results import MatchResult, Saves
 from prefixkv.errors import check_laws
 from prefixkv.paging import PageIds, Pages
 

@@ -22,8 +22,7 @@ import numpy as np
 
 from prefixkv.cache import audit
 from prefixkv.cache.events import LOG_PAGES, Change, ChangeLog, Cleared, TakenOut
-from prefixkv.cache.eviction.policy import Policy, Said, Use
-from prefixkv.cache.eviction.queues import forget
+from prefixkv.cache.eviction.policy import Policy, Said, Use, forget
 from prefixkv.cache.node import PAGE_ID_BYTES, TreeNode, Want
 from prefixkv.cache.radix_key import RadixKey, TokensLike
 from prefixkv.cache.results import (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from prefixkv.cache.node import PAGE_ID_BYTES, Mark, Packed, TreeNode
 from prefixkv.errors import PageStateError
-from prefixkv.paging import Pages, as_pages
+from prefixkv.paging import PageIds, Pages, as_pages
 
 NO_PAGES: Pages = np.empty(0, np.int32)
 
@@ -212,3 +212,32 @@ class Releases:
             node = node.parent
             refs[node] = left = refs.get(node, node.lock_ref) - 1
         return end - node.end
+
+
+class Saves:
+    """Without a slot nothing is kept. A part that keeps something overrides this."""
+
+    num_slots = 0
+    evicted = 0  # given up for others
+    cut_tokens = 0  # cached, and computed again: nothing that was kept lay behind them
+
+    def __len__(self) -> int:
+        return 0
+
+    def make_room(self, needs: Sequence[int]) -> bool:
+        """Evict until each window group has as many free pages as it needs. Return whether."""
+        return True
+
+    def dropped(self, pages: PageIds) -> None:
+        """These pages have left the tree."""
+
+    def reset(self) -> None:
+        """The tree was emptied."""
+
+    def kept(self, number: int) -> list[tuple[Pages, bool]]:
+        """Return what is kept of the pages of this window group, each with whether they are pinned;
+        for audits."""
+        return []
+
+    def check_invariants(self) -> None:
+        """Raise InternalError if a law is broken. O(tree)."""

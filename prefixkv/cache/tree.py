@@ -9,13 +9,21 @@ from typing import ClassVar
 import numpy as np
 
 from prefixkv.cache.events import Change, ChangeLog, Inserted
-from prefixkv.cache.eviction.guard import guarded
-from prefixkv.cache.eviction.policy import Policy, Said, SessionHints, Use, make_policy
-from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, forget
+from prefixkv.cache.eviction.plain import Guard, guarded
+from prefixkv.cache.eviction.policy import (
+    EvictionQueue,
+    LeafHeap,
+    Policy,
+    Said,
+    SessionHints,
+    Use,
+    forget,
+    make_policy,
+)
 from prefixkv.cache.node import PAGE_ID_BYTES, Mark, Packed, Root, TreeNode, Want, root_of
 from prefixkv.cache.radix_key import TOKEN_BYTES, common_pages
 from prefixkv.cache.results import PrefixLock, packed_ids
-from prefixkv.errors import PageStateError, UserErrors
+from prefixkv.errors import InternalError, PageStateError, UserErrors
 from prefixkv.paging import MAX_INDEX, Pages, Where
 from prefixkv.settings import check_whole
 
@@ -323,7 +331,11 @@ class RadixTree:
             # The queue does not know of wants, so a wanted leaf moves aside when it comes up.
             # `unwant` brings it back, and so does a later use.
             self._wanted_queue.add(node)
-        return self._wanted_queue.first()
+        leaf = self._wanted_queue.first()
+        if leaf is None and isinstance(self.policy, Guard):
+            lost = InternalError("its queue names no leaf, and some can be evicted")
+            leaf = self.policy.fall(lost).first(self._now_s)
+        return leaf
 
     def _evict_in_order(
         self, num_pages: int, merge_candidates: dict[TreeNode, None], only_worthless: bool = False

@@ -16,8 +16,9 @@ from prefixkv.cli.demo import LINKS, link_of
 from prefixkv.cli.keys import keys
 from prefixkv.cli.outputs import check_outputs
 from prefixkv.cli.replay.command import replay
-from prefixkv.cli.serve import add_commands, check_packages
+from prefixkv.cli.serve import add_commands
 from prefixkv.errors import CallerError, CapacityError, check_range
+from prefixkv.serving import check_packages
 from prefixkv.spi import PROTOCOL_VERSION, check_environ
 
 app = typer.Typer(

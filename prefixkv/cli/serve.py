@@ -14,9 +14,8 @@ from typing import Annotated, Any, Final
 import typer
 
 from prefixkv.errors import ConfigError
-from prefixkv.proxy.config import ProxyConfig, ServerAt
-from prefixkv.serving import check_extra, is_there
-from prefixkv.serving.config import KINDS, FrontConfig, ServeConfig
+from prefixkv.serving import check_packages, is_there
+from prefixkv.serving.config import KINDS, FrontConfig, ProxyConfig, ServeConfig, ServerAt
 from prefixkv.settings import Setting, load, read_toml, settings_of
 
 
@@ -108,14 +107,6 @@ def _proxy(
     from prefixkv.proxy.server import run_proxy
 
     return run_proxy(loaded, servers["prefill"], servers["decode"])
-
-
-def check_packages(*, with_model: bool = True) -> None:
-    """Raise ConfigError, for a command's one line of error, if a package is missing."""
-    try:
-        check_extra(with_model=with_model)
-    except ImportError as error:
-        raise ConfigError(str(error)) from None
 
 
 def _command(

@@ -237,8 +237,11 @@ class RelaySlots(NamedTuple):
 
 class Relay(NamedTuple):
     """The makers of such a route's parts: `sender` and `receiver` of a control object, `cut` and
-    `plan` of a handshake, `copies` of a control thread."""
+    `plan` of a handshake, `copies` of a control thread, and their `memory`, None unless `setting`
+    asks for it."""
 
+    setting: str
+    memory: Callable[..., Any]
     sender: Callable[..., Any]
     receiver: Callable[..., Any]
     cut: Callable[..., Any]

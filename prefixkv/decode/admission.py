@@ -1,86 +1,185 @@
-"""The passes over all that wait (`waiting.py`): each yields the plans that fit, in order.
+"""Requests that wait to be admitted: a line for each prefill worker, and the order of all lines.
+
+    returned    admitted before (retracted, or to be asked for again): the last to return first
+    overdue     the request that has waited longest, once that is `patience_s`
+    the rest    in the order of an `AdmissionPolicy`
+
+The next group is tried when the one before is empty. A request that those that run cannot make room
+for holds up no other, for one of three reasons:
+
+    prefill     its worker does not answer: its whole line has no turn
+    share       its worker has its share of the pool: neither has its line; where the share is held
+                without proof, the request waits aside alone
+    pages       it may need more pages than can come back: it waits aside until enough are proved
+                free
+
+Pages are in a worker's power from the promise until the transfer has succeeded, or until it is
+proved that no write of it can land there any more. A worker that takes promises and never gives
+that proof would come to have them all. So while another worker answers too, each has at most its
+share: its requests wait for pages to come back, those of others do not.
 
 Source: SGLang's `DecodePreallocQueue`, which admits first come, first served.
 """
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Iterator
-from itertools import islice
-from typing import Final
+from dataclasses import dataclass, field
+from itertools import count, islice
+from operator import attrgetter
+from typing import Any, Final
 
+from sortedcontainers import SortedList
+
+from prefixkv.admission import make_admission, rank_as_tuple
 from prefixkv.cache.results import MatchResult, Releases
 from prefixkv.config import DecodeConfig
 from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.plan import Look, Plan, Planner
 from prefixkv.decode.request import DecodeRequest
-from prefixkv.decode.waiting import ALONE, PAGES, Waiter, Waiting
+from prefixkv.decode.rooms import Worker
 from prefixkv.errors import check_laws
 from prefixkv.pages.groups import GroupStart
+from prefixkv.protocol.timers import Timers
 
 MAX_LOOKS: Final = 16
+"""Looks of a pass that admit nothing."""
 
-MAX_WANTS: Final = 128
-"""Wanted prefixes that the tree learns of at once."""
+MAX_WALK: Final = 128
+"""Places of the order that a search looks at."""
+
+MAX_BACK: Final = 128
+"""Requests that a pass brings back from aside."""
+
+PAGES, SHARE, PREFILL = "pages", "share", "prefill"
+
+RETURNED, OVERDUE, RANKED = range(3)
 
 HELD = "are held for failed rooms until it is proved that nothing writes them"
 AWAY = "are promised to prefill workers that do not answer"
 STUCK = "wait for a device event that has raised"
 
 
-class Admission(Waiting):
-    """Waiting requests, and the passes that find what fits. Owned by the scheduler's thread.
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """A request that waits, and the last look at it (`plan.Look`).
+
+    `since_s` is when it came, or came back. `seen_at` is the version at which a look admitted
+    nothing.
+    """
+
+    req: DecodeRequest
+    arrival: int
+    is_returned: bool
+    since_s: float
+    worker: Worker = field(init=False)
+    blocked_by: str = ""  # a reason of its own, PAGES or SHARE; "": it stands in its worker's line
+    look: Any = None
+    rank: tuple[float, ...] = ()
+    is_overdue: bool = False
+    seen_at: int = -1
+    want: int = 0  # number of its want in the tree; 0: it is not entered
+
+    @property
+    def turn(self) -> int:
+        """Those that came back are first, the last of them before the others."""
+        return -self.arrival if self.is_returned else self.arrival
+
+    @property
+    def place(self) -> tuple[int, tuple[float, ...], int, Waiter]:
+        """Its entry in the line's order: its group, by number, and its place there."""
+        # Turns differ, so a comparison never reaches the waiter itself, which has no order.
+        if self.is_returned or self.is_overdue:
+            return (RETURNED if self.is_returned else OVERDUE), (), self.turn, self
+        return RANKED, self.rank, self.turn, self
+
+    @property
+    def place_aside(self) -> tuple[int, int, Waiter]:
+        return self.req.max_pages, self.arrival, self
+
+
+class Admission:
+    """Waiting requests, and the passes over them that yield the plans that fit, in order. Owned by
+    the scheduler's thread.
 
     The order rests on estimates. A request is admitted only by a plan of another look, which
     repeats the match if the tree has changed. A pass makes at most `MAX_LOOKS` looks that admit
     nothing, and none where nothing has changed since the last (`PageManager.version`); spare looks
-    go to the oldest estimates. `add` and an admission cost O(log waiting), a pass without one that
-    times the prefill workers that requests wait for.
+    go to the oldest estimates. To enter or leave, and an admission, cost O(log waiting), a search
+    O(workers) besides, a pass without an admission O(prefill workers that requests wait for).
 
     Args:
         config: of it what is about admission. A request that has waited `admission_patience_s` is
-            overtaken by nothing.
+            overtaken by nothing; one without a `deadline_s`, and any that came back, may wait
+            `admission_wait_s`.
     """
 
     def __init__(self, ledger: Ledger, config: DecodeConfig, planner: Planner) -> None:
-        super().__init__(ledger.workers, config, ledger.pages.errors)
-        self._ledger, self._pages = ledger, ledger.pages
+        self._ledger, self._pages, self._workers = ledger, ledger.pages, ledger.workers
         self._planner = planner
-        self._unwanted: dict[Waiter, None] = {}  # not entered in the tree yet
         self._num_changes = 0
         self._spent_at = -1  # version at which a pass left nothing to look at
+        self._policy = make_admission(config.admission)
+        self._patience_s, self._timeout_s = config.admission_patience_s, config.admission_wait_s
+        self._waiters: dict[DecodeRequest, Waiter] = {}
+        # Those aside, by reason: (pages it may need, arrival, waiter).
+        self._aside: dict[str, SortedList] = {PAGES: SortedList(), SHARE: SortedList()}
+        self._shares_at = -1  # version of `workers` at which those over their share were tried
+        self._most_pages: float = math.inf  # most that one request may get; set by each pass
+        self.stepped_aside = {PAGES: 0, SHARE: 0, PREFILL: 0}
+        self._arrivals = count(1)
+        self._late: Timers[DecodeRequest] = Timers()
+        self._overdue: Timers[Waiter] = Timers()  # of those in line, that have a place
+        # Times at which one has waited long for a worker that does not answer, or a little earlier.
+        self._unanswered: Timers[Waiter] = Timers()
+
+    def __len__(self) -> int:
+        return len(self._waiters)
+
+    def __contains__(self, req: object) -> bool:
+        return req in self._waiters
+
+    def __iter__(self) -> Iterator[DecodeRequest]:
+        """Iterate over the requests that came back, the last first, then the others by arrival."""
+        waiters = sorted(self._waiters.values(), key=attrgetter("turn"))
+        return iter([waiter.req for waiter in waiters])
+
+    def at(self, address: str) -> list[DecodeRequest]:
+        """Return the requests that wait for this worker, aside or not, by arrival. O(waiting)."""
+        waiters = [one for one in self._waiters.values() if one.worker.address == address]
+        return [waiter.req for waiter in sorted(waiters, key=attrgetter("arrival"))]
+
+    # --- the scheduler's calls --------------------------------------------------------------------
 
     def add(self, req: DecodeRequest, now_s: float, *, first: bool = False) -> None:
         """Queue a request. With `first` it was admitted before: it goes before all others.
 
-        Cost: O(log waiting), and a match where the policy lets requests overtake. Raises what the
+        The tree evicts last what it has of it. Cost: O(log waiting), and a match. Raises what the
         policy raises, with nothing changed.
         """
-        waiter = Waiter(req, self._num_arrivals + 1, first, now_s)
+        waiter = Waiter(req, next(self._arrivals), first, now_s)
+        match = self._look(waiter, now_s).match
         # Ranks are the user's code: they come before the first change. One that comes back has no
         # rank: the order among those is by return, which no policy changes.
         if not first:
-            if self._policy.overtakes:
-                self._look(waiter, now_s)
             waiter.rank = self._rank(waiter)
-        self._num_arrivals += 1
         self._spent_at = -1
-        waiter.worker = self._workers.of(ALONE if req.is_alone else req.prefill)
+        waiter.worker = self._workers.of(req.asks)
         # What could be taken now can come back in any case.
         available = self._pages.available_pages
         self._enter(waiter, available if req.max_pages <= available else self.most_pages)
-        if self._pages.caching and req.request.cacheable:
-            self._unwanted[waiter] = None
+        if match is not None:
+            waiter.want = self._pages.cache.want(match)
         # Its own deadline_s was for its KV to come the first time.
         if req.request.deadline_s is None or req.committed_s is not None:
             self._late.wake(req, now_s + self._timeout_s)
 
     def match_of(self, req: DecodeRequest) -> MatchResult | None:
-        """Return the last match of a request; matched now if there is none."""
-        waiter = self._waiters[req]
-        if waiter.match is None:
-            waiter.match = self._planner.look(req, None, req.arrived_s).match
-        return waiter.match
+        """Return the last match of a request; None if it is not cached."""
+        match: MatchResult | None = self._waiters[req].look.match
+        return match
 
     def remove(self, req: DecodeRequest) -> None:
         # The next pass has to look again: this may be the request that held up the others.
@@ -88,15 +187,15 @@ class Admission(Waiting):
         waiter = self._waiters[req]
         self._exit(waiter)
         self._late.forget(req)
-        self._unwanted.pop(waiter, None)
         if waiter.want:
             self._pages.cache.unwant(waiter.want)
 
-    def move(self, req: DecodeRequest, prefill: str) -> None:
-        """Let a request wait for another worker. It keeps its place in time."""
+    def move(self, req: DecodeRequest, asks: str) -> None:
+        """Let a request wait for another worker, or for none. It keeps its place in time."""
         waiter = self._waiters[req]
         self._exit(waiter)
-        waiter.worker = self._workers.of(prefill)
+        req.asks = asks
+        waiter.worker = self._workers.of(asks)
         self._enter(waiter, self.most_pages)
         self.look_again()
 
@@ -112,8 +211,6 @@ class Admission(Waiting):
     def expired(self, now_s: float) -> list[tuple[DecodeRequest, str]]:
         """Return the requests that have waited too long, each with the reason in words. They still
         have to be removed. O(1) if there are none."""
-        if self._late.next_s > now_s:
-            return []
         # The reasons are read before any is removed: they name what holds the pages now.
         return [(req, self.why(req, now_s)) for req in self._late.due(now_s)]
 
@@ -126,7 +223,7 @@ class Admission(Waiting):
         if waiter.blocked_by == PAGES:
             pages = f"{req.max_pages} of the pool's {self._pages.num_pages} pages"
             return f"{waited} pages: it may need {pages}, and {self._why_unproved()}"
-        if worker.address == ALONE:
+        if not worker.address:
             return f"{waited} pages, to be computed here"
         if not worker.is_open:
             return f"{waited} prefill worker {worker.address}, which does not answer"
@@ -146,13 +243,13 @@ class Admission(Waiting):
         # A prefill worker that does not answer may keep its flights open, and their pages, without
         # limit. Both counts share `releases`, since a prefix with two locks comes back only with
         # both.
-        if closed := self._workers.closed:
+        if closed := {one.address for one in self._workers.all() if not one.is_open}:
             for flight in self._ledger.flights:
                 if flight.is_open and flight.source.sends and flight.prefill in closed:
                     away += flight.pages.num_own + releases.end(flight.pages.lock)
         stuck = self._ledger.deferred_pages(releases, is_broken=True)
         if held := pages.held_pages + pages.quarantined_pages:
-            back = [key for source in self._ledger.organs for key in source.held_by]
+            back = [key for source in self._ledger.organs for key in source.keeps()[1]]
             held -= sum(pages.held_by(key).size for key in back)
         return {HELD: held, AWAY: away, STUCK: stuck}
 
@@ -168,41 +265,11 @@ class Admission(Waiting):
             missing += f"; prefill workers that have pages in their power: {of}"
         return missing
 
-    # --- prefixes that the tree evicts last -------------------------------------------------------
-
-    # Entered before an admission evicts, and after a pass that leaves requests waiting. A request
-    # that is admitted from free pages in the first pass after it came is never entered.
-
-    def _enter_wants(self) -> None:
-        """Tell the tree which prefixes are wanted. O(1) or a match for each."""
-        pages = self._pages
-        # At most `MAX_WANTS` per call, which bounds the cost of a pass; the rest follow with later
-        # passes.
-        for waiter in list(islice(self._unwanted, MAX_WANTS)):
-            match = self.match_of(waiter.req)  # of what it may share: a look goes on from it
-            assert match is not None
-            waiter.want = pages.cache.want(match)
-            del self._unwanted[waiter]
-
-    def check_invariants(self) -> None:
-        super().check_invariants()
-        waiters = [one for one in self._waiters.values() if one.req.request.cacheable]
-        laws = {
-            "what waits is wanted, or not entered yet": not self._pages.caching
-            or {one for one in waiters if not one.want} == {*self._unwanted},
-            "only what waits here is wanted": self._pages.cache.num_wants
-            == sum(one.want > 0 for one in waiters),
-        }
-        check_laws(laws, waiters)
-
     # --- one waiter -------------------------------------------------------------------------------
 
     def _look(self, waiter: Waiter, now_s: float) -> Look:
-        """Look at a request again, and note in the waiter the pages that admitting it takes."""
-        req = waiter.req
-        look = self._planner.look(req, waiter.match, now_s, can_ask=not req.is_alone)
-        waiter.match, waiter.new_pages = look.match, look.new_pages
-        waiter.needed_pages, waiter.most_pages = look.needed_pages, look.most_pages
+        req, known = waiter.req, waiter.look and waiter.look.match
+        waiter.look = look = self._planner.look(req, known, now_s, can_ask=bool(req.asks))
         return look
 
     def _plan(self, waiter: Waiter, look: Look, now_s: float) -> Plan | None:
@@ -220,11 +287,6 @@ class Admission(Waiting):
             plan = self._planner.plan(waiter.req, look, limits, now_s)
         if plan is None:
             waiter.seen_at = self._version
-        # Before an eviction the tree has to know what the others wait for, or it evicts just that.
-        elif self._unwanted and plan.num_taken > pages.allocator.free_pages:
-            # Its own match is about to be locked, so it needs no protection.
-            self._unwanted.pop(waiter, None)
-            self._enter_wants()
         return plan
 
     # --- a pass -----------------------------------------------------------------------------------
@@ -234,40 +296,32 @@ class Admission(Waiting):
         what it says, or ends its request, before it goes on. Where a user's policy fails, a request
         keeps its rank."""
         self._note_overdue(now_s)
-        if len(self._waiters) > 1:
+        if (plan := self._of_one(now_s)) is not None:
+            yield plan
+        elif self._waiters:
             # Something has changed since the last pass: forget what that one had found out, and let
             # those aside return that now have prospects, before anything is tried.
             all_back = self._spent_at == self._version or self._bring_back(self.most_pages)
             yield from self._in_order(now_s)
             if not all_back:
                 self._spent_at = -1  # the next pass brings more of them back
-        elif self._waiters and (plan := self._alone(now_s)) is not None:
-            yield plan
-        # Only what still waits after the pass: telling the tree of one that was admitted would be
-        # for nothing.
-        if self._unwanted:
-            self._enter_wants()
 
-    def _alone(self, now_s: float) -> Plan | None:
-        """The common case: there is nothing to overtake, and no choice."""
-        (waiter,) = self._waiters.values()
-        version = self._version
-        if self._spent_at == version or not self._pages.can_open:
+    def _of_one(self, now_s: float) -> Plan | None:
+        """Plan the only request there is, if it fits: the common case, with nothing to overtake."""
+        if len(self._waiters) != 1 or not self.may_admit:
             return None
-        if waiter.blocked_by:
-            self._bring_back(self.most_pages)
-            self._note_overdue(now_s)
-        if waiter.worker.is_open and not waiter.blocked_by and waiter.seen_at != version:
-            plan = self._plan(waiter, self._look(waiter, now_s), now_s)
-            if plan is not None:
-                return plan
+        (waiter,) = self._waiters.values()
+        if not waiter.worker.is_open or waiter.blocked_by or waiter.seen_at == self._version:
+            return None
+        plan = self._plan(waiter, self._look(waiter, now_s), now_s)
+        if plan is None:
             self._bring_back(self.most_pages)
             if self._policy.overtakes and not waiter.is_returned:
                 # Its new estimate has to be in the order for those that may come.
                 self._renew(waiter)
             self._step_aside(waiter)
-        self._spent_at = version
-        return None
+            self._spent_at = self._version
+        return plan
 
     def _in_order(self, now_s: float) -> Iterator[Plan]:
         pages, any_taken = self._pages, False
@@ -312,10 +366,10 @@ class Admission(Waiting):
         version, (space, most) = self._version, self._ledger.limits()
         for waiter in self._in_turn():
             if (
-                waiter.most_pages <= most
-                and waiter.needed_pages <= space
+                waiter.look.most_pages <= most
+                and waiter.look.needed_pages <= space
                 and waiter.seen_at != version
-                and not self._workers.refuses(waiter.worker, waiter.new_pages)
+                and not self._workers.refuses(waiter.worker, waiter.look.new_pages)
             ):
                 return waiter
         return None
@@ -334,3 +388,230 @@ class Admission(Waiting):
         ledger = self._ledger
         pages, budget = ledger.pages.version, ledger.budget.version
         return pages + budget + self._num_changes + self._workers.version
+
+    # --- coming and going -------------------------------------------------------------------------
+
+    def _enter(self, waiter: Waiter, most_pages: int) -> None:
+        """Let a request wait: in line, or aside if it may need more than `most_pages`."""
+        worker = waiter.worker
+        self._waiters[waiter.req] = waiter
+        worker.num_waiters += 1
+        if waiter.req.max_pages > most_pages:
+            self._block(waiter, PAGES)
+            return
+        self._stand(waiter)
+        self.stepped_aside[PREFILL] += not worker.is_open
+
+    def _exit(self, waiter: Waiter) -> None:
+        worker = waiter.worker
+        del self._waiters[waiter.req]
+        worker.num_waiters -= 1
+        if waiter.blocked_by:
+            self._aside[waiter.blocked_by].remove(waiter.place_aside)
+        else:
+            self._leave_line(waiter)
+        waiter.blocked_by = ""
+
+    def _stand(self, waiter: Waiter) -> None:
+        worker = waiter.worker
+        waiter.blocked_by = ""
+        worker.line[waiter] = None
+        worker.order.add(waiter.place)
+        if not (waiter.is_returned or waiter.is_overdue):
+            self._overdue.wake(waiter, waiter.req.arrived_s + self._patience_s)
+        self._time_answer(waiter)
+
+    def _leave_line(self, waiter: Waiter) -> None:
+        worker = waiter.worker
+        del worker.line[waiter]
+        self._unanswered.forget(waiter)
+        self._overdue.forget(waiter)
+        worker.order.remove(waiter.place)
+        worker.has_share &= bool(worker.line)
+
+    def _block(self, waiter: Waiter, reason: str) -> None:
+        """Set a request that stands nowhere aside."""
+        waiter.blocked_by = reason
+        self.stepped_aside[reason] += 1
+        self._aside[reason].add(waiter.place_aside)
+
+    # --- workers ----------------------------------------------------------------------------------
+
+    def opens(self, worker: Worker, max_tokens: int) -> None:
+        """A worker answers, and its pool holds `max_tokens`: its line has its turn."""
+        worker.is_open, worker.max_tokens = True, max_tokens
+        self._workers.version += 1
+
+    def closes(self, worker: Worker, now_s: float) -> None:
+        """A worker has stopped answering: those in its line wait for it from now on."""
+        worker.is_open, worker.away_s = False, now_s
+        self._workers.version += 1
+        for waiter in worker.line:
+            self._time_answer(waiter)
+
+    def _answer_due_s(self, waiter: Waiter) -> float:
+        return max(waiter.since_s, waiter.worker.away_s) + self._workers.patience_s
+
+    def _time_answer(self, waiter: Waiter) -> None:
+        if not waiter.worker.is_open:
+            self._unanswered.wake(waiter, self._answer_due_s(waiter))
+
+    # --- whose turn it is -------------------------------------------------------------------------
+
+    def _turns(self) -> list[Worker]:
+        """Return the workers whose lines have a turn, in order."""
+        workers = self._workers.all()
+        return [one for one in workers if one.line and one.is_open and not one.has_share]
+
+    def _note_overdue(self, now_s: float) -> None:
+        """Let those whose patience is over go before all that did not come back."""
+        for waiter in self._overdue.due(now_s):
+            waiter.worker.order.remove(waiter.place)
+            waiter.is_overdue = True
+            waiter.worker.order.add(waiter.place)
+
+    def _first_of_all(self) -> Waiter | None:
+        """Return the waiter that nothing may overtake now: the last to come back, the oldest that
+        is overdue, or the first where the policy lets none overtake it. O(workers)."""
+        turns = self._turns()
+        if not turns:
+            return None
+        place = min([worker.order[0] for worker in turns])
+        return None if place[0] == RANKED and self._policy.overtakes else place[-1]
+
+    def _in_turn(self) -> Iterator[Waiter]:
+        """Iterate over those whose turn it is, in order, `MAX_WALK` at most."""
+        orders = [islice(worker.order, MAX_WALK) for worker in self._turns()]
+        places = orders[0] if len(orders) == 1 else islice(heapq.merge(*orders), MAX_WALK)
+        return (place[-1] for place in places)
+
+    def _rank(self, waiter: Waiter) -> tuple[float, ...]:
+        return rank_as_tuple(self._policy.rank(waiter.req, waiter.look.new_pages))
+
+    def _renew(self, waiter: Waiter) -> bool:
+        """Rank a waiter in line, that did not come back, by its new estimate. Return True if its
+        place is behind the old one. Where the policy raises it keeps its rank."""
+        worker, before = waiter.worker, waiter.rank
+        # Before the policy is called: one that raises each time would else stay the oldest, and get
+        # all looks.
+        worker.line.move_to_end(waiter)
+        try:
+            rank = self._rank(waiter)
+        except Exception as error:
+            self._pages.errors.caught(error)
+            return False
+        if rank != before:
+            worker.order.remove(waiter.place)
+            waiter.rank = rank
+            worker.order.add(waiter.place)
+        return before < rank
+
+    # --- aside ------------------------------------------------------------------------------------
+
+    def _bring_back(self, most_pages: int) -> bool:
+        """Begin a pass, in which one request may get `most_pages`: forget which lines have no turn
+        for their share, and put those aside into line that may fit now. Of those that wait for
+        pages `MAX_BACK` at most; returns False if more of them may."""
+        self._most_pages = most_pages
+        for worker in self._workers.all():
+            worker.has_share = False
+        # 1. Those over their share, all at once, and only when a worker has changed: before that
+        # they would step aside again.
+        if self._shares_at != self._workers.version:
+            self._shares_at = self._workers.version
+            waiters, self._aside[SHARE] = self._aside[SHARE], SortedList()
+            for *_, waiter in waiters:
+                self._stand(waiter)
+        # 2. Those that need too many pages, by what they need: behind the first that cannot return
+        # none can.
+        for_pages = self._aside[PAGES]
+        for _ in range(MAX_BACK):
+            if not for_pages or for_pages[0][0] > most_pages:
+                return True
+            self._stand(for_pages.pop(0)[-1])
+        return False
+
+    def _step_aside(self, waiter: Waiter) -> bool:
+        """Set a waiter in line that did not fit aside, if waiting for the running ones cannot help
+        it. Return whether."""
+        worker, workers = waiter.worker, self._workers
+        # 1. More pages than can come back without a proof.
+        if waiter.req.max_pages > self._most_pages:
+            self._leave_line(waiter)
+            self._block(waiter, PAGES)
+            return True
+        # 2. It does not fit for another reason than its worker's share: pages will come back, so it
+        # waits where it is.
+        if not workers.refuses(worker, waiter.look.new_pages):
+            return False
+        # 3. The share. If even the end of all its worker's transfers would not help, it waits
+        # alone. Otherwise the whole line does: what comes behind it there, and needs less, would
+        # overtake it each time.
+        if workers.is_hopeless(worker, waiter.look.new_pages):
+            self._leave_line(waiter)
+            self._block(waiter, SHARE)
+        else:
+            self.stepped_aside[SHARE] += 1
+            worker.has_share = True
+        return True
+
+    def aside(self) -> dict[str, int]:
+        """Count the requests that hold up no others, by reason. Any thread may call it."""
+        lines = self._workers.all()
+        with_share = sum(
+            len(worker.line) for worker in lines if worker.is_open and worker.has_share
+        )
+        return {
+            PAGES: len(self._aside[PAGES]),
+            SHARE: len(self._aside[SHARE]) + with_share,
+            PREFILL: sum(len(worker.line) for worker in lines if not worker.is_open),
+        }
+
+    # --- deadlines --------------------------------------------------------------------------------
+
+    @property
+    def wake_s(self) -> float:
+        """Time at which the next request has waited too long, or is overdue, or a little earlier;
+        infinity if none waits. O(1)."""
+        return min(self._late.next_s, self._unanswered.next_s, self._overdue.next_s)
+
+    def unanswered(self, now_s: float) -> list[DecodeRequest]:
+        """Return those that have waited too long for a worker that does not answer. They have to be
+        removed. O(1) if there are none."""
+        late = []
+        for waiter in self._unanswered.due(now_s):
+            if not waiter.worker.is_open and self._answer_due_s(waiter) <= now_s:
+                late.append(waiter)
+            else:  # the worker answers, or has stopped again since
+                self._time_answer(waiter)
+        return [waiter.req for waiter in sorted(late, key=attrgetter("arrival"))]
+
+    # --- laws -------------------------------------------------------------------------------------
+
+    def check_invariants(self) -> None:
+        """Check lines, orders and those aside against the waiters. Raises InternalError."""
+        waiters = [*self._waiters.values()]
+        of = {one: [w for w in waiters if w.worker is one] for one in self._workers.all()}
+        lines = {one: {w for w in ones if not w.blocked_by} for one, ones in of.items()}
+        laws = {
+            "the worker of each is known": all(waiter.worker in of for waiter in waiters),
+            "a worker counts its waiters": all(one.num_waiters == len(of[one]) for one in of),
+            "all that are not aside stand in its line": all(
+                {*one.line} == line and list(one.order) == sorted(waiter.place for waiter in line)
+                for one, line in lines.items()
+            ),
+            "the others are aside, for a reason": all(
+                list(places) == sorted(w.place_aside for w in waiters if w.blocked_by == why)
+                for why, places in self._aside.items()
+            ),
+            "deadlines are of waiting requests": len(self._late) <= len(waiters),
+            "what waits here is wanted": self._pages.cache.num_wants
+            == sum(self._pages.caching and one.request.cacheable for one in self._waiters),
+            "a wait for an answer ends in time": all(
+                self._answer_due_s(waiter) >= self._unanswered.next_s
+                for one, line in lines.items()
+                for waiter in line
+                if not one.is_open
+            ),
+        }
+        check_laws(laws, list(self._waiters))

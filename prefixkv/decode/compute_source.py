@@ -19,9 +19,16 @@ from prefixkv.config import DecodeConfig
 from prefixkv.decode.flights import Flight, Need, Release, Segment
 from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.request import DecodeRequest
-from prefixkv.decode.scheduler import DecodeParts
+from prefixkv.decode.scheduler import DecodeParts, DecodeScheduler
 from prefixkv.decode.sources import MeasuringSource, Sources
-from prefixkv.errors import CallerError, ConfigError, RequestError, check_laws, shown
+from prefixkv.errors import (
+    CallerError,
+    ConfigError,
+    PeerLostError,
+    RequestError,
+    check_laws,
+    shown,
+)
 from prefixkv.pages.requests import AllOf, BrokenEvent, not_done, still_pending
 from prefixkv.paging import pages_for
 from prefixkv.request import DeviceEvent, check_event
@@ -40,6 +47,7 @@ class ComputeSource(MeasuringSource):
     def __init__(self, ledger: Ledger, rule: Sources, asks_late: bool) -> None:
         super().__init__(ledger, rule)
         self.fails_over, self.asks_late = rule.fails_over, asks_late
+        self.most_alone = rule.most_tokens(is_down=True)
         self._step_tokens = min(
             (group.step_tokens for group in ledger.pages.windows), default=math.inf
         )
@@ -129,7 +137,6 @@ class ComputeSource(MeasuringSource):
 
     # --- the engine's calls -----------------------------------------------------------------------
 
-    @property
     def has_new(self) -> bool:
         return bool(self._new())
 
@@ -145,16 +152,13 @@ class ComputeSource(MeasuringSource):
         found = self._new()
         for req in found:
             self._done[req] = req.prefix_len
-        self.has_work(now_s)  # what the engine did before is no part of it
+        self._has_work(now_s)  # what the engine did before is no part of it
         self._chunked.clear()
         self.rule.next_pass(self._ledger.num_running)
         return found
 
     def chunk_tokens(self) -> int:
         return self.rule.chunk_tokens(self._ledger.num_running)
-
-    def most_alone(self) -> int:
-        return self.rule.most_tokens(is_down=True)
 
     def computed(
         self, req: DecodeRequest, end: int, aux: bytes, after: DeviceEvent | None, now_s: float
@@ -229,12 +233,65 @@ class ComputeSource(MeasuringSource):
             if isinstance(before, BrokenEvent):
                 req.unwritten = BrokenEvent(req.unwritten, before.error)
 
+    def still_writes(self, req: DecodeRequest, after: DeviceEvent | None) -> DeviceEvent | None:
+        if req.unwritten is None:
+            return after
+        unwritten = still_pending(req.unwritten, self._ledger.pages.errors)
+        if after is None or unwritten is None:
+            return after or unwritten
+        # Where its own has raised, a later one counts.
+        return after if isinstance(unwritten, BrokenEvent) else AllOf(after, unwritten)
+
     def _progressed(self, req: DecodeRequest, end: int) -> None:
         pass
 
-    def has_work(self, now_s: float) -> None:
+    def committed(self, req: DecodeRequest, flight: Flight, now_s: float) -> None:
+        self._has_work(now_s)
+
+    def _has_work(self, now_s: float) -> None:
         """Note that the engine gets something to do: its next pass begins no earlier."""
         self._pass_s = max(self._pass_s, now_s)
+
+    # --- what a prefill worker was to send --------------------------------------------------------
+
+    def prefill_away(self, kernel: DecodeScheduler, address: str) -> None:
+        error = PeerLostError(f"prefill worker {address} does not answer")
+        # 1. What is on its way. Each goes to the front of the queue, so the last one first. It may
+        # have ended with one before it. Those that joined one without an owner ask again; what is
+        # more than may be computed here waits for its end.
+        rooms = kernel.prefill.open
+        for flight in reversed(list(rooms.values())) if self.fails_over else ():
+            is_open = flight.prefill == address and rooms.get(flight.room_key) is flight
+            req = flight.owner
+            if is_open and (req is None or self._has_all(kernel, req, joins=False)):
+                kernel.fail_room(flight, error, error)
+        # 2. What waits for it.
+        for req in kernel.waiting.at(address):
+            self.stands_in(kernel, req)
+
+    def prefill_back(self, kernel: DecodeScheduler, address: str) -> None:
+        # Those that were not admitted since need not be computed here.
+        for req in kernel.waiting.at(""):
+            if req.prefill == address:
+                kernel.waiting.move(req, address)
+
+    def stands_in(self, kernel: DecodeScheduler, req: DecodeRequest) -> bool:
+        may = req.asks and (self.fails_over or kernel.workers.is_down(req.prefill))
+        if not may or not self._has_all(kernel, req):
+            return False
+        if req in kernel.waiting:  # its worker may have it, and be back before it is done
+            kernel.move(req, "", "is computed by decode")
+        req.asks = ""
+        kernel.counters["failovers"] += 1
+        return True
+
+    def _has_all(self, kernel: DecodeScheduler, req: DecodeRequest, joins: bool = True) -> bool:
+        """Tell whether the plan of a request would be whole with prefill closed. `joins`: whether
+        it may wait for other flights."""
+        planner, now_s = kernel.planner, kernel.now_s
+        look = planner.look(req, None, now_s, can_ask=False, joins=joins)
+        need = Need(req, look.key, look.match, look.start, req.kv_len, False, now_s)
+        return bool(planner.ways(need))
 
     # --- laws -------------------------------------------------------------------------------------
 
@@ -285,4 +342,4 @@ def make_compute(ledger: Ledger, config: DecodeConfig, parts: DecodeParts) -> Co
     asks_late = config.compute.ask == "late"
     if not ledger.pages.saves.num_slots:
         return ComputeSource(ledger, rule, asks_late)
-    return WITH_SAVES[0](ledger, rule, asks_late, config.checkpoint_tokens)
+    return WITH_SAVES[0](ledger, rule, asks_late, config)

@@ -23,7 +23,7 @@ from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.request import CUT_SHORT, DecodeRequest, DecodeState
 from prefixkv.errors import AbortedError
 from prefixkv.pages.manager import RequestPages
-from prefixkv.pages.requests import AllOf, BrokenEvent, still_pending
+from prefixkv.pages.requests import still_pending
 from prefixkv.request import DeviceEvent, Request
 from prefixkv.settings import Continues
 
@@ -126,7 +126,7 @@ class Ending:
     def holders(self) -> list[tuple[str, RequestPages]]:
         """Return what holds pages beside live requests, by name. Any thread may call it."""
         held = [(req.rid, req.pages_held) for req in list(self.deferred)]
-        orphans = [one for one in self._ledger.flights.all() if one.owner is None]
+        orphans = [one for one in self._ledger.flights if one.owner is None]
         found = [(rid, pages) for rid, pages in held if pages is not None]
         return found + [(f"{one.source.name} {one.room_key.room}", one.pages) for one in orphans]
 
@@ -139,16 +139,11 @@ class Ending:
     def release_after(self, after: DeviceEvent | None, end: End, now_s: float) -> None:
         """Defer the release of an ended request until `after` is done; None: release it at once.
 
-        The device may not have written all that was computed of one that was cut short: its own
-        event has to be done too. Where that has raised, a later one counts.
+        The device may not have written all that was computed of one that was cut short.
         """
         req = end.req
-        if req.state in CUT_SHORT and req.unwritten is not None and after is not UNTOLD:
-            unwritten = still_pending(req.unwritten, self._pages.errors)
-            if after is None or unwritten is None:
-                after = after or unwritten
-            elif not isinstance(unwritten, BrokenEvent):
-                after = AllOf(after, unwritten)
+        if req.state in CUT_SHORT and after is not UNTOLD:
+            after = self._ledger.own.still_writes(req, after)
         if after is not None:
             self.deferred[req] = after, end
         else:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import attrgetter
@@ -80,7 +80,8 @@ class Source:
     brings_pages_only = False  # and no token to go on with: something else has to come behind it
     outlives_request = True  # goes on for those that joined, when the request ends
     is_own = False  # the engine computes it: it has the calls that are for that
-    fails_over = False  # brings what a prefill worker that does not answer was to send
+    fails_over = False  # takes requests that name no prefill worker
+    most_alone = -1  # most tokens that it brings of a request without prefill; -1: none
     asks_late = False  # the engine submits a request to prefill once `pop_needs_prefill` returns it
 
     def reach(self, need: Need) -> Segment | None:
@@ -154,24 +155,14 @@ class Source:
         """Count the pages that the source keeps, and gives back by itself."""
         return 0
 
-    @property
     def wake_s(self) -> float:
         """When `new_pass` has something to do, at the latest."""
         return math.inf
 
-    @property
-    def is_idle(self) -> bool:
-        return True
-
-    @property
-    def locks(self) -> set[PrefixLock]:
-        """Locks in the tree that are the source's own."""
-        return set()
-
-    @property
-    def held_by(self) -> set[RoomKey]:
-        """Keys of flights that have ended, and hold pages, which the source gives back."""
-        return set()
+    def keeps(self) -> tuple[Set[PrefixLock], Set[RoomKey]]:
+        """Return the source's own locks in the tree, and the keys of flights that have ended, and
+        hold pages, which the source gives back."""
+        return set(), set()
 
     def check_invariants(self, requests: Sequence[DecodeRequest]) -> None:
         """Check the source's own laws, and those of the requests that hold pages. Raises
@@ -186,8 +177,8 @@ class Source:
     def stepped(self, reqs: Sequence[DecodeRequest], now_s: float) -> None:
         """The engine has appended tokens."""
 
-    def committed(self, req: DecodeRequest, flight: Flight) -> None:
-        """A request's KV is whole in the tree, under its lock."""
+    def committed(self, req: DecodeRequest, flight: Flight, now_s: float) -> None:
+        """A request's KV is whole in the tree, under its lock; the engine runs it next."""
 
     def leaving(self, req: DecodeRequest) -> None:
         """A request's pages are in the tree, and its lock ends next."""
@@ -195,12 +186,22 @@ class Source:
     def dropped(self, req: DecodeRequest) -> None:
         """A request's pages, or those of its flight, go elsewhere than to the tree."""
 
-    def most_alone(self) -> int:
-        """Return the most tokens that it brings of a request without prefill; -1: none."""
-        return -1
+    def still_writes(self, req: DecodeRequest, after: DeviceEvent | None) -> DeviceEvent | None:
+        """Return the event of all that the device may still write of a request that is cut short:
+        `after`, and what it has computed of it."""
+        return after
 
-    def has_work(self, now_s: float) -> None:
-        """The engine gets something to do."""
+    # It may also take what a prefill worker was to send. `kernel`: the `DecodeScheduler`.
+
+    def prefill_away(self, kernel: Any, address: str) -> None:
+        """A worker does not answer any more."""
+
+    def prefill_back(self, kernel: Any, address: str) -> None:
+        """A worker answers."""
+
+    def stands_in(self, kernel: Any, req: DecodeRequest) -> bool:
+        """Let a request ask no prefill worker, if it may. Return whether."""
+        return False
 
     def pop_local(self, now_s: float) -> Sequence[DecodeRequest]:
         return ()
@@ -223,7 +224,6 @@ class Source:
     def save_states(self, reqs: Iterable[DecodeRequest]) -> Sequence[tuple[int, int]]:
         return ()
 
-    @property
     def has_new(self) -> bool:
         """True if `pop_local` returns something."""
         return False
@@ -281,11 +281,8 @@ class Flights:
         return len(self._flights)
 
     def __iter__(self) -> Iterator[Flight]:
-        return iter(self._flights)
-
-    def all(self) -> list[Flight]:
-        """Return all flights, by number. Any thread may call it: the copy is made in one step."""
-        return list(self._flights)
+        """By number, of this moment: any thread may call it, the copy is made in one step."""
+        return iter(list(self._flights))
 
     @property
     def num_owned(self) -> int:
@@ -390,7 +387,7 @@ class Flights:
 
     def remove_all(self) -> list[Flight]:
         """Take out every flight. Return them by number."""
-        return self._cut(self.all(), self.all())
+        return self._cut([*self], [*self])
 
     def _cut(self, gone: list[Flight], links: list[Flight]) -> list[Flight]:
         """Take out flights that are not to be committed; these `links` know of no others."""
@@ -413,45 +410,42 @@ class Flights:
 
     def check_invariants(self) -> None:
         """Raise InternalError if a law of the flights or of the index is broken."""
-        flights, page_bytes = self._flights, self._page_bytes
+        flights, size = self._flights, self._page_bytes
         self.starts.check_invariants({one: (one.key, one.start_pages) for one in flights})
         laws = {
-            "numbers count up, so that nothing waits for itself": all(
-                a.number < b.number for a, b in pairwise(flights)
-            ),
-            "only owners have a flight": len(self._by_owner)
-            == sum(flight.owner is not None for flight in flights),
+            "numbers count up": all(a.number < b.number for a, b in pairwise(flights)),
+            "a request has the flight that it owns": self._by_owner
+            == {one.owner: one for one in flights if one.owner is not None},
             "no two begin alike": all(
                 [*self.starts.at(one.key, one.start_pages)] == [one] for one in self.starts
             ),
-            "what has arrived and waits for nothing is complete": sorted(
-                id(flight) for flight in flights if not flight.is_open and flight.joined is None
-            )
-            == sorted(map(id, self.complete)),
+            "what has arrived and waits for nothing is complete": [
+                one.number for one in flights if not one.is_open and one.joined is None
+            ]
+            == sorted(one.number for one in self.complete),
         }
         check_laws(laws, list(flights))
         for flight in flights:
-            above, owner, key = flight.joined, flight.owner, flight.key
+            above, owner = flight.joined, flight.owner
             laws = {
-                "what a flight waits for is older": above is None or above.number < flight.number,
-                "a flight that waits, and the one it waits for, know of each other": (
-                    above is None or (above in flights and flight in above.waiters)
+                "what it waits for is older, and knows of it": above is None
+                or (above in flights and flight in above.waiters and above.number < flight.number),
+                "what waits for it knows that": all(
+                    waiter in flights and waiter.joined is flight for waiter in flight.waiters
+                ),
+                "what has joined shares pages that are on their way, and no other does": (
+                    flight.pages.num_joined > 0
                 )
-                and all(waiter in flights and waiter.joined is flight for waiter in flight.waiters),
-                "a flight that joined shares pages that are on their way, others share none": (
-                    above is not None
-                )
-                == (flight.pages.num_joined > 0),
+                == (above is not None),
                 "what is joined is brought": above is None
                 or (
                     above.start_pages < flight.start_pages <= above.end_pages
-                    and key.data.startswith(above.key.data[: flight.start_pages * page_bytes])
-                    and key.namespace == above.key.namespace
+                    and flight.key.data.startswith(above.key.data[: flight.start_pages * size])
+                    and flight.key.namespace == above.key.namespace
                 ),
                 "without an owner, another flight waits": bool(
                     owner or flight.waiters or flight.is_ahead
                 ),
-                "an owner's pages are the flight's": owner is None
-                or (owner.pages_held is flight.pages and self.of(owner) is flight),
+                "an owner's pages are the flight's": not owner or owner.pages_held is flight.pages,
             }
             check_laws(laws, flight, list(flights))

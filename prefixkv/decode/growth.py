@@ -35,30 +35,21 @@ class BatchGrowth:
         Cost: a comparison per request, and more only at the end of its pages. Raises as
         `DecodeScheduler.append_many` does, with nothing changed.
         """
-        try:
-            if num_tokens != len(reqs):
-                raise RequestError(f"{num_tokens} tokens for {len(reqs)} requests")
-            # The whole batch passes here at every step, so all but one comparison is left to the
-            # few requests that are at their limit. Where the list is that of the step before, it
-            # names none twice, and none of another node: neither ever changes.
-            is_known = type(reqs) is list and reqs == self._batch
-            due: list[DecodeRequest] = []  # in loops: a comprehension is a call
-            if is_known:
-                for req in reqs:
-                    if len(req.output) >= req.output_limit:
-                        due.append(req)
-            else:
-                if len(set(reqs)) != len(reqs):
-                    raise RequestError("a request is named twice")
-                mine = self._pages
-                for req in reqs:
-                    if len(req.output) >= req.output_limit or req.page_manager is not mine:
-                        due.append(req)
-        except (TypeError, AttributeError):  # what lacks these is no request
-            raise _no_requests(reqs) from None
-        running = self._running_of(due) if due else due
+        # The whole batch passes here at every step, so all but one comparison is left to the few
+        # requests that are at their limit. Where the list is that of the step before, it names none
+        # twice, and none of another node: neither ever changes.
+        is_known = type(reqs) is list and reqs == self._batch
         if not is_known:
-            self._batch = list(reqs)  # one of another node was due, and was refused
+            self.check_batch(reqs)
+        if num_tokens != len(reqs):
+            raise RequestError(f"{num_tokens} tokens for {len(reqs)} requests")
+        due: list[DecodeRequest] = []
+        for req in reqs:  # in a loop: a comprehension is a call
+            if len(req.output) >= req.output_limit:
+                due.append(req)
+        running = self._running_of(due)
+        if not is_known:
+            self._batch = list(reqs)
         if not due:
             return False
         lengths = []  # the step that gave the token has written the KV of the one before
@@ -78,11 +69,7 @@ class BatchGrowth:
     def ahead(self, reqs: Sequence[DecodeRequest], num_tokens: int, now_s: float) -> None:
         """Grow requests so that the KV of `num_tokens` tokens fits, as far as they may still grow.
         O(requests + pages). Raises as `append_many` does, with nothing changed."""
-        try:
-            if len(set(reqs)) != len(reqs):
-                raise RequestError("a request is named twice")
-        except TypeError:
-            raise _no_requests(reqs) from None
+        self.check_batch(reqs)
         running = self._running_of(reqs)
         for group in self._pages.windows:
             if num_tokens > group.step_tokens:
@@ -95,13 +82,23 @@ class BatchGrowth:
             if req.state is DecodeState.RUNNING:
                 req.output_limit = req.most_output
 
+    def check_batch(self, reqs: Sequence[DecodeRequest]) -> None:
+        """Raise RequestError unless these are requests of this node, each once."""
+        try:
+            if len(set(reqs)) != len(reqs):
+                raise RequestError("a request is named twice")
+        except TypeError:
+            what = f"reqs is {shown(reqs)}, a list of DecodeRequest is needed"
+            raise RequestError(what) from None
+        for req in reqs:
+            if type(req) is not DecodeRequest or req.page_manager is not self._pages:
+                check_own(req, DecodeRequest, self._pages)
+
     def _running_of(self, reqs: Sequence[DecodeRequest]) -> list[DecodeRequest]:
         """Leave out what was cut short: the engine may have sampled before it could hear of that.
         Raises RequestError for another that does not run."""
-        running, mine = [], self._pages
+        running = []
         for req in reqs:
-            if type(req) is not DecodeRequest or req.page_manager is not mine:
-                check_own(req, DecodeRequest, mine)
             if req.state in CAN_RUN:
                 running.append(req)
             elif req.state not in CUT_SHORT:
@@ -159,7 +156,3 @@ class BatchGrowth:
                 missing -= req.pages_held.num_own + releases.end(req.pages_held.lock)
         free, evictable = pages.allocator.free_pages, pages.cache.evictable_pages
         return OutOfPagesError(needed, free, evictable, tuple(retract))
-
-
-def _no_requests(reqs: object) -> RequestError:
-    return RequestError(f"reqs is {shown(reqs)}, a list of DecodeRequest is needed")

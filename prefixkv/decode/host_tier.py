@@ -703,7 +703,6 @@ class HostSource(MeasuringSource):
         for cache, first in places if left_s > 0 else ():
             cache.hint(cache.match_prefix(pause.key), left_s, is_parked=first, keep_pages=keep)
 
-    @property
     def wake_s(self) -> float:
         return self._parked.next_s
 
@@ -754,17 +753,8 @@ class HostSource(MeasuringSource):
         locks = {*self.tier.pins, *(pages.lock for pages in ahead)}
         return coming + sum(map(releases.end, locks))
 
-    @property
-    def is_idle(self) -> bool:
-        return not len(self.tier)
-
-    @property
-    def locks(self) -> set[PrefixLock]:
-        return self.tier.pins
-
-    @property
-    def held_by(self) -> set[RoomKey]:
-        return self.tier.held_by
+    def keeps(self) -> tuple[set[PrefixLock], set[RoomKey]]:
+        return self.tier.pins, self.tier.held_by
 
     def check_invariants(self, requests: Sequence[DecodeRequest]) -> None:
         self.tier.check_invariants()

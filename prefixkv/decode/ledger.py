@@ -11,8 +11,7 @@ from prefixkv.cache.results import Releases
 from prefixkv.config import DecodeConfig
 from prefixkv.decode.flights import Flight, Flights, Source
 from prefixkv.decode.request import DecodeJournal, DecodeRequest
-from prefixkv.decode.rooms import Rooms
-from prefixkv.decode.waiting import Workers
+from prefixkv.decode.rooms import Rooms, Workers
 from prefixkv.errors import check_laws
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.requests import BrokenEvent
@@ -45,10 +44,9 @@ class PreallocBudget:
         self.version = 0  # grows whenever less may be kept back than before
         self.private_pages = 0  # pages that retracting the running requests would free
         self.reserved_pages = 0  # sum of what remains to each, at most reserve_pages each
-        self._private: dict[str, int] = {}  # private pages of each admitted request
-        # Remaining + private of each admitted request: constant while it runs.
-        self._reach: dict[str, int] = {}
-        self._reaches: list[int] = []  # the same, ascending
+        # Of each admitted request: remaining + private pages, constant while it runs; and private.
+        self._pages: dict[str, list[int]] = {}
+        self._reaches: list[int] = []  # those sums, ascending
 
     def start(self, rid: str, remaining_pages: int, private_pages: int) -> None:
         """Count a request that may grow by `remaining_pages`; retracting it frees `private_pages`.
@@ -61,35 +59,33 @@ class PreallocBudget:
         # here.
         self.stop(rid)
         self.version += 1
-        self._private[rid] = private_pages
-        self._reach[rid] = remaining_pages + private_pages
+        self._pages[rid] = [remaining_pages + private_pages, private_pages]
         self.private_pages += private_pages
         self.reserved_pages += min(self.reserve_pages, remaining_pages)
         insort(self._reaches, remaining_pages + private_pages)
 
     def grow_many(self, rids: Sequence[str]) -> None:
         """Count one page more for each of these running requests."""
-        private, reach, reserve = self._private, self._reach, self.reserve_pages
         for rid in rids:
-            private[rid] = taken = private[rid] + 1
-            if reach[rid] - taken < reserve:  # it took a page that was kept for it
+            pages = self._pages[rid]
+            pages[1] += 1
+            if pages[0] - pages[1] < self.reserve_pages:  # it took a page that was kept for it
                 self.reserved_pages -= 1
         self.private_pages += len(rids)
 
     def stop(self, rid: str) -> None:
         """Take a request out of the sums. Unknown: no-op."""
-        reach = self._reach.pop(rid, None)
-        if reach is not None:
+        if (pages := self._pages.pop(rid, None)) is not None:
+            reach, private = pages
             del self._reaches[bisect_left(self._reaches, reach)]
             self.version += 1
-            private = self._private.pop(rid)
             self.private_pages -= private
             self.reserved_pages -= min(self.reserve_pages, reach - private)
 
     @property
     def active(self) -> int:
         """Number of requests that count: in transfer, waiting to run, or running."""
-        return len(self._private)
+        return len(self._pages)
 
     @property
     def single(self) -> int:
@@ -103,15 +99,14 @@ class PreallocBudget:
 
     def check_invariants(self) -> None:
         """Check the sums against the requests that they count. Raises InternalError."""
-        remaining = [reach - self._private.get(rid, 0) for rid, reach in self._reach.items()]
+        pages = self._pages.values()
         laws = {
-            "what retracting frees is counted": self.private_pages == sum(self._private.values()),
+            "what retracting frees is counted": self.private_pages == sum(own for _, own in pages),
             "what is kept for growth is counted": self.reserved_pages
-            == sum(min(self.reserve_pages, pages) for pages in remaining),
-            "the same requests are in both": self._private.keys() == self._reach.keys(),
-            "the reach of each is known": self._reaches == sorted(self._reach.values()),
+            == sum(min(self.reserve_pages, reach - own) for reach, own in pages),
+            "the reach of each is known": self._reaches == sorted(reach for reach, _ in pages),
         }
-        check_laws(laws, self._private, self._reach)
+        check_laws(laws, self._pages)
 
 
 class Ledger:

@@ -31,7 +31,7 @@ class Look(NamedTuple):
     """What is there of a request's `key`, as far as it may be shared, and what a load would bring:
     all up to token `start`. Admitting the request takes `new_pages` at once, besides those of a
     load; `needed_pages` have to be available, the reserve included; `most_pages` it may come to
-    take."""
+    take. The last two include the evictable pages that its match would lock."""
 
     key: RadixKey
     match: MatchResult | None
@@ -42,7 +42,6 @@ class Look(NamedTuple):
     new_pages: int
     needed_pages: int
     most_pages: int
-    loaded_pages: int
 
     def fits(self, limits: tuple[int, int]) -> bool:
         return self.needed_pages <= limits[0] and self.most_pages <= limits[1]
@@ -61,19 +60,6 @@ class Plan(NamedTuple):
     segments: tuple[Segment, ...] = ()
     group_start: GroupStart | None = None
     shareable: bool = False
-
-    @property
-    def num_taken(self) -> int:
-        return self.look.new_pages + self.look.loaded_pages
-
-    def counts(self, page_size: int) -> tuple[int, int, dict[str, int]]:
-        """Return what `DecodeJournal.admitted` counts."""
-        look, first, last = self.look, self.segments[0], self.segments[-1]
-        num_joined = look.shared_pages - (0 if look.match is None else look.match.depth)
-        num_sent = pages_for(first.end, page_size) - first.start // page_size
-        found = *look.loads, *(() if last.source.sends else (last,))
-        brought = {one.source.name: one.end - one.start for one in found}
-        return num_sent if first.source.sends else 0, num_joined * page_size, brought
 
 
 class CachedSource(Source):
@@ -110,8 +96,7 @@ class PrefillSource(Source):
 
     def sent(self, req: DecodeRequest, start: int) -> Segment | None:
         """Return what it sends: all behind `start`, if it answers."""
-        worker = self._ledger.workers.get(req.prefill)
-        is_open = req.prefill and worker is not None and worker.is_open
+        is_open = req.prefill and self._ledger.workers.of(req.prefill).is_open
         return Segment(self, start, req.kv_len) if is_open else None
 
     def may_have(self, req: DecodeRequest) -> bool:
@@ -130,18 +115,14 @@ class PrefillSource(Source):
         workers.promise(key, workers.of(req.prefill), flight.pages.num_own)
         for source in self._ledger.organs:
             source.asked(flight, segment.end, now_s)
-        self._ledger.rooms.commands.append(self._promise(req, flight, segment.end))
-
-    def _promise(self, req: DecodeRequest, flight: Flight, fill_len: int) -> OpenRoom:
-        """Costs a match and a digest, where that is not its whole prompt."""
-        pages, manager = flight.pages, self._ledger.pages
+        pages, manager, fill_len = flight.pages, self._ledger.pages, segment.end
         end = pages_for(fill_len, manager.page_size)
         # After some output the tokens to compute are more than the prompt, and without its end they
-        # are fewer, so their digest is another.
+        # are fewer, so their digest is another: it costs a match and a digest.
         digest = req.request.digest
         if fill_len != req.prompt_len:
-            key = req.key if fill_len == len(req.key) else req.key.prefix(fill_len)
-            digest, _ = manager.digest(key, manager.match(key, req.request.cacheable))
+            sent = req.key if fill_len == len(req.key) else req.key.prefix(fill_len)
+            digest, _ = manager.digest(sent, manager.match(sent, req.request.cacheable))
         promise = Promise(
             *flight.room_key.numbers,
             fill_len=fill_len,
@@ -152,7 +133,7 @@ class PrefillSource(Source):
             weights_version=self._ledger.weights_version,
             groups=manager.groups.promised(pages.row, end),
         )
-        return OpenRoom(promise, req.prefill)
+        self._ledger.rooms.commands.append(OpenRoom(promise, req.prefill))
 
     def arrived(self, key: RoomKey, aux: bytes, now_s: float) -> Flight | None:
         """Note that prefill has sent all that a room was promised for. Return its flight; None if
@@ -243,11 +224,8 @@ class Planner:
                     loads, start = (*loads, load), load.end
         # 3. What is missing, now and in the end.
         new_pages, needed, most = ledger.count(req, shared_pages, unprotected)
-        loaded_pages = start // page_size - shared_pages
-        new_pages -= loaded_pages
-        return Look(
-            key, match, joined, shared_pages, loads, start, new_pages, needed, most, loaded_pages
-        )
+        new_pages -= start // page_size - shared_pages  # a load has its own
+        return Look(key, match, joined, shared_pages, loads, start, new_pages, needed, most)
 
     def plan(
         self, req: DecodeRequest, look: Look, limits: tuple[int, int], now_s: float
@@ -257,8 +235,8 @@ class Planner:
         sent = self._prefill.sent(req, look.start)
         if not self._makers and not req.output:  # there is no choice
             return self._fitting(req, look, (sent,), limits) if sent else Plan(req, look)
-        need = Need(req, look.key, look.match, look.start, req.kv_len, not req.is_alone, now_s)
-        ways = self._ways(need)
+        need = Need(req, look.key, look.match, look.start, req.kv_len, bool(req.asks), now_s)
+        ways = self.ways(need)
         if not ways and sent is None:
             return Plan(req, look)
         plans = (self._fitting(req, look, (way,), limits) for way in ways)
@@ -270,7 +248,7 @@ class Planner:
             plan = self._fitting(req, look, self._sent(need, sent), limits) or plan
         return plan
 
-    def _ways(self, need: Need) -> list[Segment]:
+    def ways(self, need: Need) -> list[Segment]:
         """Return the ways without prefill."""
         sources = (self._cached, *self._makers) if need.req.resumed else self._makers
         return [segment for source in sources if (segment := self._reach(source, need))]
@@ -285,15 +263,6 @@ class Planner:
             self._loads = [one for one in self._loads if one is not source]
             self._makers = [one for one in self._makers if one is not source]
             return None
-
-    def needs_no_prefill(self, req: DecodeRequest, now_s: float, *, joins: bool = True) -> bool:
-        """Tell whether the plan of a request would be whole with prefill closed. `joins`: whether
-        it may wait for other flights."""
-        if not self._makers:
-            return False
-        look = self.look(req, None, now_s, can_ask=False, joins=joins)
-        need = Need(req, look.key, look.match, look.start, req.kv_len, False, now_s)
-        return bool(self._ways(need))
 
     def _sent(self, need: Need, segment: Segment) -> tuple[Segment, ...]:
         for source in self._makers:
@@ -319,7 +288,7 @@ class Planner:
             if match is not None and match.depth > depth:
                 match = ledger.pages.match(look.key.prefix(first.start))
             counts = ledger.count(req, depth, 0 if match is None else match.unprotected_pages)
-            look = Look(look.key, match, None, depth, (), first.start, *counts, 0)
+            look = Look(look.key, match, None, depth, (), first.start, *counts)
             if not look.fits(limits):
                 return None
         groups = None
@@ -353,14 +322,11 @@ class Planner:
             flights.append((joined, load))
         first, rest = plan.segments[0], plan.segments[1:]
         first.source.opening(req, first)
-        req.pages_held = row = pages.open(
+        row = pages.open(
             look.match, look.new_pages, now_s, above, shared_pages,
             is_used=bool(flights), start=plan.group_start,
         )  # fmt: skip
-        req.prefix_len = shared_pages * page_size
-        if req.hashes:
-            row.hashes, req.hashes = req.hashes, []
-            pages.keep_hashes(row)
+        req.opened(row, shared_pages * page_size)
         own = Flight(
             first.source, req, req.request, req.prefill, req.room_key, req.key, row, shared_pages,
             first.end // page_size, joined, rest[0] if rest else None,

@@ -58,8 +58,8 @@ class DecodeRequest(PagedRequest[DecodeState]):
     """
 
     __slots__ = (
-        "_key", "admitted_s", "aux", "brought", "committed_s",
-        "first_token_s", "hit_tokens", "is_alone", "max_new_tokens",
+        "_key", "admitted_s", "asks", "aux", "brought", "committed_s",
+        "first_token_s", "hit_tokens", "max_new_tokens",
         "may_load", "new_pages", "output", "output_limit", "prefill", "prompt_len",
         "retractions", "retries", "shared_tokens", "transferred_s", "unwritten",
     )  # fmt: skip
@@ -79,8 +79,8 @@ class DecodeRequest(PagedRequest[DecodeState]):
         # Tokens with KV. `_key` lags behind `output` until `key` is read; see there.
         self._key = RadixKey(request.key)
         self.prefill = request.prefill
-        # No prefill worker is to be asked at its next admission: see `waiting.ALONE`.
-        self.is_alone = not request.prefill
+        # The worker in whose line it waits, and that its next admission may ask; "": none.
+        self.asks = request.prefill
         self.may_load = True  # from host memory; False once such a copy has failed
         self.max_new_tokens = request.max_new_tokens
         self.prompt_len = len(request.key)  # tokens
@@ -172,11 +172,6 @@ class PrefillAsk:
     another namespace. `decode` is this worker's name, `prefill` the address to submit it to.
     """
 
-    __slots__ = (
-        "cacheable", "decode", "generation", "known_token", "namespace", "prefill", "rid", "room",
-        "tokens",
-    )  # fmt: skip
-
     def __init__(self, req: DecodeRequest, decode: str, end: int) -> None:
         self.rid = req.rid
         self.decode = decode
@@ -212,25 +207,27 @@ class DecodeJournal(Journal):
         super().__init__(REASONS)
         self.pages_received = 0
 
-    def admitted(
-        self, req: DecodeRequest, now_s: float, new_pages: int, shared_tokens: int,
-        brought: dict[str, int],
-    ) -> None:  # fmt: skip
-        """Prefill is asked for `new_pages`. Of the locked prefix, `shared_tokens` are on their way
-        with another flight; other sources bring tokens by their name."""
-        counters = self.counters
+    def admitted(self, req: DecodeRequest, plan: Any, now_s: float) -> None:
+        """A request's `Plan` is carried out: of the locked prefix, some tokens are on their way
+        with another flight; sources bring the others."""
+        look, first, last = plan.look, plan.segments[0], plan.segments[-1]
+        page_size, counters = req.page_manager.page_size, self.counters
+        num_joined = look.shared_pages - (0 if look.match is None else look.match.depth)
+        shared_tokens = num_joined * page_size
         counters["admitted"] += 1
         counters["prompt_tokens"] += req.fill_len
         counters["skipped_tokens"] += req.prefix_len
         if shared_tokens:
             counters["shared_flights"] += 1
             counters["shared_tokens"] += shared_tokens
-        req.new_pages += new_pages
+        if first.source.sends:
+            req.new_pages += pages_for(first.end, page_size) - first.start // page_size
         # An attempt that has failed, or was retracted, has brought nothing of the prompt.
         if req.first_token_s is None:
             req.hit_tokens = req.prefix_len - shared_tokens
             req.shared_tokens = shared_tokens
-            req.brought = brought
+            found = *look.loads, *(() if last.source.sends else (last,))
+            req.brought = {one.source.name: one.end - one.start for one in found}
         # Counters above are of admissions; what follows is of requests, so a second admission adds
         # nothing.
         if req.admitted_s is not None:
@@ -266,10 +263,6 @@ class DecodeJournal(Journal):
             waits = "loaded" in req.brought or req.shared_tokens
             self.waited("engine", req.committed_s if waits else req.transferred_s, now_s)
             self.waited("first_token", req.arrived_s, now_s)
-
-    def ended(self, req: DecodeRequest, now_s: float) -> None:
-        req.ended_s = now_s
-        self.notify_ended(req, now_s)
 
 
 def timeline(req: DecodeRequest, page_bytes: int, page_size: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What prefill is told: rooms that it is to fill, and requests that decode does not take.
+"""Prefill workers, and what they are told: rooms to fill, and requests that decode does not take.
 
 Each of the latter is told to the prefill worker that may have it: it may have computed the prompt,
 and waits for a promise that will not come; a refusal ends it there. The number of the room stays in
@@ -8,20 +8,26 @@ for one of this.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
+from typing import Any, Final
 
-from prefixkv.errors import check_laws
+from sortedcontainers import SortedList
+
+from prefixkv.errors import RequestError, check_laws
 from prefixkv.pages.requests import reason_of
 from prefixkv.protocol.commands import DecodeCommand, RefuseRoom
 from prefixkv.protocol.ids import RoomKey
 
+_MOST_IDLE: Final = 64  # workers above which those without requests are forgotten
+
 
 @dataclass(slots=True)
 class _Number:
-    """A number with more than a live request. By generation, `undrained` are its rooms, and `noted`
-    those of `note` that prefill has not answered: each with its refusal while that waits."""
+    """A number in use. By generation, `undrained` are its rooms, and `noted` those of `note` that
+    prefill has not answered: each with its refusal while that waits."""
 
     is_live: bool
     undrained: set[int] = field(default_factory=set)
@@ -45,8 +51,7 @@ class Rooms:
         self.ticket = ticket
         self.commands = commands
         self._counters = counters
-        # Those in use; None: by a live request alone.
-        self._numbers: dict[int, _Number | None] = {}
+        self._numbers: dict[int, _Number] = {}
 
     def __contains__(self, room: int) -> bool:
         return room in self._numbers
@@ -55,31 +60,26 @@ class Rooms:
         return len(self._numbers)
 
     def is_live(self, room: int) -> bool:
-        number = self._numbers.get(room)
-        return room in self._numbers if number is None else number.is_live
+        return room in self._numbers and self._numbers[room].is_live
 
     def is_unanswered(self, key: RoomKey) -> bool:
         """True if prefill has not answered a `note` of this room yet."""
-        number = self._numbers.get(key.room)
-        return number is not None and key.generation in number.noted
+        return key.room in self._numbers and key.generation in self._numbers[key.room].noted
 
     def add(self, room: int) -> None:
         """A live request takes a number that is free."""
-        self._numbers[room] = None
+        self._numbers[room] = _Number(is_live=True)
 
     def remove(self, room: int) -> None:
         """Note that the live request has ended; the number is free if no room of it is
         undrained."""
-        if (number := self._numbers[room]) is None:
+        number = self._numbers[room]
+        number.is_live = False
+        if not number.undrained:
             del self._numbers[room]
-        else:
-            number.is_live = False
-            if not number.undrained:
-                del self._numbers[room]
 
     def await_drained(self, key: RoomKey) -> _Number:
-        if (number := self._numbers.get(key.room)) is None:
-            number = self._numbers[key.room] = _Number(is_live=key.room in self._numbers)
+        number = self._numbers.setdefault(key.room, _Number(is_live=False))
         number.undrained.add(key.generation)
         return number
 
@@ -104,7 +104,7 @@ class Rooms:
     def undrained(self) -> set[RoomKey]:
         """Return all rooms that keep a number in use until they are drained. O(of them)."""
         numbers = self._numbers.items()
-        return {RoomKey(room, gen) for room, one in numbers if one for gen in one.undrained}
+        return {RoomKey(room, gen) for room, one in numbers for gen in one.undrained}
 
     # --- refusals ---------------------------------------------------------------------------------
 
@@ -132,8 +132,6 @@ class Rooms:
     def check_invariants(self) -> None:
         """Check what is not answered against the numbers in use. Raises InternalError."""
         for room, number in self._numbers.items():
-            if number is None:
-                continue
             sent = {generation for generation, late in number.noted.items() if late is None}
             laws = {
                 "a number is in use while its request lives or a room of it is not drained": (
@@ -146,3 +144,137 @@ class Rooms:
 
     def __repr__(self) -> str:
         return f"Rooms({self._numbers})"
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """A prefill worker, as decode knows it, and its line.
+
+    `max_tokens` is the size of its pool, 0 where that is not known. `away_s` is the time since when
+    it does not answer. The line of "" has those that ask none: it always answers.
+    """
+
+    address: str
+    is_open: bool  # it answers
+    away_s: float = -math.inf
+    max_tokens: int = 0
+    is_met: bool = False  # asked for by MeetPrefill, and not reported as lost
+    # Pages in its power.
+    num_pages: int = 0
+    was_refused: bool = False  # since pages of its last came back
+    # Its line, and the places in it.
+    has_share: bool = False  # as this pass has found: none in its line has a turn
+    num_waiters: int = 0  # with those that are aside
+    line: OrderedDict[Any, None] = field(default_factory=OrderedDict)  # by the age of the last look
+    order: Any = field(default_factory=SortedList)
+
+    @property
+    def is_needed(self) -> bool:
+        return bool(self.num_waiters or self.is_met or self.num_pages)
+
+
+class Workers:
+    """All of them. Owned by the scheduler's thread.
+
+    Args:
+        gated: a worker is asked only once it is said to answer; else all are.
+        patience_s: how long a request waits for a worker that does not answer.
+        share_pages: pages that one may have in its power while another answers. One that has none
+            may always be promised what a request needs.
+    """
+
+    def __init__(
+        self, gated: bool = False, patience_s: float = math.inf, share_pages: float = math.inf
+    ) -> None:
+        self.gated = gated
+        self.patience_s = patience_s
+        self.share_pages = share_pages
+        # Grows when a worker begins or ceases to answer, or one that was refused may have more.
+        self.version = 0
+        self._workers: dict[str, Worker] = {}
+        self._shares: dict[RoomKey, tuple[Worker, int]] = {}  # pages of a room, and whose they are
+        # Whether a room has failed, and holds its pages.
+        self.is_held: Callable[[RoomKey], bool] = lambda key: False
+
+    def of(self, address: str) -> Worker:
+        """Return the worker at an address. For a new one those are forgotten of which nothing is
+        known, where there are many."""
+        if (worker := self._workers.get(address)) is None:
+            if len(self._workers) >= _MOST_IDLE:
+                self._workers = {one.address: one for one in self.all() if one.is_needed}
+            worker = Worker(address, not (self.gated and address))
+            self._workers[address] = worker
+        return worker
+
+    def all(self) -> list[Worker]:
+        """Return all workers. Any thread may call it."""
+        return list(self._workers.values())
+
+    def is_down(self, address: str) -> bool:
+        """True if the worker has stopped answering, or never did; not while it may be on its
+        way."""
+        worker = self._workers.get(address)
+        return worker is not None and not worker.is_open and worker.away_s > -math.inf
+
+    def check_holds(self, rid: str, num_tokens: int, address: str) -> None:
+        """Raise RequestError where a worker is known to hold fewer tokens, all that the request may
+        become: retracted late, it would fail with half of its answer given."""
+        worker = self._workers.get(address)
+        if worker is not None and 0 < worker.max_tokens < num_tokens:
+            raise RequestError(
+                f"request {rid!r} may have {num_tokens} tokens (max_new_tokens included), prefill "
+                f"worker {address} holds {worker.max_tokens}"
+            )
+
+    # --- pages in their power ---------------------------------------------------------------------
+
+    def owners(self) -> list[str]:
+        """Return the addresses of workers with pages in their power, at most 8."""
+        return sorted({worker.address for worker, _ in self._shares.values()})[:8]
+
+    def refuses(self, worker: Worker, num_pages: int) -> bool:
+        """Return True if `num_pages` more would exceed the share. O(1) if they would not."""
+        if not worker.num_pages or worker.num_pages + num_pages <= self.share_pages:
+            return False
+        # The share binds only while another worker that requests go to could use the pages.
+        others = self._workers.values()
+        if not any(one.is_open and one is not worker and one.address for one in others):
+            return False
+        # Noted so that `version` grows only for pages of a worker that something waits for.
+        worker.was_refused = True
+        return True
+
+    def is_hopeless(self, worker: Worker, num_pages: int) -> bool:
+        """Return True if `num_pages` more exceed the share even after its transfers' end: pages
+        held for failed rooms take it up. O(rooms)."""
+        rooms = self._shares.items()
+        held = sum(num for key, (one, num) in rooms if one is worker and self.is_held(key))
+        return bool(held) and held + num_pages > self.share_pages
+
+    def promise(self, key: RoomKey, worker: Worker, num_pages: int) -> None:
+        if num_pages:
+            self._shares[key] = worker, num_pages
+            worker.num_pages += num_pages
+
+    def release(self, key: RoomKey) -> None:
+        """Take a room that succeeded or is drained out of the share. Unknown: no-op, as for a
+        success that is followed by its proof."""
+        if (share := self._shares.pop(key, None)) is not None:
+            worker, num_pages = share
+            worker.num_pages -= num_pages
+            self.version += worker.was_refused
+            worker.was_refused = False
+
+    def check_invariants(self, rooms: Set[RoomKey]) -> None:
+        """Check the shares against `rooms`, those that are open or undrained: no other may have
+        pages in a worker's power. Raises InternalError."""
+        shares = self._shares.values()
+        laws = {
+            "a worker's pages are those of its rooms": all(
+                worker.num_pages == sum(num for one, num in shares if one is worker)
+                for worker in self.all()
+            ),
+            "only open and undrained rooms have pages in a worker's power": self._shares.keys()
+            <= rooms,
+        }
+        check_laws(laws, self._shares)

@@ -7,7 +7,7 @@
 `plan.py` decides once where a request's pages come from, before any is taken. Sources bring them
 (`flights.py`). `admission.py` says which plans fit, `ending.py` what becomes of a request's pages.
 States, attempts and ends of requests are here. It asks the control plane for rooms
-(`take_commands`), and hears of them by `room_ended`, `room_drained` and `room_overdue`.
+(`take_commands`), and hears of them by `hear`.
 
 Source: SGLang's decode queues (`disaggregation/decode.py`), with the names of its pops.
 """
@@ -38,8 +38,7 @@ from prefixkv.decode.request import (
     DecodeState,
     PrefillAsk,
 )
-from prefixkv.decode.rooms import Rooms
-from prefixkv.decode.waiting import ALONE, Workers
+from prefixkv.decode.rooms import Rooms, Workers
 from prefixkv.errors import (
     AbortedError,
     AdmissionTimeoutError,
@@ -51,7 +50,6 @@ from prefixkv.errors import (
     TransferTimeoutError,
     check_laws,
     ours,
-    shown,
 )
 from prefixkv.pages.manager import PageManager, RequestPages
 from prefixkv.pages.requests import (
@@ -92,8 +90,8 @@ class DecodeParts:
 
     Args:
         workers: the prefill workers; by default all answer, and there are no shares. Where they are
-            gated, `MeetPrefill` asks about each, and `prefill_ready`, `prefill_away` and
-            `prefill_lost` answer.
+            gated, `MeetPrefill` asks about each, and `PrefillReady`, `PrefillAway` and
+            `PrefillLost` answer.
         ticket: draws a number for each use of a room, never twice the same. In a service no other
             process may guess it.
         organs: what sources are made of, by the setting that asks for one.
@@ -130,26 +128,23 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.ledger = Ledger(pages, config, self.journal, parts.workers, self.rooms, self.requests)
         self.budget, self.flights = self.ledger.budget, self.ledger.flights
         made = [make(self.ledger, config, parts) for make in self.source_makers]
-        self._organs = self.ledger.organs
-        self._organs += [source for source in made if source is not None]
+        self._organs = self.ledger.organs = [source for source in made if source is not None]
         self.sources: dict[str, Any] = {source.name: source for source in self._organs}
         self._own = self.ledger.own = next(filter(lambda one: one.is_own, self._organs), Source())
-        self._fails_over = any(source.fails_over for source in self._organs)
         for setting in config.source_settings - {source.setting for source in self._organs}:
             raise ConfigError(f"{setting}: this installation has no part for it")
         self.prefill = PrefillSource(self.ledger)
-        self._planner = Planner(self.ledger, self.prefill)
+        self.planner = Planner(self.ledger, self.prefill)
         self._ending = Ending(self.ledger, self._ask_again)
         self._growth = BatchGrowth(self.ledger, self._ending)
-        self.waiting = Admission(self.ledger, config, self._planner)
+        self.waiting = Admission(self.ledger, config, self.planner)
         self._max_retries, self._retarget = config.num_retries, config.retarget
         self._admitted: list[DecodeRequest] = []  # to be returned by `pop_preallocated`
 
     # --- calls of the engine ----------------------------------------------------------------------
 
     def add(self, request: Request) -> DecodeRequest:
-        """Queue a request, where it waits for pages. O(log waiting), and a match of the prompt
-        where the admission policy lets requests overtake.
+        """Queue a request, where it waits for pages. O(log waiting), and a match of the prompt.
 
         Raises, with nothing changed, RequestError: a duplicate id, a room in use, no prefill
         address, the name of another decode worker, or more than the pool here or at prefill could
@@ -179,7 +174,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.requests[req.rid] = req
         self.rooms.add(req.room)
         self._note_deadline(req)
-        self._meet(req, now_s)
+        self._meet(req)
         self._tell()
         return req
 
@@ -196,42 +191,35 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # 1. Pages come back before any decision: what the device is done with, and what requests
         # hold that are past their deadlines.
         self.release_deferred(now_s)
-        if self._deadlines.next_s <= now_s:
-            for req in self._deadlines.due(now_s):
-                self._too_late(req, now_s)
+        for req in self._deadlines.due(now_s):
+            self._too_late(req)
         for source in self._organs:
             for req, error in source.new_pass(now_s):
-                self._fail(req, ours(error), now_s)
+                self._fail(req, ours(error))
         # 2. Admit, and only then end what has waited too long: a request that fits just when its
         # wait is over is admitted. It has left the queue, so the next two loops do not see it.
         for plan in self.waiting.plans(now_s):
             if plan.segments:
                 self._admit(plan, now_s)
             else:
-                self._fail(plan.req, self._lacks_source(plan), now_s)
+                self._fail(plan.req, self._lacks_source(plan))
         for req in self.waiting.unanswered(now_s):
             late = TransferTimeoutError(f"request {req.rid!r} {self.waiting.why(req, now_s)}")
-            self._retry_unanswered(req, late, now_s)
+            self._try_again(req, late)
         for req, why in self.waiting.expired(now_s):
-            error = AdmissionTimeoutError(f"request {req.rid!r} {why}")
-            self._fail(req, error, now_s)
+            self._fail(req, AdmissionTimeoutError(f"request {req.rid!r} {why}"))
         # 3. Raise last: by now every admitted request has its room, and the next call returns it,
         # unless it has failed or completed since.
-        try:
-            self.pages.errors.raise_due()
-            there, admitted = DecodeState.PREALLOCATED, self._admitted
-            self._admitted = []
-        finally:  # prefill hears of the rooms all the same
-            self._tell()
-        return [req for req in admitted if req.state is there]
+        self._tell()
+        self.pages.errors.raise_due()
+        admitted, self._admitted = self._admitted, []
+        return [req for req in admitted if req.state is DecodeState.PREALLOCATED]
 
     def pop_transferred(self) -> list[DecodeRequest]:
         """Commit the requests with complete KV to the tree, and return them. They run from now on,
         with `req.pages` and `req.aux`."""
         now_s = self._pump()
         flights = self.ledger.commit(now_s)
-        if flights:
-            self._own.has_work(now_s)
         committed = []
         for flight in flights:
             req = flight.owner
@@ -240,7 +228,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             req.become(DecodeState.TRANSFERRED)
             committed.append(req)
             # Before anything is evicted: under its lock, which has just grown over their pages.
-            self._own.committed(req, flight)
+            self._own.committed(req, flight, now_s)
             self.counters["transferred"] += 1
             # `deadline_s` is about the arrival of the KV, which is over.
             self._deadlines.forget(req)
@@ -312,13 +300,10 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         A request keeps one state so: the next one takes its place, and `finish` and `retract` enter
         the last in the cache. Call it where `req.state_slot` has the state behind `req.kv_len`
         tokens. Without `DecodeConfig.checkpoints` there are none. Raises RequestError, with nothing
-        changed, for what is no request of this node.
+        changed, for what is no request of this node, or is named twice.
         """
         self._pump()
-        if not isinstance(reqs, list | tuple):
-            raise RequestError(f"reqs is {shown(reqs)}, a list of DecodeRequest is needed")
-        for req in reqs:
-            self.check_own(req)
+        self._growth.check_batch(reqs)
         return list(self._own.save_states(reqs))
 
     @property
@@ -351,16 +336,16 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         False if nothing is asked of prefill for it, or no more.
         """
         check_reason(reason)
-        now_s = self._pump()
+        self._pump()
         check_rid(rid)
         req, error = self.requests.get(rid), TransferError(reason)
         flight = None if req is None else self.flights.of(req)
-        is_asked = req is not None and req in self.waiting and not req.is_alone
+        is_asked = req is not None and req in self.waiting and bool(req.asks)
         if flight is not None:
             if is_asked := flight.room_key in self.prefill.open:
-                self._fail_room(flight, error, error, now_s)
+                self.fail_room(flight, error, error)
         elif is_asked and req is not None:
-            self._retry_unanswered(req, error, now_s)
+            self._try_again(req, error)
         self._tell()
         return is_asked
 
@@ -429,7 +414,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         turn. The prompt stays cached in any case, as it was since it arrived. Raises RequestError
         if the request does not run.
         """
-        now_s = self._pump()
+        self._pump()
         check_event("after", after)
         check_continues(continues)
         if keep_tokens is not None:
@@ -438,32 +423,24 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # The last call that may raise: `query` is the user's. Everything below only changes our own
         # state.
         after = not_done(after)
-        req.become(DecodeState.FINISHED)
-        self._leave(req, now_s)
-        self.counters["finished"] += 1
         if continues is None:
             continues = req.request.hints.continues
-        self._ending.release_after(after, End(req, continues, keep_tokens), now_s)
+        self._end(End(req, continues, keep_tokens), DecodeState.FINISHED, after, None)
         self._tell()
 
     def retract(self, rid: str, after: DeviceEvent | None = None) -> None:
         """Take a running request's pages back; it queues again, in front, and resumes where it was.
         Raises RequestError if it does not run, or is the oldest that does: so one always makes
         progress."""
-        now_s = self._pump()
+        self._pump()
         check_event("after", after)
         req = self._named(rid)
         self._check_runs(req)
         if req is next(self._growth.running()):
             raise RequestError(f"request {rid!r} is the oldest that runs; it is never retracted")
         after = not_done(after)
-        req.become(DecodeState.RETRACTED)
-        # It leaves the budget, but not `requests`, and its room number stays in use: it comes back.
-        # `Ending` queues it again when its pages are released, since a queued request holds none.
-        self.budget.stop(req.rid)
-        self.counters["retracted"] += 1
         req.retractions += 1
-        self._ending.release_after(after, End(req), now_s)
+        self._end(End(req), DecodeState.RETRACTED, after, None)
         self._tell()
 
     def announce(self, session: str, namespace: Hashable = None) -> None:
@@ -495,7 +472,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def _cut_short_named(
         self, rid: str, state: DecodeState, error: Exception | None, after: DeviceEvent | None
     ) -> bool:
-        now_s = self._pump()
+        self._pump()
         check_rid(rid)
         check_event("after", after)
         if (req := self.requests.get(rid)) is None:
@@ -504,7 +481,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             error = error or AbortedError(f"request {rid!r} was aborted")
             # `not_done` is evaluated before the call, so an event that raises leaves the request as
             # it was.
-            self._cut_short(req, state, error, now_s, not_done(after))
+            self._end(End(req), state, not_done(after), error)
         self._tell()
         return req is not None
 
@@ -523,12 +500,12 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             raise RequestError(f"request {rid!r} is on its way from {req.prefill!r}")
         if prefill != req.prefill:
             self._check_still_holds(req, prefill)
-            # The former worker may have computed the prompt, and waits for a promise that will not
-            # come: a refusal ends it there. A retracted request has no open attempt.
-            if req.state is DecodeState.QUEUED:
-                moved = AbortedError(f"request {rid!r} goes to another prefill worker")
-                self._withdraw(req, moved)
-            self._go_to(req, prefill)
+            req.prefill = prefill
+            if req in self.waiting:
+                self.move(req, prefill, "goes to another prefill worker")
+                self._meet(req)
+            else:  # it enters under the new address when it queues, and the worker is met then
+                req.asks = prefill
         self._tell()
 
     def refuse(self, request: Request, reason: str = "refused") -> None:
@@ -576,17 +553,17 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # aborted.
         self.ledger.weights_version = self.weights_version
         self._commands.append(MoveWeights(self.weights_version))
-        self._cut_all_short(error, now_s, after, but_waiting=True)
+        self._cut_all_short(error, after, but_waiting=True)
 
     def end_all(self, error: Exception, now_s: float, after: DeviceEvent | None = None) -> None:
         """Take no new request, and abort all with `error`: its worker computes no more. `after` is
         as for `abort`."""
         after = not_done(after)
         self.draining = True
-        self._cut_all_short(error, now_s, after, but_waiting=False)
+        self._cut_all_short(error, after, but_waiting=False)
 
     def _cut_all_short(
-        self, error: Exception, now_s: float, after: DeviceEvent | None, but_waiting: bool
+        self, error: Exception, after: DeviceEvent | None, but_waiting: bool
     ) -> None:
         """Abort all; `but_waiting`: those stay that wait and have no output."""
         # Whole flights before requests: a request that is cut short alone would make those that
@@ -595,28 +572,27 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self._ending.end(flight, error)
         for req in list(self.requests.values()):
             if not (but_waiting and req.state in _WAITS) or req.output:
-                self._cut_short(req, DecodeState.ABORTED, error, now_s, after)
+                self._end(End(req), DecodeState.ABORTED, after, error)
 
     @property
     def has_results(self) -> bool:
         """True if a `pop_*` call returns something, or may admit. O(1)."""
         # Admitted: by a call that raised.
         left = self._failed or self._admitted or self.prefill.asks or self.flights.complete
-        return bool(left or self.waiting.may_admit or self._own.has_new)
+        return bool(left or self.waiting.may_admit or self._own.has_new())
 
     @property
     def idle(self) -> bool:
-        """True if nothing is left: no request, nothing to pop, no undrained room. O(1)."""
+        """True if nothing is left: no request, nothing to pop, no undrained room, no copy."""
         left = self.requests or self._failed or self.prefill.asks or len(self.rooms)
-        if left or self.ledger.deferred or len(self.flights):
-            return False
-        return all(source.is_idle for source in self._organs)
+        kept = self.ledger.deferred or len(self.flights)
+        return not (left or kept or any(any(source.keeps()) for source in self._organs))
 
     @property
     def wake_s(self) -> float:
         """Time at which the next request may pass its deadline, or be admitted since it is overdue;
         infinity if none waits."""
-        wakes = (source.wake_s for source in self._organs)
+        wakes = (source.wake_s() for source in self._organs)
         return min(self.waiting.wake_s, self._deadlines.next_s, *wakes)
 
     # --- calls of the control plane ---------------------------------------------------------------
@@ -624,18 +600,44 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def hear(self, event: Any, now_s: float) -> None:
         """Take what became of a room on all ranks, of a prefill worker, or of a source's order."""
         match event:
-            case RoomEnded():
-                self.room_ended(event.key, event.poll, event.error, event.aux, now_s)
-            case RoomDrained():
-                self.room_drained(event.key)
-            case RoomOverdue():
-                self.room_overdue(event.key)
-            case PrefillReady():
-                self.prefill_ready(event.address, event.max_tokens, now_s)
-            case PrefillAway():
-                self.prefill_away(event.address, now_s)
-            case PrefillLost():
-                self.prefill_lost(event.address, event.error, now_s)
+            # Success. If its flight is gone, or has lost its owner, the room number is what still
+            # waits for the proof that every write has landed.
+            case RoomEnded(key, KVPoll.SUCCESS):
+                flight = self.prefill.arrived(key, event.aux, now_s)
+                if flight is None or flight.owner is None:
+                    self.room_drained(key)
+            # Failure is no proof: writes may still be landing. The pages move to the room, which
+            # holds them until `room_drained`. The request tries again with other pages. Where the
+            # room was aborted here meanwhile, its pages are held already, and the request has
+            # ended.
+            case RoomEnded(key):
+                if (flight := self.prefill.open.get(key)) is not None:
+                    self.journal.transfer_ended(flight.prefill, "failed")
+                    error = event.error or InternalError(f"{key} failed without a reason")
+                    self.fail_room(flight, error, None)
+            case RoomDrained(key):
+                self.room_drained(key)
+            case RoomOverdue(key):  # it is not drained by its deadline: its pages stay held
+                self.counters["quarantined_pages"] += self.pages.quarantine(key)
+            case PrefillReady(address, max_tokens):
+                self.waiting.opens(self.workers.of(address), max_tokens)
+                self._own.prefill_back(self, address)
+                for req in self.waiting.at(address):
+                    try:  # before any page is promised
+                        self._check_still_holds(req, address)
+                    except RequestError as error:
+                        self._fail(req, error)
+            case PrefillAway(address):  # its requests hold up no others
+                self.waiting.closes(self.workers.of(address), now_s)
+                self._own.prefill_away(self, address)
+            case PrefillLost(address):
+                worker = self.workers.of(address)
+                self.waiting.closes(worker, now_s)
+                # Before the requests try again: one that comes back to this address has to ask for
+                # it once more.
+                worker.is_met = False
+                for req in self.waiting.at(address):
+                    self._try_again(req, event.error)
             case _:
                 # What was written may be what a request needs that its worker's share is too small
                 # for.
@@ -643,66 +645,6 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
                 for source in self._organs:
                     if (flight := source.hear(event, now_s)) is not None:
                         self._ending.cancel(flight, event.error)
-
-    def room_ended(
-        self, key: RoomKey, poll: KVPoll, error: Exception | None, aux: bytes, now_s: float
-    ) -> None:
-        """Note that a room is terminal: its KV has arrived, or its request tries again or fails.
-
-        `poll`: SUCCESS, or else it failed with `error`. `aux` came with a success; bytes.
-        """
-        # 1. Success. If its flight is gone, or has lost its owner, the room number is what still
-        # waits for the proof that every write has landed.
-        if poll is KVPoll.SUCCESS:
-            flight = self.prefill.arrived(key, aux, now_s)
-            if flight is None or flight.owner is None:
-                self.room_drained(key)
-        # 2. Failure is no proof: writes may still be landing. The pages move to the room, which
-        # holds them until `room_drained`. The request tries again with other pages. Where the room
-        # was aborted here meanwhile, its pages are held already, and the request has ended.
-        elif (flight := self.prefill.open.get(key)) is not None:
-            self.journal.transfer_ended(flight.prefill, "failed")
-            error = error or InternalError(f"{key} failed without a reason")
-            self._fail_room(flight, error, None, now_s)
-
-    def prefill_ready(self, address: str, max_tokens: int, now_s: float) -> None:
-        """A prefill worker answers. Fail its requests that its pool of `max_tokens` cannot hold,
-        before any page is promised. 0 if the worker does not say."""
-        if (worker := self.workers.get(address)) is None:
-            return
-        self.waiting.opens(worker, max_tokens)
-        # Requests that went alone, and were not admitted since, need not be computed here.
-        for req in self.waiting.at(ALONE):
-            if req.prefill == address:
-                req.is_alone = False
-                self.waiting.move(req, address)
-        for req in self.waiting.at(address):
-            try:
-                self._check_still_holds(req, address)
-            except RequestError as error:
-                self._fail(req, error, now_s)
-
-    def prefill_away(self, address: str, now_s: float) -> None:
-        """A worker does not answer any more: its requests hold up no others."""
-        if (worker := self.workers.get(address)) is None:
-            return
-        self.waiting.closes(worker, now_s)
-        if self._fails_over:
-            self._recall(address, now_s)
-        for req in self.waiting.at(address):
-            self._go_alone(req, now_s)
-
-    def prefill_lost(self, address: str, error: Exception, now_s: float) -> None:
-        """Try again, or fail, requests for an address where no worker answers, or one is
-        refused."""
-        if (worker := self.workers.get(address)) is None:
-            return
-        self.waiting.closes(worker, now_s)
-        # Before the requests try again: one that comes back to this address has to ask for it once
-        # more.
-        worker.is_met = False
-        for req in self.waiting.at(address):
-            self._retry_unanswered(req, error, now_s)
 
     def take_orders(self) -> list[Any]:
         """Return the copies that sources want to be made, and forget them; `hear` takes the end of
@@ -714,10 +656,6 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.workers.release(key)
         self.pages.release(key)
         self.rooms.drained(key)
-
-    def room_overdue(self, key: RoomKey) -> None:
-        """Quarantine a room's pages: it is not drained by its deadline. They stay held."""
-        self.counters["quarantined_pages"] += self.pages.quarantine(key)
 
     def release_deferred(self, now_s: float) -> None:
         """Release the pages of ended requests once the device is done with them."""
@@ -739,11 +677,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def check_invariants(self) -> None:
         """Check every part, and the parts against each other. Raises InternalError."""
-        self.pages.check_invariants()
-        self.budget.check_invariants()
-        self.flights.check_invariants()
-        self.waiting.check_invariants()
-        self.rooms.check_invariants()
+        parts: list[Any] = [self.pages, self.budget, self.flights, self.waiting, self.rooms]
+        for part in parts:
+            part.check_invariants()
         requests, flights = self.requests.values(), self.flights
         # A request that was retracted, and waits for the device, is in both.
         live = list(dict.fromkeys([*requests, *self.ledger.deferred]))
@@ -751,138 +687,118 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         held_by: set[RoomKey] = set()
         for source in (*self._organs, self.prefill):
             source.check_invariants(live)
-            locks |= source.locks
-            held_by |= source.held_by
+            its_locks, its_keys = source.keeps()
+            locks |= its_locks
+            held_by |= its_keys
         # Pages have three kinds of owners: requests, flights that lost their request, and undrained
         # rooms. The last are the allocator's to count, as held.
         held = [req.pages_held for req in live if req.pages_held is not None]
         held += [flight.pages for flight in flights if flight.owner is None]
         self.pages.check_owners(held, locks)
-        size = self.pages.page_size
         laws = {
             "only undrained rooms hold pages, and loads that nothing waits for": held_by
             <= set(self.pages.allocator.owners())
             <= self.rooms.undrained() | held_by,
-            "a queued request holds nothing, and is queued or retracted": all(
-                req.pages_held is None and req.state in _WAITS for req in self.waiting
-            ),
-            "a preallocated request has a flight, and no other has": all(
-                (req.state is DecodeState.PREALLOCATED) == (flights.of(req) is not None)
-                for req in live
-            ),
-            "what waits for the device has ended, or was retracted, and holds its pages": all(
-                req.pages_held is not None
-                and (req.state.ended or req.state is DecodeState.RETRACTED)
-                for req in self.ledger.deferred
-            ),
+            "what waits lives": set(self.waiting) <= set(requests),
             "active counts the admitted requests": self.budget.active
             == sum(req.state in ACTIVE for req in requests),
-            "no request has more pages than it may ever need": all(
-                req.pages_held.num_pages <= req.max_pages for req in live if req.pages_held
-            ),
-            "a running request has the page that the next step writes to": all(
-                req.pages_held.num_pages * size
-                >= min(req.prompt_len + len(req.output), req.most_kv_len)
-                for req in requests
-                if req.state in CAN_RUN and req.pages_held and req not in self.ledger.deferred
-            ),
-            "a request with a limit above 0 runs, and has the pages for that much output": all(
-                req.state is DecodeState.RUNNING and req.output_limit <= req.most_output
-                for req in live
-                if req.output_limit
-            ),
-            "a request's digest is its prompt's": all(req.is_named_right for req in requests),
         }
         check_laws(laws, list(requests))
+        for req in live:
+            check_laws(self._laws_of(req), req)
+
+    def _laws_of(self, req: DecodeRequest) -> dict[str, bool]:
+        """What its state says of a request: its queue, its flight, and its pages."""
+        state, pages, waits = req.state, req.pages_held, req in self.ledger.deferred
+        num_pages = 0 if pages is None else pages.num_pages
+        least_len = min(req.prompt_len + len(req.output), req.most_kv_len)
+        return {
+            "what is queued holds nothing": req not in self.waiting
+            or (pages is None and state in _WAITS),
+            "what is preallocated has a flight, and no other has": (self.flights.of(req) is None)
+            == (state is not DecodeState.PREALLOCATED),
+            "what waits for the device has ended, or was retracted, and holds its pages": not waits
+            or (pages is not None and (state.ended or state is DecodeState.RETRACTED)),
+            "no request has more pages than it may ever need": num_pages <= req.max_pages,
+            "what runs has the page that the next step writes to": state not in CAN_RUN
+            or num_pages * self.pages.page_size >= least_len,
+            "what has a limit above 0 runs, and has the pages for that much output": (
+                not req.output_limit
+                or (state is DecodeState.RUNNING and req.output_limit <= req.most_output)
+            ),
+            "its digest is its prompt's": state.ended or req.is_named_right,
+        }
 
     # --- admission --------------------------------------------------------------------------------
 
     def _admit(self, plan: Plan, now_s: float) -> None:
         """Carry out a plan."""
         req = plan.req
-        flights = self._planner.take(plan, now_s)
+        flights = self.planner.take(plan, now_s)
         req.become(DecodeState.PREALLOCATED)
         self.waiting.remove(req)
-        self.journal.admitted(req, now_s, *plan.counts(self.pages.page_size))
-        # A worker may have the first attempt, where that is not asked late.
-        if not plan.segments[0].source.sends and not req.is_alone and self.prefill.may_have(req):
-            self._refuse_waiting(req, AbortedError(f"request {req.rid!r} is computed by decode"))
-        req.is_alone = not req.prefill  # the next admission is decided by what is known then
+        self.journal.admitted(req, plan, now_s)
+        sends = plan.segments[0].source.sends
+        fault: Exception | None = None
         try:
             for flight, segment in flights:
                 flight.source.begin(flight, segment, now_s)
         except Exception as error:  # nothing would ever bring the rest
-            if plan.segments[0].source.sends and self.prefill.may_have(req):
-                self._refuse_waiting(req, error)
-            self._fail(req, ours(error), now_s)
-        else:
+            fault = error
+        # A worker may have the first attempt, where that is not asked late.
+        if (fault or not sends) and self.prefill.may_have(req):
+            here = AbortedError(f"request {req.rid!r} is computed by decode")
+            self._refuse_waiting(req, fault or here)
+        req.asks = req.prefill  # the next admission is decided by what is known then
+        if fault is None:
             self._admitted.append(req)
+        else:
+            self._fail(req, ours(fault))
 
     def _lacks_source(self, plan: Plan) -> Exception:
-        req, look = plan.req, plan.look
-        missing = req.fill_len - look.start
+        req, missing = plan.req, plan.req.fill_len - plan.look.start
         worker = f"prefill worker {req.prefill} does not answer" if req.prefill else "it names none"
-        most = self._own.most_alone()
+        most = self._own.most_alone
         why = f"lacks {missing} tokens, decode computes {most} of one alone, and {worker}"
         return PeerLostError(f"request {req.rid!r} {why}")
 
-    def _meet(self, req: DecodeRequest, now_s: float) -> None:
+    def _meet(self, req: DecodeRequest) -> None:
         """Find out, once, whether the worker of a request that has just queued answers."""
-        worker = self.workers.get(req.prefill)
-        if self.workers.gated and req.prefill and worker is not None and not worker.is_met:
+        worker = self.workers.of(req.prefill)
+        if self.workers.gated and req.prefill and not worker.is_met:
             worker.is_met = True
             self._commands.append(MeetPrefill(req.prefill))
         if self.workers.is_down(req.prefill):
-            self._go_alone(req, now_s)
+            self._own.stands_in(self, req)
 
     # --- other attempts ---------------------------------------------------------------------------
 
     # A worker that may have a request already is told when that request goes elsewhere, since it
     # waits for a promise; what it still answers then is of a former generation.
 
-    def _withdraw(self, req: DecodeRequest, error: Exception) -> None:
-        self._refuse_waiting(req, error)
-        req.generation += 1
+    def move(self, req: DecodeRequest, asks: str, why: str) -> None:
+        """Let a waiting request ask another worker, or none (""). `why`, to the former one."""
+        if req.state is DecodeState.QUEUED:  # else it has no open attempt
+            self._refuse_waiting(req, AbortedError(f"request {req.rid!r} {why}"))
+            req.generation += 1
+        self.waiting.move(req, asks)
 
     def _refuse_waiting(self, req: DecodeRequest, error: Exception) -> None:
-        if not req.is_alone and req.prefill and not self.prefill.asks_late:
-            self.rooms.refuse(req.room_key, req.prefill, error, req.request.digest)
+        if req.asks and not self.prefill.asks_late:
+            self.rooms.refuse(req.room_key, req.asks, error, req.request.digest)
 
-    def _go_alone(self, req: DecodeRequest, now_s: float) -> None:
-        """Let a request, whose worker does not answer, wait to be computed here, if it may."""
-        if req.is_alone or not self._planner.needs_no_prefill(req, now_s):
-            return
-        # The worker may have it, and may be back before this request is done.
-        if req.state is DecodeState.QUEUED:
-            self._withdraw(req, AbortedError(f"request {req.rid!r} is computed by decode"))
-        req.is_alone = True
-        self.waiting.move(req, ALONE)
-        self.counters["failovers"] += 1
-
-    def _go_to(self, req: DecodeRequest, prefill: str) -> None:
-        req.prefill, req.is_alone = prefill, False
-        # A request that runs, or still has to queue again, is in no line: when it queues it enters
-        # under the new address, and the worker is met then.
-        if req in self.waiting:
-            self.waiting.move(req, prefill)
-            self._meet(req, self.now_s)
-
-    def _fail_room(
-        self, flight: Flight, cause: Exception, told: Exception | None, now_s: float
-    ) -> None:
+    def fail_room(self, flight: Flight, cause: Exception, told: Exception | None) -> None:
         """End a flight whose room has failed; `told`: what prefill is to be told."""
         req = flight.owner
         self.counters["transfers_failed"] += 1
         self._ending.cancel(flight, told)
         if req is not None:
-            self._try_again(req, cause, now_s)
+            self._try_again(req, cause)
 
-    def _retry_unanswered(self, req: DecodeRequest, error: Exception, now_s: float) -> None:
-        self.waiting.remove(req)
-        self._try_again(req, error, now_s)
-
-    def _try_again(self, req: DecodeRequest, error: Exception, now_s: float) -> None:
+    def _try_again(self, req: DecodeRequest, error: Exception) -> None:
         """Ask again after an attempt that failed, or could not begin; else end the request."""
+        if req in self.waiting:
+            self.waiting.remove(req)
         if req.retries < self._max_retries:
             self.counters["retries"] += 1
             req.retries += 1
@@ -895,71 +811,60 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
                 prefill = None if self._retarget is None else self._retarget(req, error)
                 if prefill is not None:
                     check_prefill(req.rid, prefill)
+                    req.prefill = req.asks = prefill
             except Exception as fault:
                 self.pages.errors.caught(fault)
-                prefill = None
-            if prefill is not None:
-                self._go_to(req, prefill)
             # The worker may be another one now, or its size be known only since the request came.
             try:
                 self._check_still_holds(req, req.prefill)
                 return self._ask_again(req)
             except RequestError as too_long:
                 error = too_long
-        # No other attempt at prefill: decode may carry on alone.
-        fails_over = self._fails_over or self.workers.is_down(req.prefill)
-        if fails_over and self._planner.needs_no_prefill(req, now_s):
-            self.counters["failovers"] += 1
-            req.error, req.is_alone = error, True
+        req.error = error
+        if self._own.stands_in(self, req):
             return self._ask_again(req)
-        return self._fail(req, error, now_s)
-
-    def _recall(self, address: str, now_s: float) -> None:
-        error = PeerLostError(f"prefill worker {address} does not answer")
-        # Each goes to the front of the queue, so the last one first. It may have ended with one
-        # before it. Those that joined one without an owner ask again; what is more than may be
-        # computed here waits for its end.
-        for flight in reversed(list(self.prefill.open.values())):
-            req, is_open = flight.owner, self.prefill.open.get(flight.room_key) is flight
-            if (
-                flight.prefill == address
-                and is_open
-                and (req is None or self._planner.needs_no_prefill(req, now_s, joins=False))
-            ):
-                self._fail_room(flight, error, error, now_s)
+        return self._fail(req, error)
 
     # --- ends -------------------------------------------------------------------------------------
 
-    def _fail(self, req: DecodeRequest, error: Exception, now_s: float) -> None:
+    def _fail(self, req: DecodeRequest, error: Exception) -> None:
         # Where its engine was computing it, `pop_failed` tells when the device is done.
-        self._cut_short(req, DecodeState.FAILED, error, now_s, UNTOLD)
+        self._end(End(req), DecodeState.FAILED, UNTOLD, error)
 
-    def _cut_short(
-        self, req: DecodeRequest, state: DecodeState, error: Exception, now_s: float,
-        after: DeviceEvent | None,
-    ) -> None:  # fmt: skip
-        """End as aborted or failed, and hand on its flight, its place in the queue, its pages.
-        `after`: None if the device is done."""
-        # The flight, or the queue, gives the request up before anything is released: pages of an
-        # open room go to that room, and `pages_held` is None afterwards. What the request then
-        # still holds is its own.
+    def _end(
+        self, end: End, state: DecodeState, after: DeviceEvent | None, error: Exception | None
+    ) -> None:
+        """End a request, or retract it, and hand on its flight, its place in the queue, its pages.
+        `after`: None if the device is done. `error`: why it is cut short."""
+        req = end.req
         before = req.state
-        req.error = error
         req.become(state)
         self.counters[state.value] += 1
-        self._failed.append(req)
-        if (flight := self.flights.of(req)) is not None:
-            self._ending.leave(flight, error)
-        elif before in _WAITS and req in self.waiting:
-            self.waiting.remove(req)
-            if before is DecodeState.QUEUED:  # else no prefill worker waits for it
-                self._refuse_waiting(req, error)
-        self._leave(req, now_s)
-        # One that was retracted, and waits for the device, is released by that entry.
+        # 1. The flight, or the queue, gives the request up before anything is released: pages of an
+        # open room go to that room, and `pages_held` is None afterwards. What the request then
+        # still holds is its own.
+        if error is not None:
+            req.error = error
+            self._failed.append(req)
+            if (flight := self.flights.of(req)) is not None:
+                self._ending.leave(flight, error)
+            elif req in self.waiting:
+                self.waiting.remove(req)
+                if before is DecodeState.QUEUED:  # else no prefill worker waits for it
+                    self._refuse_waiting(req, error)
+        # 2. One that was retracted comes back: it stays in `requests`, and its number is in use.
+        self.budget.stop(req.rid)
+        if state.ended:
+            self._deadlines.forget(req)
+            self.rooms.remove(req.room)  # not free where a room of it is not drained; see `Rooms`
+            self.requests.pop(req.rid, None)
+            self.journal.ended(req, self.now_s)
+        # 3. One that was retracted, and waits for the device, is released by that entry. `Ending`
+        # queues it again then, since a queued request holds nothing.
         if req.pages_held is not None and req not in self.ledger.deferred:
-            self._ending.release_after(after, End(req), now_s)
+            self._ending.release_after(after, end, self.now_s)
 
-    def _too_late(self, req: DecodeRequest, now_s: float) -> None:
+    def _too_late(self, req: DecodeRequest) -> None:
         flight = self.flights.of(req)
         complete = self.flights.complete
         if flight is not None and flight in complete and flight.source.may_commit(flight):
@@ -967,9 +872,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         by = f"by its deadline_s, {req.request.deadline_s}"
         error: Exception = TransferTimeoutError(f"request {req.rid!r}: its KV was not here {by}")
         if req in self.waiting:
-            why = self.waiting.why(req, now_s)
+            why = self.waiting.why(req, self.now_s)
             error = AdmissionTimeoutError(f"request {req.rid!r} was not admitted {by}: {why}")
-        self._fail(req, error, now_s)
+        self._fail(req, error)
 
     def _check_can_open(self, request: Request, to_refuse: bool = False) -> None:
         """Raise RequestError if the room of `request` cannot be taken; or refused, which it can be
@@ -977,7 +882,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if request.room in self.rooms and (not to_refuse or self.rooms.is_live(request.room)):
             raise RequestError(f"room {request.room} is in use")
         # Decode may carry on without any prefill worker, where it is told so.
-        if request.prefill or to_refuse or not self._fails_over or not request.may_compute:
+        if request.prefill or to_refuse or not (self._own.fails_over and request.may_compute):
             check_prefill(request.rid, request.prefill)
         if request.decode not in ("", self.name):
             named = f"{request.decode!r}, this one is {self.name!r}"
@@ -996,15 +901,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         req.fill_len = req.kv_len
         req.prefix_len, req.aux = 0, b""
         self.waiting.add(req, self.now_s, first=True)
-        self._meet(req, self.now_s)
-
-    def _leave(self, req: DecodeRequest, now_s: float) -> None:
-        self.budget.stop(req.rid)
-        self._deadlines.forget(req)
-        # The number stays in use where a room of it is not drained; see `Rooms`.
-        self.rooms.remove(req.room)
-        self.requests.pop(req.rid, None)
-        self.journal.ended(req, now_s)
+        self._meet(req)
 
     def _named(self, rid: str) -> DecodeRequest:
         check_rid(rid)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from prefixkv.cache.checkpoints import NO_SLOT, Checkpoint
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.cache.results import MatchResult
+from prefixkv.config import DecodeConfig
 from prefixkv.decode.compute_source import ComputeSource
 from prefixkv.decode.flights import Flight, Need, Segment
 from prefixkv.decode.ledger import Ledger
@@ -41,10 +42,12 @@ class CheckpointedCompute(RequestCheckpoints[DecodeRequest], ComputeSource):
     request. What is sent begins where the cache ends: the choice comes before pages are taken.
     """
 
-    def __init__(self, ledger: Ledger, rule: Sources, asks_late: bool, tokens: int) -> None:
+    def __init__(
+        self, ledger: Ledger, rule: Sources, asks_late: bool, config: DecodeConfig
+    ) -> None:
         ComputeSource.__init__(self, ledger, rule, asks_late)
         num_slots = 0 if ledger.pages.slots is None else ledger.pages.slots.num_pages
-        RequestCheckpoints.__init__(self, ledger.pages, num_slots, tokens)
+        RequestCheckpoints.__init__(self, ledger.pages, num_slots, config)
 
     # --- the way of a request ---------------------------------------------------------------------
 
@@ -143,9 +146,10 @@ class CheckpointedCompute(RequestCheckpoints[DecodeRequest], ComputeSource):
 
     # --- ends -------------------------------------------------------------------------------------
 
-    def committed(self, req: DecodeRequest, flight: Flight) -> None:
+    def committed(self, req: DecodeRequest, flight: Flight, now_s: float) -> None:
         """Enter what a request has saved that was just committed. One that was sent to its end
         keeps its window there; its state the engine has still to copy."""
+        super().committed(req, flight, now_s)
         is_end = req.fill_len % self._step == 0
         if flight.source.sends and is_end and not self._has_state and self._may_save(req):
             self._save(req, req.fill_len, req.max_pages)

@@ -16,7 +16,7 @@ Source: vLLM 0.32 `distributed/kv_events.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, Final, NamedTuple
@@ -97,7 +97,7 @@ class BlockEvents:
         self._page_size = page_size
         self._medium = medium
         self.checkpoints = checkpoints
-        self._group = PAGES_GROUP if checkpoints else None
+        self._pages = (PAGES_GROUP, PAGES_KIND) if checkpoints else (None, None)
 
     def check(self, namespace: Hashable) -> None:
         """Raise RequestError for a namespace that is neither None nor a `Namespace`."""
@@ -112,43 +112,25 @@ class BlockEvents:
         return (cut ^ _namespace_mask(namespace) if namespace is not None else cut) or 1
 
     def event(self, kind: type[CacheEvent], run: list[PageRef]) -> object:
-        """Return the event of this kind about a run of blocks."""
-        make: dict[type[CacheEvent], Callable[[list[PageRef]], object]] = {
-            Stored: self.stored, Removed: self.removed, Cleared: lambda _: AllBlocksCleared(),
-            CheckpointStored: self.checkpoint_stored, CheckpointRemoved: self.checkpoint_removed,
-        }  # fmt: skip
-        return make[kind](run)
-
-    def stored(self, run: list[PageRef]) -> BlockStored:
-        group = (PAGES_GROUP, PAGES_KIND) if self.checkpoints else (None, None)
-        return self._blocks(run, *group)
-
-    def removed(self, run: list[PageRef]) -> BlockRemoved:
-        """Return the event for a run of blocks, the last of them first."""
-        # Children before parents, so that a consumer's tree never has a block without a parent.
-        hashes = [self.hash(place.key, place.namespace) for place in reversed(run)]
-        return BlockRemoved(hashes, self._medium, self._group)
-
-    def checkpoint_stored(self, run: list[PageRef]) -> BlockStored:
-        """Return the event for a checkpoint at a page: a block with its hash and tokens."""
-        return self._blocks(run, CHECKPOINTS_GROUP, CHECKPOINTS_KIND)
-
-    def checkpoint_removed(self, run: list[PageRef]) -> BlockRemoved:
-        hashes = [self.hash(place.key, place.namespace) for place in run]
-        return BlockRemoved(hashes, self._medium, CHECKPOINTS_GROUP)
-
-    def _blocks(self, run: list[PageRef], group: int | None, kind: str | None) -> BlockStored:
-        first = run[0]
-        named = first.namespace
-        hashes = [self.hash(place.key, named) for place in run]
+        """Return the event of this kind about a run of blocks. A checkpoint is a block with the
+        hash and tokens of the page that it ends on."""
+        if kind is Cleared:
+            return AllBlocksCleared()
+        is_checkpoint = kind in (CheckpointStored, CheckpointRemoved)
+        group, spec_kind = (CHECKPOINTS_GROUP, CHECKPOINTS_KIND) if is_checkpoint else self._pages
         # A run has one namespace, so its parent's hash is mixed with the same.
+        first, named = run[0], run[0].namespace
+        hashes = [self.hash(place.key, named) for place in run]
+        if kind in (Removed, CheckpointRemoved):
+            # Children before parents, so that a consumer's tree never has a block without a parent.
+            return BlockRemoved(hashes[::-1], self._medium, group)
         parent = None if first.parent == NO_PARENT else self.hash(first.parent, named)
         tokens = np.frombuffer(b"".join([place.tokens for place in run]), _LE_INT32).tolist()
         fixed = hashes, parent, tokens, self._page_size, None, self._medium
         if not isinstance(named, Namespace):
-            return BlockStored(*fixed, None, None, None, group, kind)
+            return BlockStored(*fixed, None, None, None, group, spec_kind)
         keys = [self._extra_keys(named, place.number) for place in run]
-        return BlockStored(*fixed, named.lora, keys, named.salt, group, kind)
+        return BlockStored(*fixed, named.lora, keys, named.salt, group, spec_kind)
 
     def _extra_keys(self, named: Namespace, number: int) -> tuple[Any, ...] | None:
         """What tells a block apart beside its tokens: the adapter, images in it with their start
@@ -259,9 +241,9 @@ class EventStream:
                 runs, checkpoints = list(paths.runs()), paths.saves
                 paths.clear()
                 for place in checkpoints if blocks.checkpoints else ():
-                    yield blocks.checkpoint_removed([place]), 1
+                    yield blocks.event(CheckpointRemoved, [place]), 1
                 for run in reversed(runs):
-                    yield blocks.removed(run), len(run)
+                    yield blocks.event(Removed, run), len(run)
                 continue
             for kind, run in paths.told(change):
                 if blocks.checkpoints or kind not in (CheckpointStored, CheckpointRemoved):
@@ -293,9 +275,9 @@ class EventStream:
         if self._snapshot is None or self._snapshot.seq != self.next_seq - 1:
             events: list[object] = [AllBlocksCleared()]
             for blocks, paths in self._tiers:
-                events += map(blocks.stored, paths.runs())
+                events += [blocks.event(Stored, run) for run in paths.runs()]
                 if blocks.checkpoints:
-                    events += [blocks.checkpoint_stored([place]) for place in paths.saves]
+                    events += [blocks.event(CheckpointStored, [place]) for place in paths.saves]
             payload = self._encode([ts, events, self._rank])
             self._snapshot = Batch(self.next_seq - 1, payload)
         return self._snapshot

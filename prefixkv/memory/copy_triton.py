@@ -18,7 +18,7 @@ import triton.language as tl
 from triton import knobs
 
 from prefixkv.errors import ConfigError
-from prefixkv.memory.staging_area import StagePlan
+from prefixkv.memory.stage_plan import StagePlan
 
 if TYPE_CHECKING:
     import torch

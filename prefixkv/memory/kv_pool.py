@@ -1,8 +1,7 @@
 """KV pools: torch tensors that hold KV, with the layout that describes them.
 
 `KVPool.create` owns its memory; `KVPool.from_tensors` wraps an engine's own, strided, and keeps it
-alive. A pool knows nothing of page states; the allocator does. A `RelayBuffer` is a rank's
-staging memory: slots on prefill, the area of leases on decode. `shared_bytes` is memory that a peer
+alive. A pool knows nothing of page states; the allocator does. `shared_bytes` is memory that a peer
 may map.
 """
 
@@ -28,13 +27,14 @@ from prefixkv.errors import CapacityError, ConfigError, shown
 from prefixkv.memory.axes import AxisNames, TensorLike, as_slabs, as_tensor
 from prefixkv.memory.kv_layout import (
     ADDRESS_END,
+    BLOCK_BYTES,
     SLABS_PER_LAYER,
     KVLayout,
     PageGroup,
     Slab,
     clusters,
+    whole_blocks,
 )
-from prefixkv.memory.staging_area import BLOCK_BYTES, RelayArea, whole_blocks
 from prefixkv.paging import MAX_INDEX, PageIds, as_pages, check_in_pool
 from prefixkv.settings import MAX_BYTES, check_flag, check_kind, check_whole
 
@@ -451,36 +451,6 @@ def _as_words(layout: KVLayout, slabs: Sequence[torch.Tensor]) -> tuple[torch.Te
         ]
     word = next(dtype for size, dtype in _WORDS if all(step % size == 0 for step in steps))
     return tuple(slab.view(torch.uint8).view(word) for slab in slabs)
-
-
-class RelayBuffer:
-    """Zeros on the pool's device, from a multiple of BLOCK_BYTES on. The transport registers it,
-    the copies write it.
-
-    `area` describes it for peers. On prefill its lease_bytes are those of a slot.
-    """
-
-    def __init__(
-        self, num_bytes: int, lease_bytes: int, device: str = "cpu", shared: bool = False
-    ) -> None:
-        """Make the memory; `shared` as for `KVPool.create`. Raises ConfigError for sizes that no
-        RelayArea has, CapacityError for too little memory."""
-        # The sizes are checked before memory is taken; the address is not known yet.
-        RelayArea(BLOCK_BYTES, num_bytes, lease_bytes).validate()
-        (self._memory,) = make_zeros((num_bytes,), "uint8", device, shared)
-        self.area = RelayArea(self._memory.data_ptr(), num_bytes, lease_bytes)
-
-    @property
-    def device(self) -> str:
-        return str(self._memory.device)
-
-    def slice(self, offset: int, num_bytes: int) -> torch.Tensor:
-        """Return a view, uint8 [num_bytes]. Raises ConfigError if it is not inside."""
-        if offset < 0 or num_bytes < 0 or offset + num_bytes > self.area.num_bytes:
-            raise ConfigError(
-                f"bytes {offset} to {offset + num_bytes} of a staging area of {self.area.num_bytes}"
-            )
-        return self._memory[offset : offset + num_bytes]
 
 
 # --- memory that a peer may map -------------------------------------------------------------------

@@ -22,7 +22,7 @@ from prefixkv.errors import ConfigError, PageStateError
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.mesh import Shard
 from prefixkv.memory.stage_copy import StagingCopy, scatter_together, staging_copy
-from prefixkv.memory.staging_area import StagePlan
+from prefixkv.memory.stage_plan import StagePlan
 from prefixkv.paging import Pages, checked_pages
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from prefixkv.errors import ChecksumError
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.mesh import Shard, group_part
-from prefixkv.memory.staging_area import StagePlan, stage_parts
+from prefixkv.memory.stage_plan import StagePlan, stage_parts
 from prefixkv.memory.state_layout import StateLayout
 from prefixkv.paging import Pages, checked_pages
 

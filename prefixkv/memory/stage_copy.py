@@ -21,7 +21,7 @@ import numpy.typing as npt
 from prefixkv.errors import ConfigError
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.mesh import Shard
-from prefixkv.memory.staging_area import StagePlan, stage_parts, stage_unit_bytes
+from prefixkv.memory.stage_plan import StagePlan, stage_parts, stage_unit_bytes
 from prefixkv.paging import Pages
 
 if TYPE_CHECKING:

@@ -24,8 +24,7 @@ import numpy as np
 from prefixkv.cache.node import PAGE_ID_BYTES, Root
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey
-from prefixkv.cache.results import MatchResult, PrefixLock, packed_path
-from prefixkv.cache.saves import Saves
+from prefixkv.cache.results import MatchResult, PrefixLock, Saves, packed_path
 from prefixkv.config import PageOptions
 from prefixkv.digest import PathHash, begin_hash
 from prefixkv.errors import (
@@ -272,9 +271,7 @@ class PageManager:
         # Raises for a request that has ended, before anything is locked.
         self.table.length(pages.row)
         num_shared = pages.num_shared
-        prefix = RadixKey(
-            np.frombuffer(key.data, "<i4", num_shared * self.page_size), key.namespace
-        )
+        prefix = key.prefix(num_shared * self.page_size)
         match = self.cache.match_prefix(prefix)
         # The caller says that they are in the tree. If they are not, or a flush came between, the
         # pages may belong to anything by now.
@@ -373,14 +370,11 @@ class PageManager:
         it already stays. `on_cached` is called while they are locked. `continues` is not about the
         first `shared_tokens`.
         """
-        if keep_tokens is None or keep_tokens >= len(key):
-            self.cache_unfinished(pages, key, now_s, priority=priority)
-        elif self._can_cache(pages) and keep_tokens // self.page_size > pages.num_locked:
+        if keep_tokens is not None and keep_tokens < len(key):
             # Whole pages only, so that the tail of the last one is not looked at again. What is
             # locked is never cut: others may have locked it since.
-            num_kept = keep_tokens // self.page_size * self.page_size
-            kept = RadixKey(np.frombuffer(key.data, "<i4", num_kept), key.namespace)
-            self.cache_unfinished(pages, kept, now_s, priority=priority)
+            key = key.prefix(keep_tokens // self.page_size * self.page_size)
+        self.cache_unfinished(pages, key, now_s, priority=priority)
         if on_cached is not None:
             on_cached()
         # Before `drop`, which ends the lock that says where the use ended.

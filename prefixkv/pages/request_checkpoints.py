@@ -15,6 +15,7 @@ from math import lcm
 from typing import Any, Final, Generic, TypeVar
 
 from prefixkv.cache.checkpoints import NO_SLOT, Checkpoint, Checkpoints
+from prefixkv.cache.results import MatchResult
 from prefixkv.errors import RequestError, check_laws, shown
 from prefixkv.pages.groups import TailGroups
 from prefixkv.pages.manager import PageManager
@@ -40,18 +41,27 @@ class Saved:
 class RequestCheckpoints(Generic[R]):
     """The checkpoints of a page manager, and what its requests have of them. Owned by the
     scheduler's thread. `first_slot`: of the StatePool, that is a checkpoint's; 0: there is no extra
-    state. `tokens`: the depth of each is a multiple of that number of tokens, and of a page."""
+    state. The depth of each is a multiple of `checkpoint_tokens`, and of a page.
 
-    def __init__(self, pages: PageManager, first_slot: int, tokens: int) -> None:
+    On prefill it is what says where a request goes on (`prefill.request.Resume`)."""
+
+    follows, is_whole = True, False
+
+    def __init__(self, pages: PageManager, first_slot: int, config: Any) -> None:
         assert isinstance(pages.saves, Checkpoints)
         self._pages, self._points = pages, pages.saves
         self._first_slot = first_slot
         self._has_state = first_slot > 0
         self._page_size = pages.page_size
-        self._step = lcm(pages.page_size, tokens)
+        self._step = lcm(pages.page_size, config.checkpoint_tokens)
         self.step_pages = self._step // pages.page_size
 
     # --- where a request goes on, and where it saves ----------------------------------------------
+
+    def find(self, req: R, match: MatchResult) -> tuple[int, Checkpoint | None]:
+        """Return from which token of a match on a request can be computed, and its checkpoint."""
+        found = self._points.find(match)
+        return 0 if found is None else found.depth * self._page_size, found
 
     def hold(self, req: R, found: Checkpoint | None) -> None:
         """Lock the checkpoint that a request, which is opened next, goes on from."""

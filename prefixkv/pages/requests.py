@@ -107,6 +107,12 @@ class PagedRequest(Generic[State]):
         digest, self.hashes = self.page_manager.digest(self.request.key, match)
         self.request.know_digest(digest)
 
+    def opened(self, pages: RequestPages, prefix_len: int) -> None:
+        """Note its pages; the hashes of its prompt are kept where the tree has its path."""
+        self.pages_held, self.prefix_len = pages, prefix_len
+        pages.hashes, self.hashes = self.hashes, []
+        self.page_manager.keep_hashes(pages)
+
     @property
     def is_named_right(self) -> bool:
         """True unless the digest is another prompt's, for audits. O(tokens)."""

@@ -1,5 +1,5 @@
 """A request on the prefill side: what its chunks send (a cursor that only grows, behind what decode
-has), its state, and the journal of its times and counts.
+has), its state, where it goes on behind what is cached, and the journal of its times and counts.
 
 arrived -- decode --> promised -- pages --> started -- compute --> computed -- send --> sent
 """
@@ -7,13 +7,16 @@ arrived -- decode --> promised -- pages --> started -- compute --> computed -- s
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+import operator
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from prefixkv.errors import AbortedError, AuxTooLargeError, RequestError, shown
+from prefixkv.cache.results import MatchResult
+from prefixkv.config import UsablePrefix
+from prefixkv.errors import AbortedError, AuxTooLargeError, RequestError, UserErrors, shown
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.requests import PagedRequest
 from prefixkv.paging import MAX_INDEX, Pages, pages_for, whole_pages
@@ -228,6 +231,75 @@ class PrefillRequest(PagedRequest[PrefillState]):
         return f"PrefillRequest({self.rid!r}, {self.state.value}, {self.num_tokens} tokens)"
 
 
+# --- where a request goes on ---------------------------------------------------------------------
+
+
+class Resume:
+    """A request goes on at the end of what is cached. A scheduler has one; a part that keeps more
+    of requests than pages takes its place.
+
+    `follows`: whether a request may wait for a prefix that another request computes. `is_whole`:
+    whether all that is cached is of use, for routers. A request goes on at a multiple of
+    `step_pages`.
+    """
+
+    follows, is_whole, step_pages = True, True, 1
+
+    def find(self, req: PrefillRequest, match: MatchResult) -> tuple[int, Any]:
+        """Return how many tokens of a match are of use, and what is there to go on from, which may
+        have pages in the window groups (`windows`)."""
+        return match.prefix_len, None
+
+    def hold(self, req: PrefillRequest, found: Any) -> None:
+        """The request is opened next, to go on from this."""
+
+    def opened(self, req: PrefillRequest, dense_pages: int) -> None:
+        """The request was opened; `dense_pages` of its path are cached."""
+
+    def add_stop(self, req: PrefillRequest, tokens: int, done: int) -> None:
+        """Another request waits for the first `tokens` of this one, which has `done` of them."""
+
+    def passed(self, req: PrefillRequest, end: int) -> None:
+        """KV of the request is there up to token `end`."""
+
+    def take(self, req: PrefillRequest, end: int) -> int:
+        """Return a slot for the state behind `end` tokens, -1 if none is free."""
+        raise RequestError(f"request {req.rid!r} is {req.state.value}, it saves no state")
+
+    def enter(self, req: PrefillRequest) -> int | None:
+        """What the request has computed is in the tree. Return where others can go on, in tokens;
+        None: at its end."""
+        return None
+
+    def dropped(self, req: PrefillRequest) -> None:
+        """Lock and pages of the request end next."""
+
+    def check_invariants(self, requests: Sequence[PrefillRequest]) -> None:
+        """Raise InternalError if a law is broken."""
+
+
+class EnginePrefix(Resume):
+    """A request goes on where the engine says (`PrefillConfig.usable_prefix`); None: it begins
+    anew, since what it needs besides pages is not kept."""
+
+    follows = False
+
+    def __init__(self, usable_prefix: UsablePrefix | None, errors: UserErrors) -> None:
+        self._usable_prefix = usable_prefix or (lambda req, num_tokens: 0)
+        self._errors, self.is_whole = errors, usable_prefix is not None
+
+    def find(self, req: PrefillRequest, match: MatchResult) -> tuple[int, Any]:
+        # The engine's code: what it raises is reported by the scheduler, and the request is
+        # computed whole.
+        try:
+            return max(0, operator.index(self._usable_prefix(req, match.prefix_len))), None
+        except Exception as error:
+            self._errors.caught(error)
+            return 0, None
+
+
+# --- its journal ----------------------------------------------------------------------------------
+
 REASONS = ("decode", "pages", "compute", "send")
 """Reasons of a wait: decode's promise, pages of its own, the engine, and the writes with their
 acknowledgement."""
@@ -262,14 +334,12 @@ class PrefillJournal(Journal):
             self.waited("compute", req.started_s, now_s)
 
     def ended(self, req: PrefillRequest, now_s: float) -> None:
-        req.ended_s = now_s
         if req.state is PrefillState.SENT:
             self.waited("send", req.computed_s, now_s)
         if req.peer:
-            self.transfer_ended(
-                req.peer, "success" if req.state is PrefillState.SENT else outcome(req)
-            )
-        self.notify_ended(req, now_s)
+            is_sent = req.state is PrefillState.SENT
+            self.transfer_ended(req.peer, "success" if is_sent else outcome(req))
+        super().ended(req, now_s)
 
 
 def outcome(req: PrefillRequest) -> str:

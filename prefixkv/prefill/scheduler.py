@@ -4,7 +4,7 @@ A request that has ended keeps its lock and its own tail until the control plane
 write reads them (`source_free`), and the engine has seen the end (`pop_sent`, `pop_failed`): it may
 be computing into them. A chunk's KV goes to the tree at the next `pop_bootstrapped`, so the chunk
 is on its way before. Requests that need a prefix which another computes wait
-(`shared_prefixes.py`).
+(`bootstrap_queue.py`).
 
 Source: SGLang's prefill queues (`disaggregation/prefill.py`).
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import ClassVar, assert_never
+from typing import Any, ClassVar, assert_never
 
 from prefixkv.cache.events import EventFeed
 from prefixkv.cache.radix_key import RadixKey
@@ -36,16 +36,16 @@ from prefixkv.pages.requests import (
     still_pending,
 )
 from prefixkv.paging import pages_for
-from prefixkv.prefill.bootstrap_queue import PrefillBootstrapQueue
+from prefixkv.prefill.bootstrap_queue import PrefillBootstrapQueue, SharedPrefixes
 from prefixkv.prefill.request import (
+    EnginePrefix,
     PrefillJournal,
     PrefillRequest,
     PrefillState,
+    Resume,
     checked_chunk,
     state_of,
 )
-from prefixkv.prefill.resume import EnginePrefix, NoPrefix, Resume
-from prefixkv.prefill.shared_prefixes import SharedPrefixes
 from prefixkv.protocol.commands import (
     AbortRoom,
     AddRoom,
@@ -66,7 +66,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
 
     journal: PrefillJournal
     # Of the pages, the first slot of their `Saves`, and the config; `assembly.py` puts it here.
-    resume_at_saves: ClassVar[Callable[..., Resume]]
+    resume_at_saves: ClassVar[Callable[..., Any]]
 
     def __init__(
         self,
@@ -85,10 +85,9 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         self._resume = Resume()
         if pages.saves.num_slots:
             self._resume = self.resume_at_saves(pages, num_slots, config)
-        elif pages.windows or (num_slots and usable_prefix is None):
-            self._resume = NoPrefix()  # no state, and no window, is kept behind a prefix
-        elif usable_prefix is not None:
-            self._resume = EnginePrefix(usable_prefix, pages.errors)
+        elif pages.windows or num_slots or usable_prefix is not None:
+            # No window is kept behind a prefix; a state may be by the engine.
+            self._resume = EnginePrefix(None if pages.windows else usable_prefix, pages.errors)
         self.shared_prefixes = SharedPrefixes(
             pages.page_size, self.counters, config.follow_s, self._resume
         )
@@ -100,7 +99,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         self._max_aux_bytes = config.control.max_aux_bytes
         self._rooms: dict[RoomKey, PrefillRequest] = {}
         self._sent: list[PrefillRequest] = []
-        self._deferred: list[tuple[DeviceEvent, PrefillRequest]] = []
+        self._deferred: list[tuple[DeviceEvent | None, PrefillRequest]] = []  # popped
 
     # --- calls of the engine ----------------------------------------------------------------------
 
@@ -113,13 +112,6 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         """
         check_request(request)
         now_s = self._pump()
-        try:
-            return self._add(request, now_s)
-        # Also after an error: a refusal is a command.
-        finally:
-            self._tell()
-
-    def _add(self, request: Request, now_s: float) -> PrefillRequest:
         needed = pages_for(len(request.key), self.pages.page_size)
         try:
             self._check_new(request, needed, "needs {} pages")
@@ -130,6 +122,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             former = self._rooms.get(self._key_of(request))
             if request.decode and (former is None or former.state.ended):
                 self._decline(request, error)
+                self._tell()
             raise
         # 2. Enter it everywhere, and only then ask for its room: the answer may come with the next
         # events.
@@ -139,6 +132,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         self._rooms[req.room_key] = req
         req.name_prompt(self.pages.match(request.key, request.cacheable))
         self._commands.append(AddRoom(req.room_key, req.num_tokens, request.digest))
+        self._tell()
         return req
 
     def refuse(self, request: Request, reason: str = "refused") -> None:
@@ -188,10 +182,8 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         # deadline.
         self.settle_deferred(now_s)
         for req in self._deadlines.due(now_s):
-            if not req.state.ended:
-                what = f"{req.state.value} when its deadline_s, {req.request.deadline_s}, was over"
-                late = TransferTimeoutError(f"request {req.rid!r} was {what}")
-                self._cut_short(req, late, now_s)
+            what = f"{req.state.value} when its deadline_s, {req.request.deadline_s}, was over"
+            self._cut_short(req, TransferTimeoutError(f"request {req.rid!r} was {what}"), now_s)
         # 2. To the tree, before the queue matches: so a request finds what the last step computed.
         # The chunks themselves were sent before, so caching does not delay them.
         while self._computed:
@@ -332,24 +324,28 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         req = self.requests.get(rid)
         lives = req is not None and not req.state.ended
         if req is not None and (lives or error is not None):
-            self._give_up(req, error or AbortedError(f"request {rid!r} was aborted"), now_s)
+            error = error or AbortedError(f"request {rid!r} was aborted")
+            self._cut_short(req, error, now_s, given_up=True)
         elif error is None:
             self.counters["aborts_of_unknown"] += 1
         self._tell()
         return lives
 
-    def _give_up(self, req: PrefillRequest, error: Exception, now_s: float) -> None:
-        req.given_up = error
-        self._computed.pop(req, None)
-        if not req.state.ended:
-            self._cut_short(req, error, now_s)
-
-    def _cut_short(self, req: PrefillRequest, error: Exception, now_s: float) -> None:
+    def _cut_short(
+        self, req: PrefillRequest, error: Exception, now_s: float, given_up: bool = False
+    ) -> None:
+        """End a request, unless it has ended. `given_up`: nothing more of it is cached, also of one
+        that has ended."""
+        if given_up:
+            req.given_up = error
+            self._computed.pop(req, None)
+        if req.state.ended:
+            return
         self._commands.append(AbortRoom(req.room_key, reason_of(error)))
-        # While it sends, only its room knows whether the last write was first: `room_ended`
+        # While it sends, only its room knows whether the last write was first: RoomEnded
         # decides.
         if req.state is not PrefillState.SENDING:
-            self._fail(req, error, now_s)
+            self._end(req, error, now_s)
 
     def end_all(self, error: Exception, now_s: float) -> None:
         """Take no new request, and abort all with `error`. One that is all handed over ends as its
@@ -357,7 +353,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         self.draining = True
         for req in list(self.requests.values()):
             if not req.state.ended:
-                self._give_up(req, error, now_s)
+                self._cut_short(req, error, now_s, given_up=True)
 
     @property
     def has_results(self) -> bool:
@@ -378,56 +374,37 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
 
     def hear(self, event: PrefillEvent, now_s: float) -> None:
         """Take what became of a room on all ranks."""
+        req = self._rooms.get(event.key)
+        if req is None:
+            return
         match event:
             case Bootstrapped():
-                self.room_bootstrapped(event.key, event.prefix_len, event.peer.name, now_s)
+                # It may have been aborted while the event was on its way.
+                if req.state is PrefillState.BOOTSTRAPPING:
+                    self.bootstrapped.add(req, event.prefix_len)
+                    self.journal.promised(req, event.peer.name, now_s)
             case RoomEnded():
-                self.room_ended(event.key, event.poll, event.error, now_s)
-            case SourceFree():
-                self.source_free(event.key, now_s)
+                if not req.state.ended:
+                    # What the engine has said goes before what became of the room then.
+                    why = f"{event.key} failed without a reason"
+                    error = req.given_up or event.error or InternalError(why)
+                    self._end(req, None if event.poll is KVPoll.SUCCESS else error, now_s)
+            case SourceFree():  # no write reads its pages: released once the engine is done
+                # A failed request with a state slot was kept back: the engine may reuse the slot
+                # once it is popped.
+                if req.state is PrefillState.FAILED and req.state_slot >= 0 and not req.source_free:
+                    self._failed.append(req)
+                req.source_free = True
+                self._maybe_release(req, now_s)
             case _:
                 assert_never(event)
-
-    def room_bootstrapped(
-        self, key: RoomKey, decode_prefix_len: int, peer: str, now_s: float
-    ) -> None:
-        req = self._rooms.get(key)
-        # It may have been aborted while the event was on its way.
-        if req is not None and req.state is PrefillState.BOOTSTRAPPING:
-            self.bootstrapped.add(req, decode_prefix_len)
-            self.journal.promised(req, peer, now_s)
-
-    def room_ended(self, key: RoomKey, poll: KVPoll, error: Exception | None, now_s: float) -> None:
-        """End the request of a terminal room, as sent or as failed."""
-        req = self._rooms.get(key)
-        if req is None or req.state.ended:
-            return
-        if poll is KVPoll.SUCCESS:
-            req.become(PrefillState.SENT)
-            self.counters["sent"] += 1
-            self._sent.append(req)
-            self.journal.ended(req, now_s)
-        else:
-            # What the engine has said goes before what became of the room then.
-            error = req.given_up or error or InternalError(f"{key} failed without a reason")
-            self._fail(req, error, now_s)
-
-    def source_free(self, key: RoomKey, now_s: float) -> None:
-        """Note that no write reads a room's pages; release them once the engine is done."""
-        req = self._rooms.get(key)
-        if req is not None:
-            # A failed request with a state slot was kept back: the engine may reuse the slot once
-            # it is popped.
-            if req.state is PrefillState.FAILED and req.state_slot >= 0 and not req.source_free:
-                self._failed.append(req)
-            req.source_free = True
-            self._maybe_release(req, now_s)
 
     def settle_deferred(self, now_s: float) -> None:
         """Release the pages of popped requests with which the device is done."""
         waiting, self._deferred = self._deferred, []
-        for event, req in waiting:
-            if (left := still_pending(event, self.pages.errors)) is None:
+        for after, req in waiting:
+            left = None if after is None else still_pending(after, self.pages.errors)
+            if left is None:
                 req.popped = True
                 self._maybe_release(req, now_s)
             else:
@@ -455,7 +432,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
     def _move_weights(self, error: Exception, now_s: float, after: DeviceEvent | None) -> None:
         for req in list(self.requests.values()):
             if req.state in (PrefillState.BOOTSTRAPPED, PrefillState.COMPUTING):
-                self._fail(req, error, now_s)
+                self._end(req, error, now_s)
         self._commands.append(MoveWeights(self.weights_version, ends_waiting=False))
 
     def feeds(self, worker: PeerId) -> list[EventFeed]:
@@ -484,17 +461,21 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
 
     # --- ends -------------------------------------------------------------------------------------
 
-    def _fail(self, req: PrefillRequest, error: Exception, now_s: float) -> None:
+    def _end(self, req: PrefillRequest, error: Exception | None, now_s: float) -> None:
+        """End a request, as sent, or as failed with `error`."""
         if req.state is PrefillState.BOOTSTRAPPED:
             self.bootstrapped.remove(req)
-        self._computes_no_more(req)
         req.error = error
-        req.become(PrefillState.FAILED)
-        self.counters["failed"] += 1
-        # With a state slot that writes may still read, the engine must not hear of the end yet: it
-        # would reuse the slot. `source_free` reports it then.
-        if req.state_slot < 0 or req.source_free:
-            self._failed.append(req)
+        req.become(PrefillState.SENT if error is None else PrefillState.FAILED)
+        self.counters[req.state.value] += 1
+        if error is None:
+            self._sent.append(req)
+        else:
+            self._computes_no_more(req)
+            # With a state slot that writes may still read, the engine must not hear of the end yet:
+            # it would reuse the slot. `source_free` reports it then.
+            if req.state_slot < 0 or req.source_free:
+                self._failed.append(req)
         self.journal.ended(req, now_s)
 
     def _pop(self, ended: list[PrefillRequest], after: DeviceEvent | None) -> list[PrefillRequest]:
@@ -503,12 +484,8 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         after = not_done(after)
         reqs = ended.copy()
         ended.clear()
-        for req in reqs:
-            if after is not None:
-                self._deferred.append((after, req))
-            else:
-                req.popped = True
-                self._maybe_release(req, now_s)
+        self._deferred += [(after, req) for req in reqs]
+        self.settle_deferred(now_s)
         return reqs
 
     def _computes_no_more(self, req: PrefillRequest) -> None:

@@ -38,9 +38,8 @@ from prefixkv.errors import (
     VersionError,
     WeightsVersionError,
 )
-from prefixkv.memory.kv_layout import MAX_GROUPS, GroupName, KVLayout, PageGroup
+from prefixkv.memory.kv_layout import MAX_GROUPS, GroupName, KVLayout, PageGroup, RelayArea
 from prefixkv.memory.mesh import MAX_RANKS, Mesh
-from prefixkv.memory.staging_area import RelayArea
 from prefixkv.memory.state_layout import StateLayout, StateTensor
 from prefixkv.protocol.ids import PeerId, RoomKey
 

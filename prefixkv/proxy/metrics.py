@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from prefixkv.serving.failures import ApiError
-from prefixkv.serving.log import RequestRecord
+from prefixkv.serving.metrics import RequestMetrics
 
 
-class ProxyMetrics:
-    """`sides` are the servers by role."""
+class ProxyMetrics(RequestMetrics):
+    """`prefill` are the URLs of the prefill servers."""
 
-    def __init__(self, sides: Mapping[Any, Any]) -> None:
-        self._sides = sides
+    def __init__(self, routing: Callable[[], Mapping[str, int]], prefill: Collection[str]) -> None:
+        super().__init__("proxy", routing)
+        self._prefill = prefill
         # By request that decode has not answered yet: its prefill server ("" without one), and when
         # it was sent, time.time().
         self.waiting: dict[Any, tuple[str, float]] = {}
-        self.requests = Counter(
-            "prefixkv_proxy_requests", "Requests by how they ended; a stream counts with its first "
-            "piece, see prefixkv_proxy_cut.", ["outcome"], registry=None,
-        )  # fmt: skip
         self.retried = Counter(
             "prefixkv_proxy_retried", "Attempts that failed and were made again.", registry=None
         )
@@ -35,36 +30,9 @@ class ProxyMetrics:
         self.cut = Counter(
             "prefixkv_proxy_cut", "Streams that ended with an error event.", registry=None
         )
-        self.ttft = Histogram(
-            "prefixkv_proxy_ttft_seconds", "From a request to decode's first piece.", registry=None
-        )
-        counters = [self.requests, self.retried, self.recomputed, self.cut, self.ttft]
-        self.collectors: list[Any] = [*counters, self]
-        # All rows are there from the start, so that a rate sees the first request that fails.
-        for outcome in ("finished", "refused", "failed", "aborted"):
-            self.requests.labels(outcome)
-
-    @contextmanager
-    def counted(self, line: RequestRecord) -> Iterator[None]:
-        """Count how a request ends, and write it to its line."""
-        outcome = "aborted"
-        try:
-            yield
-            outcome = "finished"
-        except ApiError as error:
-            outcome = "refused" if error.status < 500 else "failed"
-            raise
-        finally:
-            self.requests.labels(outcome).inc()
-            line.fields["outcome"] = outcome
+        self.collectors += [self.retried, self.recomputed, self.cut]
 
     def collect(self) -> list[Metric]:
-        routing = GaugeMetricFamily(
-            "prefixkv_proxy_routing", "What the routers count.", labels=["role", "what"]
-        )
-        for role, side in self._sides.items():
-            for name, number in side.router.stats().items():
-                routing.add_metric([role, name], number)
         waiting = GaugeMetricFamily(
             "prefixkv_proxy_rooms_waiting", "Requests to which decode has said nothing yet, by the "
             "prefill server of their room; none: without a room.", labels=["prefill"],
@@ -75,8 +43,8 @@ class ProxyMetrics:
         )  # fmt: skip
         # Collected in a thread: copied first, since the event loop changes it.
         sent = [*self.waiting.values()]
-        for name in ("", *self._sides["prefill"].servers):
+        for name in ("", *self._prefill):
             times = [sent_s for prefill, sent_s in sent if prefill == name]
             waiting.add_metric([name], len(times))
             oldest.add_metric([name], min(times, default=0.0))
-        return [routing, waiting, oldest]
+        return [*super().collect(), waiting, oldest]

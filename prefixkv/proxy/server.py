@@ -4,6 +4,9 @@ prompt.
 
 A `BoundedAffinityRouter` matches the prompt's text in pages of `_PAGE_BYTES`, so a conversation
 stays where its KV is. It sees no cache events, only where this proxy has sent prompts.
+
+vLLM reports the cached tokens of a prompt if it was started with `--enable-prompt-tokens-details`.
+In an answer that is not streamed prefixkv's connector reports them too.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import io
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Final, Literal, NamedTuple
 
@@ -26,21 +29,20 @@ from starlette.routing import Route
 
 from prefixkv import Hints
 from prefixkv.errors import ConfigError
-from prefixkv.proxy.bodies import (
-    PARAMS,
-    parameters_of,
-    prompts_of,
-    refusal_of,
-    retold,
-    retold_events,
-    whole_events,
-)
-from prefixkv.proxy.config import ProxyConfig, ServerAt
 from prefixkv.proxy.metrics import ProxyMetrics
 from prefixkv.serving import interrupts
 from prefixkv.serving.client import make_client, pieces_of
-from prefixkv.serving.failures import ApiError, failed, refused
-from prefixkv.serving.http import Entrance, Stream, count_samples, read_body, run_until_disconnect
+from prefixkv.serving.config import ProxyConfig, ServerAt
+from prefixkv.serving.failures import ApiError, failed, is_inner, refused
+from prefixkv.serving.hints import SessionFields
+from prefixkv.serving.http import (
+    Entrance,
+    Stream,
+    count_samples,
+    decode_body,
+    read_body,
+    run_until_disconnect,
+)
 from prefixkv.serving.log import HEADER, Rate, RequestRecord, current_record
 from prefixkv.serving.router import BoundedAffinityRouter
 from prefixkv.serving.tracing import current
@@ -50,6 +52,12 @@ logger = logging.getLogger("prefixkv.proxy")
 
 Role = Literal["prefill", "decode"]
 
+BATCH: Final = 128
+"""Most prompts of one request."""
+
+PARAMS: Final = "kv_transfer_params"
+_PARAMETERS: Final = 1024
+_DATA: Final = b"data: "
 _PAGE_BYTES: Final = 1024
 _HELD_S: Final = 1800.0  # how long a prompt counts as cached where it was sent
 _ATTEMPTS: Final = 3  # with prefill; one more follows without
@@ -144,9 +152,8 @@ class _ServerSide:
         if not left:
             yield None
             return
-        with current().part("routing", {"prefixkv.role": self.role}) as step:
-            route = self.router.route(keys, time.monotonic(), among=well or left)
-            step.add({"prefixkv.server": route.worker, "prefixkv.pages": route.matched_pages})
+        route = self.router.route(keys, time.monotonic(), among=well or left)
+        current().add({f"prefixkv.{self.role}_matched_pages": route.matched_pages})
         try:
             yield self.servers[route.worker]
         finally:
@@ -169,7 +176,7 @@ class Proxy(Entrance):
         self.sides: dict[Role, _ServerSide] = {
             "prefill": _ServerSide("prefill", prefill), "decode": _ServerSide("decode", decode),
         }  # fmt: skip
-        self.metrics = ProxyMetrics(self.sides)
+        self.metrics = ProxyMetrics(self._routing, self.sides["prefill"].servers)
         self._lines: dict[str, Rate] = {}  # of the log, by server
         super().__init__("proxy", config.listen)
         serve = self._tracing.traced(self._serve)
@@ -195,6 +202,13 @@ class Proxy(Entrance):
         ok = not self.draining and "ok" in states["decode"].values()
         state = "draining" if self.draining else "ok" if ok else "no decode server"
         return ok, {"status": state, **states}
+
+    def _routing(self) -> dict[str, int]:
+        return {
+            f"{role}_{name}": number
+            for role, side in self.sides.items()
+            for name, number in side.router.stats().items()
+        }
 
     async def start(self) -> None:
         """The status port opens first, so that probes see a proxy that is about to start."""
@@ -269,8 +283,8 @@ class Proxy(Entrance):
            cache.
         3. One prompt and one answer: the request has a room itself.
         """
-        begun_s, line, cached = time.monotonic(), asked.line, None
-        with self.metrics.counted(line):
+        cached = None
+        with self.metrics.counted() as line:
             prompts = (
                 [asked.body[asked.field]] if asked.is_chat else prompts_of(asked.body["prompt"])
             )
@@ -281,10 +295,7 @@ class Proxy(Entrance):
             async with AsyncExitStack() as held:
                 run = _ProxiedRequest(self, asked, transfers=num == 1 and not is_alone)
                 answer = await run.answer(held)
-                ttft_s = time.monotonic() - begun_s
-                self.metrics.ttft.observe(ttft_s)
-                line.mark("first_token")
-                current().add({"gen_ai.response.time_to_first_chunk": ttft_s})
+                self.metrics.begun(line)
                 if asked.is_whole:
                     content, counted = retold(answer.first, cached)
                     line.fields |= counted
@@ -292,7 +303,7 @@ class Proxy(Entrance):
                 # `Stream` calls `end` when the client has read all of it or has left; until then
                 # what the run holds belongs to the stream.
                 return Stream(
-                    self._pieces(answer, cached, line), self._limits, answer.media_type,
+                    self._pieces(answer, cached, line), answer.media_type,
                     end=held.pop_all().aclose,
                 )  # fmt: skip
 
@@ -321,14 +332,9 @@ class Proxy(Entrance):
         """Yield a streamed answer, with `cached` in its usage if that is known. If the server is
         lost midway, the stream ends with an error event: its status has been sent already."""
 
-        async def pieces() -> AsyncGenerator[bytes, None]:
-            yield answer.first
-            async for piece in answer.rest:
-                yield piece
-
         try:
             # Only whole events go out, so that the error event is not read as part of a torn one.
-            async for events in whole_events(pieces()):
+            async for events in whole_events(answer.first, answer.rest):
                 piece, counted = retold_events(events, cached)
                 # Before it goes out: a client that leaves after it has its line with these counts.
                 line.fields |= counted
@@ -469,9 +475,7 @@ class _ProxiedRequest:
             async with AsyncExitStack() as stack:
                 # Its span ends with the connection. Prefill is cut once decode has its KV.
                 step = stack.enter_context(
-                    current().part(
-                        role, {"url.full": url}, is_call=True, may_be_cut=role == "prefill"
-                    )
+                    current().call(role, {"url.full": url}, may_be_cut=role == "prefill")
                 )
                 head = {"content-type": "application/json", HEADER: rid, **step.headers}
                 asked = client.post(url, data=content, headers=head, trace_request_ctx=is_sent)
@@ -510,6 +514,157 @@ async def _end(asking: asyncio.Task[ServerAnswer]) -> None:
     # It may have finished before the cancellation: then its answer may hold a connection.
     if not asking.cancelled() and asking.exception() is None:
         await asking.result().connection.aclose()
+
+
+# --- bodies: decoded only as far as needed -------------------------------------------------------
+
+
+class Steering(SessionFields, kw_only=True):
+    """The parameters that a proxy looks at itself."""
+
+    stream: bool | None = None
+    n: int | None = None
+    # For traces.
+    model: Any = None
+    max_tokens: Any = None
+    temperature: Any = None
+    top_p: Any = None
+    top_k: Any = None
+    seed: Any = None
+    # By which vLLM computes a prompt on decode: see `computes_alone`.
+    use_beam_search: Any = None
+    prompt_logprobs: Any = None
+    prompt_embeds: msgspec.Raw = msgspec.Raw(b"null")
+    echo: Any = None
+    logprobs: Any = None
+    top_logprobs: Any = 0
+
+    def computes_alone(self, is_chat: bool) -> bool:
+        """Return whether vLLM computes this prompt on decode, whatever its cache holds. Beams are
+        separate requests without our parameters, and log-probabilities of a prompt need all of it
+        computed; a chat with `echo` computes them unless `top_logprobs` is null."""
+        number = self.top_logprobs if is_chat else self.logprobs
+        return bool(
+            self.use_beam_search
+            or self.prompt_logprobs is not None
+            or (self.echo and number is not None)
+            or bytes(self.prompt_embeds) != b"null"
+        )
+
+
+def parameters_of(body: bytes) -> tuple[dict[str, Any], Steering]:
+    """Return all members as JSON, and those that steer the proxy. Raises ApiError 400."""
+    members = decode_body(body, dict[str, msgspec.Raw])
+    if len(members) > _PARAMETERS:
+        raise ApiError(400, f"there are {len(members)} parameters, {_PARAMETERS} at most are taken")
+    # Copies: the body itself, with the blanks in it, does not live as long as the answer.
+    return {name: raw.copy() for name, raw in members.items()}, decode_body(body, Steering)
+
+
+def prompts_of(prompt: msgspec.Raw) -> list[msgspec.Raw]:
+    """Return the prompts: one text or list of tokens, or several of either. Raises ApiError if
+    there are more than `BATCH`."""
+    text, prompts = bytes(prompt), [prompt]
+    first = text[1:65].lstrip()[:1] if text.startswith(b"[") else b""
+    # In lists of tokens each bracket is a prompt: counted first, since decoding them is the cost.
+    num = text.count(b"[") - 1 if first == b"[" else 1
+    if first in (b"[", b'"') and num <= BATCH:
+        prompts = decode_body(text, list[msgspec.Raw])
+        num = len(prompts)
+    if num > BATCH:
+        raise refused("prompt", f"has {num} prompts, {BATCH} at most are taken")
+    return prompts
+
+
+class _RefusedError(ApiError):
+    """What a server said of a request, in its own words."""
+
+    def __init__(self, status: int, answer: bytes) -> None:
+        super().__init__(status, "the request is refused")
+        self._answer = answer
+
+    def response(self) -> Response:
+        return Response(self._answer, self.status, media_type="application/json")
+
+
+def refusal_of(url: str, status: int, answer: bytes, asked: bytes) -> ApiError:
+    """Make the error of a server's own words, if they are about the request, and hold no address,
+    path or trace that the client did not send."""
+    detail = f"{url} said {status}: {answer[:1000]!r}"
+    # A wrong key or a broken server is trouble between proxy and server.
+    if status in (401, 403) or status >= 500:
+        why = "the servers that were asked have failed"
+        return failed(502 if status < 500 else status, why, detail, "worker_lost")
+    if words := _decoded(answer):
+        plain = msgspec.json.encode(words).decode()  # without escapes that hide anything
+        if not is_inner(plain, asked.decode("utf-8", "replace")):
+            return _RefusedError(status, answer)
+    return failed(status, "the request is refused", detail, "refused")
+
+
+def _decoded(answer: bytes) -> dict[str, Any]:
+    """Return an answer or event as a JSON object; empty if it is none."""
+    try:
+        return msgspec.json.decode(answer, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return {}
+
+
+def _object(parsed: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a member that is an object; empty if it is none: another server's words."""
+    found = parsed.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def retold(answer: bytes, cached: int | None) -> tuple[bytes, dict[str, int]]:
+    """Return an answer or event with the cached tokens in its usage, `cached` if given, and without
+    what the connector adds for the proxy alone; and the tokens that it counts, by their names in
+    the request log. An answer without usage is returned as it is."""
+    parsed = _decoded(answer)
+    usage, ours = _object(parsed, "usage"), _object(_object(parsed, PARAMS), "prefixkv")
+    if not usage:
+        return answer, {}
+    details = _object(usage, "prompt_tokens_details")
+    known = (cached, ours.get("cached_tokens"), details.get("cached_tokens"))
+    cached = next((one for one in known if type(one) is int), None)
+    # The room and addresses in them are not a client's; an error report is.
+    if PARAMS in parsed and "error" not in ours:
+        parsed[PARAMS] = None
+    counts = {"prompt_tokens": usage.get("prompt_tokens"),
+              "output_tokens": usage.get("completion_tokens", 0)}  # fmt: skip
+    if cached is not None:
+        usage["prompt_tokens_details"] = {**details, "cached_tokens": cached}
+        counts["decode_hit_tokens"] = cached
+    is_counted = all(type(count) is int for count in counts.values())
+    return msgspec.json.encode(parsed), counts if is_counted else {}
+
+
+def retold_events(events: bytes, cached: int | None) -> tuple[bytes, dict[str, int]]:
+    """Do as `retold` with whole events. The last count holds: with `continuous_usage_stats` each is
+    of the answer so far."""
+    lines, counts = events.split(b"\n"), dict[str, int]()
+    for number, line in enumerate(lines):
+        # Nearly all lines are passed on without decoding.
+        if line.startswith(_DATA) and b'"prompt_tokens' in line:
+            told, counted = retold(line[len(_DATA) :], cached)
+            lines[number] = _DATA + told
+            counts |= counted
+    return b"\n".join(lines), counts
+
+
+async def whole_events(piece: bytes, pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+    """Cut a stream, which begins with `piece`, into whole server-sent events. If an exception
+    breaks it off within an event, that rest is left out: an error event sent after it would be read
+    as part of it."""
+    rest = b""
+    while piece:
+        events, end, rest = (rest + piece).rpartition(b"\n\n")
+        if end:
+            yield events + end
+        piece = await anext(pieces, b"")
+    # A stream that ends in order may lack the last blank line.
+    if rest:
+        yield rest
 
 
 async def _unknown(request: Request) -> Response:

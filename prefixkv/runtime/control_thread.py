@@ -159,28 +159,30 @@ class ControlThread(Generic[Command]):
                 self._failed(error)
                 time.sleep(_RETRY_PAUSE_S)
         # 1. The agent: only once it is destroyed are our writes fenced.
-        try:
-            self.transports.close()
-        except Exception as error:
-            self._close_error = error  # not fenced
+        self._end(self.transports.close)
         # 2. What depends on that: the socket that proves us alive (kept if writes may still land),
         # the copies, and the farewell, which tells peers that pages are free. It must not come
         # before the fence.
+        self._end(partial(self._proofs.close, ended=self._close_error is None))
+        for part in self._parts:
+            self._end(part.close)
+        if self._close_error is None:
+            self._end(self._farewell)
+        self._log(self._peer_log.write, self.control.news.take(), time.monotonic())
+        # 3. The sockets last, with time for the farewell to leave.
+        self.channel.close(linger_s=_FAREWELL_S)
+
+    def _end(self, close: Callable[[], None]) -> None:
         try:
-            self._proofs.close(ended=self._close_error is None)
-            for part in self._parts:
-                part.close()
-            if self._close_error is None:
-                effects = self.control.on(AgentDestroyed(), time.monotonic())
-                self._carry_out(effects)
-                raised = [effect.error for effect in effects if isinstance(effect, Raised)]
-                self._close_error = next(iter(raised), None)
-            self._log(self._peer_log.write, self.control.news.take(), time.monotonic())
+            close()
         except Exception as error:
             self._close_error = self._close_error or error
-        # 3. The sockets last, with time for the farewell to leave.
-        finally:
-            self.channel.close(linger_s=_FAREWELL_S)
+
+    def _farewell(self) -> None:
+        effects = self.control.on(AgentDestroyed(), time.monotonic())
+        self._carry_out(effects)
+        if raised := [effect.error for effect in effects if isinstance(effect, Raised)]:
+            raise raised[0]
 
     def _step(self, now_s: float) -> None:
         frames = self.channel.poll(self.control.wake_s - now_s)

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 
 from prefixkv.config import DecodeConfig
 from prefixkv.decode.request import DecodeRequest, timeline
+from prefixkv.decode.rooms import Workers
 from prefixkv.decode.scheduler import DecodeParts, DecodeScheduler
-from prefixkv.decode.waiting import Workers
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool

@@ -36,7 +36,7 @@ from prefixkv.runtime.transfers import (
     secret_number,
 )
 from prefixkv.settings import check_kind
-from prefixkv.transport.nixl.ucx import loaded_libraries
+from prefixkv.transport.nixl.agent import loaded_libraries
 
 
 class DecodeTransfers(Transfers[DecodeCommand, DecodeEvent]):

@@ -91,7 +91,7 @@ def _dropped_frames(node: Node) -> dict[str, int]:
 def _decode_queues(node: DecodeNode) -> Samples:
     # Each figure is read once. They may be of different moments, so differences are kept from
     # falling below 0.
-    flights, complete = node.flights.all(), len(node.flights.complete)
+    flights, complete = list(node.flights), len(node.flights.complete)
     compute = node.sources.get("computed")
     sent, local = len(node.prefill.open), 0 if compute is None else len(compute.open)
     yield ("pages",), len(node.waiting)

@@ -41,7 +41,7 @@ from prefixkv.runtime.transfers import (
     Transfers,
     room_key,
 )
-from prefixkv.transport.nixl.ucx import loaded_libraries
+from prefixkv.transport.nixl.agent import loaded_libraries
 
 _RELAY_WINDOW = 4  # leases under way at once, per room and pair of ranks
 

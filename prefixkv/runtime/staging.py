@@ -7,12 +7,15 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import torch
+
 from prefixkv.config import TransportConfig
 from prefixkv.control.decode.control import DecodeControl
 from prefixkv.control.effects import RELAYS, AddPeer, CopyDone, Relay, RemovePeer
 from prefixkv.control.prefill.control import PrefillControl
-from prefixkv.memory.kv_layout import KVLayout
-from prefixkv.memory.kv_pool import RelayBuffer
+from prefixkv.errors import ConfigError
+from prefixkv.memory.kv_layout import BLOCK_BYTES, KVLayout, RelayArea
+from prefixkv.memory.kv_pool import make_zeros
 from prefixkv.memory.mesh import Shard
 from prefixkv.memory.stage_copy import StagingCopy, scatter_together, staging_copy
 from prefixkv.protocol.ids import PeerId
@@ -23,6 +26,43 @@ from prefixkv.staging.sender import Gather, SendLeaseAsk, StagingSender
 from prefixkv.transport.base import CHECKS
 
 CopySink = Callable[[CopyDone], None]
+
+
+class RelayBuffer:
+    """Zeros on the pool's device, from a multiple of BLOCK_BYTES on. The transport registers it,
+    the copies write it: a rank's slots on prefill, the area of leases on decode.
+
+    `area` describes it for peers. On prefill its lease_bytes are those of a slot.
+    """
+
+    def __init__(
+        self, num_bytes: int, lease_bytes: int, device: str = "cpu", shared: bool = False
+    ) -> None:
+        """Make the memory; `shared` as for `KVPool.create`. Raises ConfigError for sizes that no
+        RelayArea has, CapacityError for too little memory."""
+        # The sizes are checked before memory is taken; the address is not known yet.
+        RelayArea(BLOCK_BYTES, num_bytes, lease_bytes).validate()
+        (self._memory,) = make_zeros((num_bytes,), "uint8", device, shared)
+        self.area = RelayArea(self._memory.data_ptr(), num_bytes, lease_bytes)
+
+    @property
+    def device(self) -> str:
+        return str(self._memory.device)
+
+    def slice(self, offset: int, num_bytes: int) -> torch.Tensor:
+        """Return a view, uint8 [num_bytes]. Raises ConfigError if it is not inside."""
+        if offset < 0 or num_bytes < 0 or offset + num_bytes > self.area.num_bytes:
+            raise ConfigError(
+                f"bytes {offset} to {offset + num_bytes} of a staging area of {self.area.num_bytes}"
+            )
+        return self._memory[offset : offset + num_bytes]
+
+
+def make_buffer(layout: KVLayout, config: TransportConfig) -> RelayBuffer | None:
+    if not config.staging_bytes:
+        return None
+    shared = config.backend != "nixl" and layout.device == "cpu"
+    return RelayBuffer(config.staging_bytes, config.lease_bytes, layout.device, shared)
 
 
 def make_copies(
@@ -159,6 +199,7 @@ def _tell(control: DecodeControl, said: ToRoom, now_s: float) -> None:
 
 
 def install() -> None:
-    RELAYS[:] = [Relay(StagingSender, StagingReceiver, LeaseCut.into, StagingPlan.of, make_copies)]
+    parts = StagingSender, StagingReceiver, LeaseCut.into, StagingPlan.of, make_copies
+    RELAYS[:] = [Relay("staging_bytes", make_buffer, *parts)]
     PrefillControl.INSIDE |= {SendLeaseAsk: _ask}
     DecodeControl.INSIDE |= {Grant: _grant, ToRoom: _tell}

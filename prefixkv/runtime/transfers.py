@@ -18,12 +18,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
-from prefixkv.config import DecodeConfig, PrefillConfig, Way, check_version, is_loopback
-from prefixkv.control.effects import RELAYS
+from prefixkv.config import (
+    DecodeConfig,
+    PrefillConfig,
+    Way,
+    check_version,
+    is_loopback,
+    organs_of,
+)
+from prefixkv.control.effects import RELAYS, Relay
 from prefixkv.control.lives import LostPeers
 from prefixkv.errors import ClosedError, ConfigError, InternalError, RequestError, shown, travels
-from prefixkv.memory.kv_pool import KVPool, RelayBuffer
-from prefixkv.memory.staging_area import RelayArea
+from prefixkv.memory.kv_layout import RelayArea
+from prefixkv.memory.kv_pool import KVPool
 from prefixkv.protocol.commands import Fence, MoveWeights
 from prefixkv.protocol.events import RoomEvent
 from prefixkv.protocol.ids import PeerId, RoomKey
@@ -39,8 +46,8 @@ from prefixkv.runtime.control_thread import (
 from prefixkv.runtime.rank_spec import RankSpec
 from prefixkv.settings import check_timeout
 from prefixkv.threads import OneThread
-from prefixkv.transport.base import CHECKS, RankMemory, Sink
-from prefixkv.transport.nixl.ucx import check_interface
+from prefixkv.transport.base import CHECKS, Checks, RankMemory, Sink
+from prefixkv.transport.nixl.agent import check_interface
 from prefixkv.transport.transports import Transports, make_transports
 
 C = TypeVar("C")
@@ -84,7 +91,7 @@ class Transfers(OneThread, Generic[C, E]):
         pool: KVPool | RankSpec,
         config: DecodeConfig | PrefillConfig,
     ) -> None:
-        """Make the staging memory. Raises ConfigError or CapacityError."""
+        """Make the memory that a route needs. Raises ConfigError or CapacityError."""
         spec = pool if isinstance(pool, RankSpec) else RankSpec(pool)
         self._weights_version = config.model.weights_version  # of the rooms that are begun now
         self._name = f"{config.name}/{spec.rank}" if spec.rank else config.name
@@ -98,18 +105,11 @@ class Transfers(OneThread, Generic[C, E]):
             raise ConfigError(
                 f"checksums: are of memory of the CPU, the pool is on {layout.device}"
             )
-        if self._transport.checksums and not CHECKS:
-            raise ConfigError("checksums: this installation has no part for them")
-        self._buffer: RelayBuffer | None = None
-        if self._transport.staging_bytes:
-            if not RELAYS:
-                raise ConfigError("staging_bytes: this installation has no part for it")
-            self._buffer = RelayBuffer(
-                self._transport.staging_bytes,
-                self._transport.lease_bytes,
-                layout.device,
-                shared=self._transport.backend != "nixl" and layout.device == "cpu",
-            )
+        parts: list[Relay | Checks] = [*RELAYS, *CHECKS]
+        for setting, _ in organs_of(self._transport):
+            if not any(part.setting == setting for part in parts):
+                raise ConfigError(f"{setting}: this installation has no part for it")
+        self._buffer = RELAYS[0].memory(layout, self._transport) if RELAYS else None
         # Rooms whose numbers are in use, with what the side keeps of each.
         self._rooms: dict[RoomKey, Any] = {}
         # Events that are taken from the inbox and not given to the engine yet.
@@ -246,10 +246,10 @@ class Transfers(OneThread, Generic[C, E]):
         """Return the counters: control object, staging, sockets and thread. Any thread may ask."""
         control = self.thread.control
         # Copies made in one step: the control thread counts on.
-        staging = {} if control.relay is None else dict(control.relay.counters)
+        relayed = {} if control.relay is None else dict(control.relay.counters)
         return {
             **control.counters,
-            **{f"staging_{name}": number for name, number in staging.items()},
+            **{f"staging_{name}": number for name, number in relayed.items()},
             **self.thread.channel.counters,
             "control_errors": self.thread.num_errors,
             "log_errors": self.thread.num_log_errors,

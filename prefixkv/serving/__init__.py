@@ -6,7 +6,8 @@ run. The extra `serve`.
 - `wire`: what a front, a decode worker and a prefill worker say to each other.
 - `worker`: one process with one node; `fleet`: the workers as a front sees them; `front`: the
   OpenAI interface over a fleet; `launch`: all of it.
-- `log`: what is known of a request, and its lines and refusals by reason; `tracing`: its spans
+- `log`: what is known of a request, and its lines and refusals by reason; `metrics`: what is
+  counted of requests; `tracing`: their spans
   (the extra `otel`).
 - `cluster`: the workers as actors of a Ray cluster (the extra `ray`).
 """
@@ -16,17 +17,19 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Final
 
+from prefixkv.errors import ConfigError
+
 EXTRA: Final = ("aiohttp", "jinja2", "prometheus_client", "starlette", "uvicorn")
 
 
-def check_extra(*, with_model: bool = True) -> None:
-    """Raise ImportError, in one line, if a package of the extra `serve` is missing. `with_model`:
-    check the packages that a model needs too."""
+def check_packages(*, with_model: bool = True) -> None:
+    """Raise ConfigError, for a command's one line of error, if a package of the extra `serve` is
+    missing. `with_model`: check the packages that a model needs too."""
     from prefixkv.engines import hf
 
     needed = (*EXTRA, *hf.EXTRA) if with_model else EXTRA
     if missing := [name for name in needed if not is_there(name)]:
-        raise ImportError(f"serving needs {', '.join(missing)}: pip install 'prefixkv[serve]'")
+        raise ConfigError(f"serving needs {', '.join(missing)}: pip install 'prefixkv[serve]'")
 
 
 def is_there(name: str) -> bool:

@@ -14,8 +14,10 @@ import asyncio
 import contextlib
 import logging
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -60,16 +62,11 @@ class Life(msgspec.Struct, frozen=True):
 
 
 class WorkerActor:
-    """One `Worker` on the event loop of the actor's process. Ray restarts the process when it ends;
-    every start is another life.
-
-    Args:
-        config: the worker binds to the address of the actor's node.
-        environ: variables that the node's environment does not have.
-    """
+    """One `Worker` on the event loop of the actor's process, at the address of its node. Ray
+    restarts the process when it ends; every start is another life."""
 
     def __init__(self, config: WorkerConfig, environ: Mapping[str, str]) -> None:
-        # What the node has is kept: it may name the collector of its own machine.
+        # What the node's environment has is kept: it may name the collector of its own machine.
         for name, text in environ.items():
             os.environ.setdefault(name, text)
         interrupts.log_to_stderr()
@@ -100,17 +97,14 @@ class WorkerActor:
                 os._exit(1)
             raise
         interrupts.keep_what_is_loaded()
-        self._running = asyncio.create_task(self._run())
+        self._running = asyncio.create_task(self._worker.run())
         process = None if self._held is None else self._held.life
         return Life(self._worker.info, context.get_node_id(), process)
 
-    async def _run(self) -> None:
-        if not await self._worker.run():
-            os._exit(1)  # its engine has failed: Ray restarts the actor
-
     async def watch(self) -> None:
         """Return once the worker was drained and has ended."""
-        await asyncio.shield(self._running)
+        if not await asyncio.shield(self._running):
+            os._exit(1)  # its engine has failed: Ray restarts the actor
 
     async def drain(self) -> None:
         self._worker.drain()
@@ -135,12 +129,6 @@ async def ended_on_node(life: Life) -> bool:
     here = NodeAffinitySchedulingStrategy(life.node, soft=False)
     task = ray.remote(is_dead).options(num_cpus=0, max_retries=0, scheduling_strategy=here)
     return bool(await task.remote(life.process))
-
-
-async def _is_node_alive(node: str) -> bool:
-    """A node that Ray has given up never returns."""
-    nodes = await asyncio.to_thread(ray.nodes)
-    return any(one["NodeID"] == node and one["Alive"] for one in nodes)
 
 
 class Actor(Kept):
@@ -185,8 +173,7 @@ class Actor(Kept):
                 logger.warning("%s is lost: %s", self._name, str(error).strip().splitlines()[0])
             return False
         finally:
-            # No more requests first. Then the proof, except at our own end, where nothing is
-            # reused.
+            # No more requests first; then the proof, but at our own end, where nothing is reused.
             self._has_gone(life.info)
             if not self._ending:
                 self._proofs[life.key] = asyncio.create_task(self._prove(life))
@@ -194,7 +181,10 @@ class Actor(Kept):
     async def _prove(self, life: Life) -> None:
         """Ask the life's node until its end is proved or said by an operator, or the node is
         lost."""
-        while await _is_node_alive(life.node):
+        # A node that Ray has given up never returns.
+        while (life.node, True) in {
+            (node["NodeID"], node["Alive"]) for node in await asyncio.to_thread(ray.nodes)
+        }:
             if life.key in self._fleet.fenced:
                 return
             # No answer proves nothing: ask again, unless Ray has given the node up.
@@ -247,17 +237,12 @@ class RayLaunch(ServeLaunch):
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise ConfigError(f"there is no cluster at {config.ray}: {error}") from None
         self.signals.heed()  # again: `ray.init` has installed handlers of its own
-        bundle = {"CPU": float(config.ray_cpus), "GPU": config.ray_gpus}
-        bundles = [{name: num for name, num in bundle.items() if num}]
-        self._group = placement_group(
-            bundles * (config.prefill + config.decode), strategy=config.ray_placement
-        )
-        configs: list[Any] = [
-            load(KINDS[role], None, environ)
-            for role, environs in self.environs.items()
-            for environ in environs
-        ]
-        for index, config in enumerate(_with_keys(configs)):
+        roles = [(role, environ) for role, many in self.environs.items() for environ in many]
+        gpus = {"GPU": config.ray_gpus} if config.ray_gpus else {}
+        bundles = [{"CPU": float(config.ray_cpus), **gpus}] * len(roles)
+        self._group = placement_group(bundles, strategy=config.ray_placement)
+        configs = _with_keys([load(KINDS[role], None, environ) for role, environ in roles])
+        for index, ((role, _), config) in enumerate(zip(roles, configs, strict=True)):
             kind = ray.remote(WorkerActor).options(
                 name=config.node.name, num_cpus=self.config.ray_cpus,
                 num_gpus=self.config.ray_gpus, max_restarts=-1,
@@ -268,7 +253,6 @@ class RayLaunch(ServeLaunch):
             except ValueError as error:
                 why = f"{config.node.name} is in {namespace} already: {error}"
                 raise ConfigError(why) from None
-            role = "decode" if isinstance(config, DecodeWorkerConfig) else "prefill"
             self._workers.append(Actor(role, config.node.name, handle, fleet))
 
     async def _close(self) -> None:
@@ -284,19 +268,17 @@ async def _check_reachable(address: str) -> None:
     if not host or not port.isdecimal():
         return  # "auto": Ray knows where
     try:
-        async with asyncio.timeout(_REACH_S):
-            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-    except OSError as error:  # TimeoutError is one
-        why = str(error) or f"no answer within {_REACH_S:g} s"
-        raise ConfigError(f"there is no cluster at {address}: {why}") from None
-    writer.close()
+        connect = partial(socket.create_connection, (host.strip("[]"), int(port)), _REACH_S)
+        (await asyncio.to_thread(connect)).close()
+    except OSError as error:
+        raise ConfigError(f"there is no cluster at {address}: {error}") from None
 
 
 def _with_keys(configs: Sequence[Any]) -> list[Any]:
     """Give keys to those without keys in their settings. Decode workers are CURVE's clients:
     prefill accepts their public keys alone, each under its worker's name."""
-    names = [config.node.name for config in configs if isinstance(config, DecodeWorkerConfig)]
-    server, clients = _new_pair(), {name: _new_pair() for name in names}
+    decode = [config.node for config in configs if isinstance(config, DecodeWorkerConfig)]
+    server, clients = _new_pair(), {node.name: _new_pair() for node in decode}
     allowed = {public: name for name, (public, _) in clients.items()}
     made = []
     for config in configs:

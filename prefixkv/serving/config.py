@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from prefixkv import DecodeConfig, PrefillConfig
@@ -279,27 +279,61 @@ class ServeConfig(FrontSettings):
                 raise ConfigError(f"{one.name}: is of --ray, which is not set")
         self.host_size()
 
-    def host_size(self) -> tuple[str, float | int] | None:
-        """Return the setting of a decode worker that gives it serve's `host_memory`, and its value;
-        None where there is none. Raises ConfigError for what is no size.
+    def host_size(self) -> dict[str, float]:
+        """Return the setting of a decode worker that gives it serve's `host_memory`. Raises
+        ConfigError for what is no size.
 
         >>> ServeConfig(host_memory="8GiB").host_size(), ServeConfig(host_memory="4x").host_size()
-        (('host_memory_num_bytes', 8589934592), ('host_memory_times', 4.0))
+        ({'host_memory_num_bytes': 8589934592}, {'host_memory_times': 4.0})
         """
         if not self.host_memory:
-            return None
+            return {}
         number, unit = parse_size(self.host_memory) or (0.0, "")
         if not unit:
             raise ConfigError(
                 f"host_memory: {self.host_memory!r} is no size: 8GiB, or 4x (times the pool)"
             )
-        name, value = (
-            ("host_memory_times", number) if unit == "x" else ("host_memory_num_bytes", int(number))
-        )
         # The worker's settings take 0 for "not given".
-        if not value:
+        if not (number := number if unit == "x" else int(number)):
             raise ConfigError(f"host_memory: {self.host_memory!r} is none; leave it out")
-        return name, value
+        return {"host_memory_times" if unit == "x" else "host_memory_num_bytes": number}
+
+
+@dataclass(frozen=True, slots=True)
+class ProxyConfig:
+    """`prefixkv proxy`, but for its servers."""
+
+    servers_key: Annotated[
+        str, doc("Bearer token that the servers need; better set by PREFIXKV_SERVERS_KEY.")
+    ] = ""
+    answer_timeout_s: Annotated[
+        Seconds, doc("A server is lost after this silence, in seconds.")
+    ] = 600.0
+    listen: ListenSettings = _flat(lambda: ListenSettings(port=8000, status_port=8001))
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_key("servers_key", self.servers_key)
+
+
+class ServerAt(NamedTuple):
+    """A server of an engine that a proxy asks at `url`, which is its name here. `at` names it for
+    the other server: the address at which a prefill server's connector listens, or the name of a
+    decode server's connector."""
+
+    url: str
+    at: str
+
+    @classmethod
+    def of(cls, text: str, where: str = "") -> ServerAt:
+        """Parse "URL=AT". Raises ConfigError, which begins with `where`."""
+        url, _, at = text.partition("=")
+        if not is_server(url) or not at:
+            raise ConfigError(
+                f"{where}{text!r} is no server: http://HOST:PORT=ADDRESS for prefill, "
+                "http://HOST:PORT=NAME for decode"
+            )
+        return cls(url.rstrip("/"), at)
 
 
 def check_key(setting: str, key: str) -> None:

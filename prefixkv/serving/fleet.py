@@ -29,12 +29,11 @@ import msgspec
 from msgspec.structs import replace
 
 from prefixkv.errors import ConfigError, HandshakeError, ProtocolError
-from prefixkv.serving.client import make_client, pieces_of
+from prefixkv.serving.client import make_client, pieces_of, wait_set
 from prefixkv.serving.failures import ApiError, answer_ended, failed, is_inner, is_not_finite
 from prefixkv.serving.feed import batches_of
 from prefixkv.serving.log import current_record
 from prefixkv.serving.router import BoundedAffinityRouter, Route
-from prefixkv.serving.streams import wait_set
 from prefixkv.serving.tracing import current
 from prefixkv.serving.wire import (
     SILENCE_S,
@@ -88,9 +87,6 @@ class _Member:
         self.silent = False
         # Lives that are over and that it has to hear of.
         self.fences: asyncio.Queue[FenceRequest] = asyncio.Queue()
-        # Requests that wait for the worker's first output: `watch` ends these. Those that have
-        # begun are left: their own connection tells whether the worker lives.
-        self.waiting: set[asyncio.Timeout] = set()
         self._quiet_ticks = 0
 
     async def mark_alive(self, pieces: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
@@ -106,25 +102,14 @@ class _Member:
         """True if no request waits for the worker any more."""
         return self._quiet_ticks >= _GIVEN_UP_TICKS
 
-    async def watch(self, has_others: Callable[[], bool]) -> None:
-        """Mark the worker silent after `_QUIET_TICKS` without a sign of life. What waits for it is
-        ended once it can go elsewhere, or it is given up. `has_others`: another worker of its role
-        answers."""
+    async def watch(self) -> None:
+        """Mark the worker silent after `_QUIET_TICKS` without a sign of life."""
         while True:
             await asyncio.sleep(_TICK_S)
             self._quiet_ticks += 1
-            if self._quiet_ticks < _QUIET_TICKS:
-                continue
-            if not self.silent:
+            if self._quiet_ticks >= _QUIET_TICKS and not self.silent:
                 self.silent = True
                 logger.warning("%s is silent: requests go elsewhere, or wait", self.info.name)
-            # A worker that is alone and only stood still for a while has lost no request.
-            if not self.given_up and not has_others():
-                continue
-            # Rescheduling a time-out to now ends its wait with TimeoutError.
-            for patience in self.waiting:
-                if not patience.expired():
-                    patience.reschedule(asyncio.get_running_loop().time())
 
 
 class Fleet:
@@ -188,7 +173,7 @@ class Fleet:
             member.fences.put_nowait(life)
         member.tasks = (
             asyncio.create_task(self._apply_events(member)),
-            asyncio.create_task(member.watch(lambda: bool(self._answering(info.role)))),
+            asyncio.create_task(member.watch()),
             asyncio.create_task(self._report_fences(member)),
         )
 
@@ -307,16 +292,14 @@ class Fleet:
     def silent(self) -> list[str]:
         return [name for name, member in self.members.items() if member.silent]
 
-    def _of_role(self, role: str) -> list[_Member]:
-        return [member for member in self.members.values() if member.info.role == role]
-
-    def _answering(self, role: str) -> list[_Member]:
-        return [member for member in self._of_role(role) if not member.silent]
-
     def _usable(self, role: str) -> list[_Member]:
         """Return the workers that are not silent; where all are, those that are not given up."""
-        waited_for = [member for member in self._of_role(role) if not member.given_up]
-        return self._answering(role) or waited_for
+        here = [member for member in self.members.values() if member.info.role == role]
+        waited_for = [member for member in here if not member.given_up]
+        return [member for member in here if not member.silent] or waited_for
+
+    def _answering(self, role: str) -> list[_Member]:
+        return [member for member in self._usable(role) if not member.silent]
 
     @property
     def context(self) -> int:
@@ -337,23 +320,22 @@ class Fleet:
         An attempt that fails before its first output is repeated on other workers. The line of the
         request log names those of the last one.
 
-        Raises: ApiError 400 if a worker refuses the request; 500 if what was computed first is not
-        finite; 503 if none accepts it or its worker is lost.
+        Raises: ApiError 400 if a worker refuses the request; 500 if what was computed is not
+        finite; 503 if none accepts it, or its worker is lost or has ended it.
         """
         lost, line = set[str](), current_record()
+        output: TokenEvent | None
         for attempt in range(_ATTEMPTS):
             try:
                 async with asyncio.timeout(ask.deadline_s):
                     await self.wait_for_workers()
             except TimeoutError:
                 raise self._not_ready(self._missing(self._usable)) from None
-            with current().part("routing", {"prefixkv.attempt": attempt}) as step:
-                chosen = self._choose(ask, lost)
-                facts: dict[str, Any] = {}
-                for member, route in chosen:
-                    facts[f"prefixkv.{member.info.role}"] = route.worker
-                    facts[f"prefixkv.{member.info.role}_matched_pages"] = route.matched_pages
-                step.add(facts)
+            chosen = self._choose(ask, lost)
+            facts: dict[str, Any] = {"prefixkv.attempt": attempt}
+            for member, route in chosen:
+                facts[f"prefixkv.{member.info.role}"] = route.worker
+                facts[f"prefixkv.{member.info.role}_matched_pages"] = route.matched_pages
             members = [member for member, _ in chosen]
             decode, *prefills = (member.info for member in members)
             # A rid per attempt: an earlier one may still be ending on the same worker.
@@ -367,24 +349,23 @@ class Fleet:
                     "decode": decode.name, "prefill": prefills[0].name if prefills else "",
                     "attempts": line.fields.get("attempts", 0) + 1,
                 }  # fmt: skip
-                facts["prefixkv.attempt"] = attempt
-                with current().part("generate", facts, is_call=True) as step:
-                    tokens = self._stream(decode, sent, step.headers)
+                with current().call("generate", facts) as step:
+                    tokens = outputs_of(self._client, decode, sent, step.headers)
                     async with contextlib.aclosing(tokens) as stream:
-                        output = await _first(stream, members)
-                        if output.finish == "error":
-                            # No worker is at fault by its place: the same may come of another try.
-                            if is_not_finite(output.error):
-                                raise answer_ended(output.error)
-                            raise WorkerLostError(f"{decode.name} failed", output.error)
+                        first = await self._first(stream, members)
+                        # What is not finite is no worker's fault by its place: the same may come of
+                        # another try.
+                        if first.finish == "error" and not is_not_finite(first.error):
+                            raise WorkerLostError(f"{decode.name} failed", first.error)
                         # From here on a repeat would send tokens twice: a failure now goes to the
                         # client.
-                        begun = True
-                        yield output
-                        async for output in stream:
-                            if output.error:
+                        begun, output = True, first
+                        while output is not None:
+                            if output.finish in ("error", "abort"):
                                 step.fail(output.error)
+                                raise answer_ended(output.error)
                             yield output
+                            output = await anext(stream, None)
                 return
             except WorkerLostError as error:
                 if begun or attempt == _ATTEMPTS - 1:
@@ -396,6 +377,31 @@ class Fleet:
             finally:
                 for member, route in chosen:
                     self.routers[member.info.role].ended(route, time.monotonic())
+
+    async def _first(
+        self, stream: AsyncGenerator[TokenEvent, None], members: Sequence[_Member]
+    ) -> TokenEvent:
+        """Return the first output of an attempt. Raises WorkerLostError if a worker is silent and
+        another one can answer, or it is given up. What has begun is left: its own connection tells
+        whether the worker lives."""
+        # A decode worker that answers alone need not hear of its prefill worker's silence.
+        awaited = members[:1] if members[0].info.alone else members
+        first = asyncio.ensure_future(anext(stream))
+        try:
+            # No time limit of its own: the prompt may take long. A worker that is alone, and only
+            # stood still for a while, has lost no request.
+            while not (await asyncio.wait((first,), timeout=_TICK_S))[0]:
+                silent = [
+                    member.info.name for member in awaited
+                    if member.silent and (member.given_up or self._answering(member.info.role))
+                ]  # fmt: skip
+                if silent:
+                    raise WorkerLostError(f"{' and '.join(silent)} did not answer")
+            return first.result()
+        finally:
+            first.cancel()
+            # Nothing reads the stream when it is closed.
+            await asyncio.gather(first, return_exceptions=True)
 
     def _choose(self, ask: Ask, lost: Collection[str]) -> list[tuple[_Member, Route]]:
         """Choose a decode and a prefill worker, counted in their routers; only a decode worker,
@@ -417,32 +423,6 @@ class Fleet:
             route = router.route(keys, time.monotonic(), namespace=namespace, among=names)
             chosen.append((self.members[route.worker], route))
         return chosen
-
-    async def _stream(
-        self, decode: WorkerInfo, ask: Ask, headers: Mapping[str, str]
-    ) -> AsyncGenerator[TokenEvent, None]:
-        """Yield the outputs of one attempt; `headers` carry its trace. Raises WorkerLostError, or
-        ApiError if the worker refuses the request."""
-        url, body, left = f"{decode.url}/generate", msgspec.json.encode(ask), ask.num_samples
-        try:
-            async with self._client.post(url, data=io.BytesIO(body), headers=headers) as answer:
-                if answer.status != 200:
-                    refusal = await answer.read()
-                    raise _refusal_error(decode.name, answer.status, refusal)
-                rest = b""
-                async for piece in pieces_of(self._client, answer):
-                    *lines, rest = (rest + piece).split(b"\n")
-                    for line in lines:
-                        if line:
-                            output = _output_decoder.decode(line)
-                            left -= output.finish is not None
-                            yield output
-        except aiohttp.ClientError as error:
-            why = f"{decode.name} was lost"
-            raise WorkerLostError(why, f"{type(error).__name__} {error}") from None
-        # A stream that closes in order, but with samples that have not ended, is a lost worker too.
-        if left:
-            raise WorkerLostError(f"{decode.name} ended before its answer did")
 
     async def announce(self, announcement: Announcement) -> None:
         """Tell each decode worker that answers: any of them may have had the session's last turn.
@@ -466,26 +446,31 @@ class Fleet:
         await self._client.close()
 
 
-async def _first(
-    stream: AsyncGenerator[TokenEvent, None], members: Sequence[_Member]
-) -> TokenEvent:
-    """Return the first output of an attempt. Raises WorkerLostError if a worker falls silent and
-    another one can answer."""
-    # A decode worker that answers alone need not hear of its prefill worker's silence.
-    awaited = members[:1] if members[0].info.alone else members
+async def outputs_of(
+    client: aiohttp.ClientSession, decode: WorkerInfo, ask: Ask, headers: Mapping[str, str]
+) -> AsyncGenerator[TokenEvent, None]:
+    """Yield the outputs of a request to a worker; `headers` carry its trace. Raises
+    WorkerLostError, or ApiError if the worker refuses the request."""
+    url, body, left = f"{decode.url}/generate", msgspec.json.encode(ask), ask.num_samples
     try:
-        # No time limit of its own: the prompt may take long. Only silence ends the wait.
-        async with asyncio.timeout(None) as patience:
-            for member in awaited:
-                member.waiting.add(patience)
-            try:
-                return await anext(stream)
-            finally:
-                for member in awaited:
-                    member.waiting.discard(patience)
-    except TimeoutError:
-        silent = [member.info.name for member in awaited if member.silent]
-        raise WorkerLostError(f"{' and '.join(silent)} did not answer") from None
+        async with client.post(url, data=io.BytesIO(body), headers=headers) as answer:
+            if answer.status != 200:
+                refusal = await answer.read()
+                raise _refusal_error(decode.name, answer.status, refusal)
+            rest = b""
+            async for piece in pieces_of(client, answer):
+                *lines, rest = (rest + piece).split(b"\n")
+                for line in lines:
+                    if line:
+                        output = _output_decoder.decode(line)
+                        left -= output.finish is not None
+                        yield output
+    except aiohttp.ClientError as error:
+        why = f"{decode.name} was lost"
+        raise WorkerLostError(why, f"{type(error).__name__} {error}") from None
+    # A stream that closes in order, but with samples that have not ended, is a lost worker too.
+    if left:
+        raise WorkerLostError(f"{decode.name} ended before its answer did")
 
 
 def _refusal_error(worker: str, status: int, body: bytes) -> Exception:

@@ -18,16 +18,15 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 import msgspec
-from prometheus_client import Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client import Counter
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from prefixkv import PrefixKVError
 from prefixkv.engines.hf.generation import OPENAI, SamplingDefaults
+from prefixkv.serving.client import numbered
 from prefixkv.serving.config import ListenSettings
-from prefixkv.serving.failures import answer_ended, refused
+from prefixkv.serving.failures import refused
 from prefixkv.serving.fleet import Fleet
 from prefixkv.serving.hints import AnnouncedTurn
 from prefixkv.serving.http import (
@@ -40,8 +39,9 @@ from prefixkv.serving.http import (
     run_until_disconnect,
 )
 from prefixkv.serving.log import current_record
-from prefixkv.serving.logprobs import AnswerLogprobs, TokenTexts
+from prefixkv.serving.metrics import RequestMetrics
 from prefixkv.serving.openai import (
+    AnswerLogprobs,
     Answers,
     ChatRequest,
     CompletionRequest,
@@ -52,8 +52,7 @@ from prefixkv.serving.openai import (
     too_long,
     unknown_model,
 )
-from prefixkv.serving.streams import numbered
-from prefixkv.serving.text import TextError, Texts
+from prefixkv.serving.text import TextError, Texts, TokenTexts
 from prefixkv.serving.tracing import current
 from prefixkv.serving.wire import (
     Announcement,
@@ -254,31 +253,29 @@ class Front(Entrance):
             raise ApiError(503, "the server is ending", "server_error", "not_ready")
         # What follows is of the workers that are there now.
         await self.fleet.wait_for_workers()
-        if not all(token < self.fleet.vocab_size for token in asked.stop_token_ids):
-            num = self.fleet.vocab_size
-            raise refused("stop_token_ids", f"has tokens that are not in [0, {num})")
+        # Checked here, since a worker would report it only after the request was placed.
+        num = self.fleet.vocab_size
+        given = [("stop_token_ids", asked.stop_token_ids), *((param, tokens) for tokens in prompts)]
+        for name, tokens in given:
+            if tokens and not 0 <= min(tokens) <= max(tokens) < num:
+                raise refused(name, f"has tokens that are not in [0, {num})")
         sampling, hints = asked.sampling(**self._defaults._asdict()), asked.hints(request)
         # The salt is the client's secret: workers and their caches see only a digest of it.
         salt = salt_digest(asked.cache_salt) if asked.cache_salt else ""
         # Workers separate the parts of their own ids by "/".
         rid = self._new_rid(current_record().id.replace("/", "%2F"))
-        # Checked here, since a worker would report it only after the request was placed.
-        num = self.fleet.vocab_size
-        if not all(0 <= min(tokens) <= max(tokens) < num for tokens in prompts if tokens):
-            raise refused(param, f"has tokens that are not in [0, {num})")
-        asks: list[Ask] = []
         count_samples(request, len(prompts) * asked.n)
         # All are checked before the first is asked: one that is refused refuses the call.
-        for number, tokens in enumerate(prompts):
-            most = self._most_tokens(len(tokens), asked, param)
-            drawn = {name: getattr(sampling, name) for name in SamplingDefaults._fields}
-            about = {"max_tokens": most, "n": asked.n, "stream": asked.stream, **drawn}
-            about |= {"model": self.name, "seed": sampling.seed}
-            current().describe_request(request.url.path, about, self.name)
-            # All prompts have one id in the request log; workers need one for each.
-            part = part_rid(rid, number) if len(prompts) > 1 else rid
-            ask = Ask(part, tokens, "", sampling, most, asked.n, salt, hints=hints)
-            asks.append(ask)
+        mosts = [self._most_tokens(len(tokens), asked, param) for tokens in prompts]
+        drawn = {name: getattr(sampling, name) for name in (*SamplingDefaults._fields, "seed")}
+        about = {"model": self.name, "max_tokens": mosts[-1], "n": asked.n, "stream": asked.stream}
+        current().describe_request(request.url.path, about | drawn, self.name)
+        # All prompts have one id in the request log; workers need one for each.
+        parts = [part_rid(rid, number) for number in range(len(prompts))] if prompts[1:] else [rid]
+        asks = [
+            Ask(part, tokens, "", sampling, most, asked.n, salt, hints=hints)
+            for part, tokens, most in zip(parts, prompts, mosts, strict=True)
+        ]
         current_record().fields |= {
             "id": rid, "stream": asked.stream, "prompts": len(asks), "samples": asked.n,
         }  # fmt: skip
@@ -286,8 +283,47 @@ class Front(Entrance):
         if sampling.logprobs is not None:
             logprobs = AnswerLogprobs(self._token_texts, isinstance(asked, ChatRequest))
         usage = Usage(sum(map(len, prompts)))
-        run = _FrontRequest(self, asks, usage, Answers(rid, asked, usage, logprobs))
-        return await (run.stream() if asked.stream else run.whole())
+        answers, outputs = Answers(rid, asked, usage, logprobs), self._outputs(asks, usage)
+        if not asked.stream:
+            async with contextlib.aclosing(outputs):
+                return json_response(answers.whole([output async for output in outputs]))
+        try:
+            # The status line is sent with the first piece, so wait until the first output is known:
+            # a failure before it has its own status.
+            first = await anext(outputs)
+        # Closing the generator aborts the request on its worker.
+        except BaseException:
+            await outputs.aclose()
+            raise
+        events = _events(first, outputs, answers)
+        return Stream(events, "text/event-stream", end=outputs.aclose)
+
+    async def _outputs(self, asks: list[Ask], usage: Usage) -> AsyncGenerator[TokenEvent, None]:
+        """Have the fleet answer, an `Ask` per prompt, and count tokens, hits and outcome. Answer
+        number `i * n + sample` is of prompt `i`, as OpenAI counts. Raises ApiError."""
+        metrics, trace, finishes = self.metrics, current(), list[str]()
+        with metrics.counted() as line:
+            try:
+                stream = numbered([*map(self.fleet.generate, asks)])
+                async with contextlib.aclosing(stream):
+                    async for number, output in stream:
+                        if output.token is not None:
+                            if not usage.output_tokens:
+                                metrics.begun(line)
+                            usage.output_tokens += 1
+                            # All samples share one prompt, so its parts count once.
+                            if output.sample == output.position == 0:
+                                usage.add_prompt(len(asks[number].tokens), output)
+                        if output.finish is not None:
+                            finishes.append(output.finish)
+                        if number:
+                            sample = number * asks[0].num_samples + output.sample
+                            output = msgspec.structs.replace(output, sample=sample)
+                        yield output
+            finally:
+                metrics.count(usage)
+                line.fields |= msgspec.structs.asdict(usage)
+                trace.add({"gen_ai.response.finish_reasons": tuple(finishes)})
 
     def _most_tokens(
         self, num_prompt: int, asked: ChatRequest | CompletionRequest, param: str
@@ -303,91 +339,21 @@ class Front(Entrance):
         return most if most is not None else min(room, max(least, self._answer_tokens or room))
 
 
-class _FrontRequest:
-    """One request that is being answered. It has one `Ask` per prompt. Answer number `i * n +
-    sample` is of prompt `i`, as OpenAI counts."""
-
-    def __init__(self, front: Front, asks: list[Ask], usage: Usage, answers: Answers) -> None:
-        self._limits, self._metrics = front._limits, front.metrics
-        self._line, self._asks, self._usage, self._answers = current_record(), asks, usage, answers
-        self._begun_s = time.monotonic()
-        self._outputs = self._measured(numbered([*map(front.fleet.generate, asks)]))
-
-    async def whole(self) -> Response:
-        async with contextlib.aclosing(self._outputs):
-            outputs = [output async for output in self._outputs]
-        return json_response(self._answers.whole(outputs))
-
-    async def stream(self) -> Response:
-        """Begin once the first output has arrived: a failure before it has its own status."""
-        try:
-            # The status line is sent with the first piece, so wait until the first output is known.
-            first = await anext(self._outputs)
-        # Closing the generator aborts the request on its worker.
-        except BaseException:
-            await self._outputs.aclose()
-            raise
-        return Stream(
-            self._events(first), self._limits, "text/event-stream", end=self._outputs.aclose
-        )
-
-    async def _events(self, first: TokenEvent) -> AsyncGenerator[bytes, None]:
-        """A failure midway ends the events by an error event, without the last ones."""
-        async with contextlib.aclosing(self._outputs):
-            try:
-                if piece := self._answers.piece(first):
-                    yield piece
-                async for output in self._outputs:
-                    if piece := self._answers.piece(output):
-                        yield piece
-            # The status 200 has been sent, so the error travels as an event.
-            except ApiError as error:
-                yield event(error.body())
-                return
-        yield self._answers.end()
-
-    async def _measured(
-        self, stream: AsyncGenerator[tuple[int, TokenEvent], None]
-    ) -> AsyncGenerator[TokenEvent, None]:
-        """Number samples over all prompts, and count tokens, hits and outcome. Raises ApiError for
-        an answer that its worker has ended."""
-        metrics, usage, outcome = self._metrics, self._usage, "aborted"
-        trace, ttft_s, finishes = current(), None, list[str]()
-        try:
-            async with contextlib.aclosing(stream):
-                async for number, output in stream:
-                    if output.token is not None:
-                        if ttft_s is None:
-                            ttft_s = time.monotonic() - self._begun_s
-                            metrics.ttft.observe(ttft_s)
-                            self._line.mark("first_token")
-                        usage.output_tokens += 1
-                        # All samples share one prompt, so its parts count once.
-                        if output.sample == output.position == 0:
-                            usage.add_prompt(len(self._asks[number].tokens), output)
-                    if output.finish is not None:
-                        finishes.append(output.finish)
-                    if output.finish in ("error", "abort"):
-                        trace.fail(output.error)
-                        raise answer_ended(output.error)
-                    if number:
-                        sample = number * self._asks[0].num_samples + output.sample
-                        output = msgspec.structs.replace(output, sample=sample)
-                    yield output
-            # Reached only at the end of the stream: a client that leaves raises at `yield`, and the
-            # outcome stays "aborted".
-            outcome = "finished"
-        except (ApiError, PrefixKVError) as error:
-            outcome = "failed"
-            # A refusal is the client's mistake; its status says so.
-            if not isinstance(error, ApiError) or error.status >= 500:
-                trace.fail(str(error), type(error).__name__)
-            raise
-        finally:
-            metrics.requests.labels(outcome).inc()
-            metrics.count(usage)
-            self._line.fields |= {"outcome": outcome, **msgspec.structs.asdict(usage)}
-            trace.describe_answer(usage.body(), finishes, ttft_s)
+async def _events(
+    first: TokenEvent, outputs: AsyncGenerator[TokenEvent, None], answers: Answers
+) -> AsyncGenerator[bytes, None]:
+    """A failure midway ends the events by an error event, without the last ones."""
+    try:
+        if piece := answers.piece(first):
+            yield piece
+        async for output in outputs:
+            if piece := answers.piece(output):
+                yield piece
+    # The status 200 has been sent, so the error travels as an event.
+    except ApiError as error:
+        yield event(error.body())
+    else:
+        yield answers.end()
 
 
 async def show_page(request: Request) -> Response:
@@ -400,37 +366,20 @@ async def _tokens(encode: Callable[[], list[int]], size: int) -> list[int]:
     return encode() if size <= _SHORT else await asyncio.to_thread(encode)
 
 
-class _FrontMetrics:
+class _FrontMetrics(RequestMetrics):
     def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
-        self.requests = Counter(
-            "prefixkv_front_requests", "Requests by how they ended.", ["outcome"], registry=None
-        )
-        self.ttft = Histogram(
-            "prefixkv_front_ttft_seconds", "From a request to its first token.", registry=None
-        )
+        super().__init__("front", fleet.stats)
         self._tokens = Counter(
             "prefixkv_front_tokens",
             "Tokens: of prompts, those of them that were hit on decode (of these, in its host "
             "memory) and on prefill, those that decode computed, of answers.",
             ["kind"], registry=None,
         )  # fmt: skip
-        # All rows are there from the start, so that a rate sees the first request that fails.
-        for outcome in ("finished", "failed", "aborted"):
-            self.requests.labels(outcome)
         self.count(Usage(0))
-        self.collectors = [self.requests, self.ttft, self._tokens, self]
+        self.collectors.append(self._tokens)
 
     def count(self, usage: Usage) -> None:
         counts = msgspec.structs.asdict(usage)
         for kind in ("prompt", "decode_hit", "prefill_hit", "decode_host", "decode_computed"):
             self._tokens.labels(kind).inc(counts[f"{kind}_tokens"])
         self._tokens.labels("answer").inc(usage.output_tokens)
-
-    def collect(self) -> list[Metric]:
-        family = GaugeMetricFamily(
-            "prefixkv_front_routing", "What the routers count, by worker's kind.", labels=["what"]
-        )
-        for name, number in self._fleet.stats().items():
-            family.add_metric([name], number)
-        return [family]

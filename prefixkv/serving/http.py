@@ -49,6 +49,7 @@ logger = logging.getLogger("prefixkv.http")
 _HEAD_BYTES: Final = 64 << 10
 _OPEN_FILES: Final = 65_536
 _FULL_PAUSE_S: Final = 0.1  # before another look whether there are fewer connections
+_CUT_S: Final = 5.0  # for what a cancelled answer still does
 _END_PAUSE_S: Final = 0.01  # before another look whether all answers have ended
 _TAKE: Final = "prefixkv.take"
 _HOST: Final = re.compile(r"(\[[^\]]*\]|[^:\[\]]*)(?::\d*)?")
@@ -131,7 +132,7 @@ class App:
         except BaseException as error:
             # 1. It is given up, or its answer has begun: uvicorn ends the connection, and logs why.
             if record.status or not isinstance(error, Exception):
-                current().fail_by(error)
+                current().fail(error)
                 raise
             # 2. It has no answer yet.
             await _answer_of(error)(scope, receive, send_recorded)
@@ -175,7 +176,7 @@ def _answer_of(error: Exception) -> Response:
         response = ApiError(error.status_code, why).response()
         response.headers.update(error.headers or {})
         return response
-    current().fail_by(error)
+    current().fail(error)
     logger.error("request %s failed", record.id, exc_info=error)
     return ApiError(500, "the server failed; its log says why", "server_error").response()
 
@@ -237,40 +238,32 @@ def not_decoded(error: Exception, name: str = "") -> ApiError:
 
 
 class Stream(Response):
-    """An answer sent piece by piece, each in the time of `limits`. If the client leaves or stops
-    reading, the generator is cancelled at its `yield` or `await`. `end` is called once at the end,
-    also if the client left before the generator had begun: its `finally` does not run then."""
+    """An answer sent piece by piece. If the client leaves or stops reading, the generator is
+    cancelled at its `yield` or `await`. `end` is called once at the end, also if the client left
+    before the generator had begun: its `finally` does not run then."""
 
     def __init__(
-        self, pieces: AsyncGenerator[bytes, None], limits: Limits, media_type: str,
+        self, pieces: AsyncGenerator[bytes, None], media_type: str,
         end: Callable[[], Awaitable[object]] | None = None,
     ) -> None:  # fmt: skip
         self.status_code, self.background, self.media_type = 200, None, media_type
-        self._pieces, self._limits, self._end = pieces, limits, end
+        self._pieces, self._end = pieces, end
         # Neither caches nor a buffering proxy (nginx) may hold pieces back.
         self.init_headers({"cache-control": "no-store", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await _first_of(asyncio.create_task(self._send(scope, send)), receive)
+            await _first_of(asyncio.create_task(self._send(send)), receive)
         finally:
             if self._end is not None:
                 await self._end()
 
-    async def _send(self, scope: Scope, send: Send) -> None:
+    async def _send(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         async with contextlib.aclosing(self._pieces):
             await send(start)
             async for piece in self._pieces:
-                # Per piece: a client that reads slowly but steadily is served, one that stops is
-                # cut.
-                try:
-                    async with asyncio.timeout(self._limits.write_timeout_s):
-                        await send({"type": "http.response.body", "body": piece, "more_body": True})
-                except TimeoutError:
-                    # Closed by uvicorn, it would last until all that was sent is read.
-                    scope["state"]["abort"]()
-                    return
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -323,6 +316,9 @@ class HttpServer:
         # For its connections. asyncio does this only for sockets that were made by naming TCP;
         # without it each answer's second piece waits 40 ms for the client's receipt.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # By the kernel, also behind the answer: one that was closed lasts until all of it is read.
+        unread_ms = min(int(limits.write_timeout_s * 1000), 2**31 - 1)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unread_ms)
         self._socket.setblocking(False)
         self.host, self.port = host, int(self._socket.getsockname()[1])
         config = Config(
@@ -382,13 +378,14 @@ class HttpServer:
         connections, tasks = self.state.connections, self.state.tasks
         for connection in list(connections):
             connection.shutdown()  # after its answer, if there is one in progress
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(grace_s):
-                while connections or tasks:
-                    await asyncio.sleep(_END_PAUSE_S)
-        self.cut()
-        while connections or tasks:
-            await asyncio.sleep(_END_PAUSE_S)
+        for patience_s in (grace_s, _CUT_S):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(patience_s):
+                    while connections or tasks:
+                        await asyncio.sleep(_END_PAUSE_S)
+            self.cut()
+        if tasks:
+            logger.warning("%s stops with %d answers that do not end", self.url, len(tasks))
 
     def cut(self) -> None:
         for connection in list(self.state.connections):
@@ -412,7 +409,6 @@ class _Protocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.app_state["abort"] = transport.abort
         self._wait()
 
     def data_received(self, data: bytes) -> None:
@@ -489,18 +485,16 @@ class Entrance:
         collectors: Sequence[Any] = (), status_routes: Sequence[BaseRoute] = (), node: Any = None,
     ) -> None:  # fmt: skip
         """`node`: of a worker, which writes the lines of the requests that it answers."""
-        listen, kind, who, most = self._listen, self._kind, self._kind, 0
-        if node is None:
-            most = self._limits.max_requests_per_client
-        else:
-            kind, who = "worker", node.peer_id.name
-        outcomes = Outcomes(kind, {"node": who, "side": self._kind}, self._file)
-        registry = CollectorRegistry(auto_describe=False)
-        # Imported only here: a front and a proxy have no node, and need not load its runtime.
+        listen, kind, who = self._listen, self._kind, self._kind
+        most = listen.limits.max_requests_per_client
         if node is not None:
+            # Imported only here: a front and a proxy have no node, and need not load its runtime.
             from prefixkv.spi import NodeCollector
 
+            kind, who, most = "worker", node.peer_id.name, 0
             collectors = NodeCollector(node), *collectors
+        outcomes = Outcomes(kind, {"node": who, "side": self._kind}, self._file)
+        registry = CollectorRegistry(auto_describe=False)
         for collector in (*collectors, *outcomes.collectors):
             registry.register(collector)
 
@@ -544,4 +538,3 @@ class Entrance:
 
     async def _close(self) -> None:
         """Close what answers come through, once none is sent any more."""
-        raise NotImplementedError

@@ -7,21 +7,28 @@ others are those of other engines. `null` is as good as nothing.
 
 from __future__ import annotations
 
+import codecs
 import logging
 import time
-from collections import defaultdict
-from collections.abc import Iterable
-from functools import cache
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from functools import cache, partial
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from prefixkv.engines.hf.requests import MAX_LOGPROBS, AnswerToken, Name, Sampling
+from prefixkv.engines.hf.requests import (
+    MAX_LOGPROBS,
+    AnswerToken,
+    Name,
+    Sampling,
+    TokenLogprob,
+)
 from prefixkv.serving.failures import refused
 from prefixkv.serving.hints import SessionFields
 from prefixkv.serving.http import ApiError, decode_body, not_decoded
-from prefixkv.serving.logprobs import AnswerLogprobs, joined
+from prefixkv.serving.text import TokenTexts
 from prefixkv.serving.wire import TokenEvent
 
 logger = logging.getLogger("prefixkv.http")
@@ -438,3 +445,61 @@ def model(name: str, created: int, context: int, temperature: float = 1.0) -> di
         "id": name, "object": "model", "created": created, "owned_by": "prefixkv",
         "max_model_len": context, "default_temperature": temperature,
     }  # fmt: skip
+
+
+# --- log-probabilities ----------------------------------------------------------------------------
+
+
+class AnswerLogprobs:
+    """Log-probabilities of the model's own distribution, before temperature, top_k and top_p. Every
+    token that was sampled has its entry, the one that stops the answer included, although it is not
+    in the text. `chat`: in the form of chat completions, not of completions."""
+
+    def __init__(self, texts: TokenTexts, chat: bool) -> None:
+        self._texts, self._chat = texts, chat
+        # By sample: the characters of its text so far, and what reads them.
+        self._num_chars: Counter[int] = Counter()
+        self._decoders: defaultdict[int, Any] = defaultdict(
+            partial(codecs.getincrementaldecoder("utf-8"), "replace")
+        )
+
+    def show(self, output: TokenEvent) -> dict[str, Any] | None:
+        """Return those of the next output of a sample; None: it has none."""
+        one = output.logprob
+        if one is None:
+            return None
+        if self._chat:
+            top = [self._entry(*pair) for pair in one.top]
+            entry = {**self._entry(one.token, one.logprob), "top_logprobs": top}
+            return {"content": [entry], "refusal": None}
+        return self._legacy(one, output.sample)
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        data = self._texts.data(token)
+        return {"token": self._texts.text(token), "logprob": logprob, "bytes": list(data)}
+
+    def _legacy(self, one: TokenLogprob, sample: int) -> dict[str, list[Any]]:
+        """Return the form of completions, which is one list per quantity."""
+        text = self._texts.text
+        # The token itself too, as OpenAI has it; of two with one text the likelier counts.
+        likely: dict[str, float] = {}
+        for token, logprob in (*one.top, (one.token, one.logprob)):
+            likely.setdefault(text(token), logprob)
+        at = self._num_chars[sample]
+        if self._texts.is_shown(one.token):
+            data = self._texts.data(one.token)
+            self._num_chars[sample] += len(self._decoders[sample].decode(data))
+        return {
+            "tokens": [text(one.token)], "token_logprobs": [one.logprob],
+            "top_logprobs": [likely], "text_offset": [at],
+        }  # fmt: skip
+
+
+def joined(bodies: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Join those of neighbouring pieces of a sample."""
+    whole: dict[str, Any] = {name: None for body in bodies for name in body}
+    for name in whole:
+        lists = [body[name] for body in bodies if body.get(name) is not None]
+        if lists:
+            whole[name] = [one for part in lists for one in part]
+    return whole

@@ -70,7 +70,7 @@ def _of_serve(config: ServeConfig, role: str) -> dict[str, Any]:
         settings["compute_below"] = config.compute_below
     if config.carry_on:
         settings["failure_policy"] = "local"
-    return settings | dict([size] if (size := config.host_size()) else [])
+    return settings | config.host_size()
 
 
 def without_settings(environ: Mapping[str, str]) -> dict[str, str]:

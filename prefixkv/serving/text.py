@@ -1,4 +1,5 @@
-"""Text to tokens, by a model's tokenizer and its chat template, both as transformers has them."""
+"""Text to tokens, by a model's tokenizer and its chat template, both as transformers has them; and
+the texts of single tokens."""
 
 from __future__ import annotations
 
@@ -181,3 +182,65 @@ def load_texts(folder: str) -> Texts:
     loaded = load_auto_tokenizer(folder)
     template = PLAIN_TEMPLATE if loaded.chat_template is None else loaded.chat_template
     return Texts(loaded.backend_tokenizer, template, loaded.special_tokens_map)
+
+
+# --- tokens to text -------------------------------------------------------------------------------
+
+# The characters by which byte-level tokenizers name bytes: printable ones stand for themselves, the
+# others follow from 256 on (GPT-2's table).
+_PRINTABLE: Final = (*range(33, 127), *range(161, 173), *range(174, 256))
+_BYTE_OF: Final = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*_PRINTABLE}))
+}
+_NO_CHARACTER: Final = "\ufffd"
+
+
+class TokenTexts:
+    """The text and the bytes of single tokens. Used on one event loop.
+
+    A token's text is what it adds to a text before it, so a space before a word belongs to it. A
+    token that is a part of a character has no text: its bytes are written out, as OpenAI does it.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._added = tokenizer.get_added_tokens_decoder()
+        self._found: dict[int, bytes] = {}  # at most the vocabulary
+
+    def data(self, token: int) -> bytes:
+        """Return UTF-8, or a part of a character."""
+        if token not in self._found:
+            self._found[token] = self._data(token)
+        return self._found[token]
+
+    def text(self, token: int) -> str:
+        r"""Return the text of a token, or "bytes:\xe2\x82" for a part of a character."""
+        data = self.data(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def is_shown(self, token: int) -> bool:
+        added = self._added.get(token)
+        return added is None or not added.special
+
+    def _data(self, token: int) -> bytes:
+        if token in self._added:
+            return str(self._added[token].content).encode()
+        name = self._tokenizer.id_to_token(token)
+        if name is None:  # models have more rows than tokenizers have tokens
+            return b""
+        # After another token, since some decoders drop the space at a text's beginning.
+        once, twice = self._tokenizer.decode([token]), self._tokenizer.decode([token, token])
+        text: str = twice[len(once) :]
+        if _NO_CHARACTER not in text:
+            return text.encode()
+        # 1. A byte by its name, as SentencePiece has it.
+        # 2. Bytes by characters that stand for them.
+        # 3. The character that decoders use for broken ones, by itself.
+        if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
+            return bytes.fromhex(name[3:5])
+        if all(char in _BYTE_OF for char in name):
+            return bytes(_BYTE_OF[char] for char in name)
+        return text.encode()

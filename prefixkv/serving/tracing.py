@@ -1,16 +1,14 @@
 """Spans of requests for OpenTelemetry, the extra `otel`: one trace per request over all processes.
 
     front    chat NAME
-             - routing, generate                                  each attempt
-    decode     - generate                                         one request on its worker
-                 - queue, transfer, flight, first token, decode   between the times of its record
-    prefill        - prefill                                      one job
-                     - promise, queue, compute, send
+             - generate           each attempt
+    decode       - decode         each answer on its worker
+    prefill      - prefill        each job
 
-A proxy writes `chat NAME`, `routing`, `decode` and `prefill`. W3C headers carry the context. The
+A proxy writes `chat NAME`, and below it `decode` and `prefill`. W3C headers carry the context. The
 standard variables of OpenTelemetry turn it on (`asked_by`); without them no span is written, and
-the context of a client that is traced goes on. A node's spans are made from the request log once
-its request has ended, so that no step waits.
+the context of a client that is traced goes on. A node's spans are made of its request log: what has
+happened to the request are a span's events.
 """
 
 from __future__ import annotations
@@ -21,10 +19,8 @@ import logging
 import os
 import re
 import threading
-import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Final
 
@@ -63,8 +59,14 @@ _ASKED: Final = {
     "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "seed": "seed",
 }  # fmt: skip
 
+_ANSWERED: Final = {
+    "id": "prefixkv.rid", "prompt_tokens": "gen_ai.usage.input_tokens",
+    "output_tokens": "gen_ai.usage.output_tokens",
+    "first_token_s": "gen_ai.response.time_to_first_chunk",
+}  # fmt: skip
+_HITS: Final = ("decode_hit_tokens", "prefill_hit_tokens")  # OpenAI has one number: the longer
+
 Attributes = Mapping[str, Any]
-NO_FACTS: Final[Attributes] = {}
 Handler = Callable[[Request], Awaitable[Response]]
 _GIVEN_UP: Final = (asyncio.CancelledError, GeneratorExit)
 
@@ -103,10 +105,8 @@ def make_tracing(role: str, name: str = "") -> Tracing:
         name: the worker's, the resource's `prefixkv.worker`.
     """
     variable = asked_by()
-    if not variable:
-        return Tracing()
     try:
-        return Tracing(_provider(role, name))
+        return Tracing(_provider(role, name) if variable else None)
     except ImportError as error:
         raise ConfigError(
             f"{variable} asks for traces, which need {', '.join(EXTRA)} ({error}): "
@@ -170,24 +170,31 @@ class Tracing:
             logging.getLogger(name).setLevel(logging.ERROR)
 
     def start(
-        self, name: str, parent: Context | Headers, kind: SpanKind = SpanKind.INTERNAL,
-        attributes: Attributes = NO_FACTS, start_ns: int | None = None,
+        self, name: str, parent: Context, kind: SpanKind, attributes: Attributes,
+        start_ns: int | None = None,
     ) -> OpenSpan:  # fmt: skip
-        """Start a span below `parent`, or what headers carry of it, at `start_ns` since 1970 or
-        now."""
-        context = parent if isinstance(parent, Context) else Context()
-        if isinstance(parent, Headers):  # which may be malformed: then it stays empty
-            context = self.propagator.extract(parent, context)
+        """Start a span below `parent`, at `start_ns` since 1970 or now."""
         facts = _sendable(attributes)
-        span = self._tracer.start_span(name, context, kind, facts, start_time=start_ns)
-        return OpenSpan(self, span, set_span_in_context(span, context))
+        span = self._tracer.start_span(name, parent, kind, facts, start_time=start_ns)
+        return OpenSpan(self, span, set_span_in_context(span, parent))
+
+    def context_of(self, headers: Headers) -> Context:
+        """Return what headers carry; empty if they are malformed."""
+        context: Context = self.propagator.extract(headers, Context())
+        return context
+
+    def headers_of(self, context: Context) -> Mapping[str, str]:
+        headers: dict[str, str] = {}
+        self.propagator.inject(headers, context)
+        return headers
 
     def traced(self, handler: Handler) -> Handler:
         """Return `handler` with a span, `current`, which ends when its answer has been sent."""
 
         async def run(request: Request) -> Response:
             current_record().span = self.start(
-                f"{request.method} {request.url.path}", request.headers, SpanKind.SERVER,
+                f"{request.method} {request.url.path}", self.context_of(request.headers),
+                SpanKind.SERVER,
                 {"http.request.method": request.method, "url.path": request.url.path,
                  "url.scheme": request.url.scheme},
             )  # fmt: skip
@@ -214,64 +221,61 @@ class OpenSpan:
     @property
     def headers(self) -> Mapping[str, str]:
         """They carry the trace on."""
-        headers: dict[str, str] = {}
-        self._tracing.propagator.inject(headers, self.context)
-        return headers
-
-    @property
-    def is_recording(self) -> bool:
-        return self._span.is_recording()
+        return self._tracing.headers_of(self.context)
 
     def add(self, attributes: Attributes) -> None:
         """Values that cannot be sent are left out."""
         self._span.set_attributes(_sendable(attributes))
 
-    def fail(self, why: str, kind: str = "failed") -> None:
+    def fail(self, why: str | BaseException, kind: str = "failed") -> None:
         """Have the span end as an error; the first call counts."""
+        if isinstance(why, BaseException):
+            kind = type(why).__name__
+            why, kind = ("given up", "aborted") if isinstance(why, _GIVEN_UP) else (str(why), kind)
         if not self.failed:
             self.failed = True
             self.add({"error.type": kind})
             self._span.set_status(StatusCode.ERROR, _clean(why))
 
-    def fail_by(self, error: BaseException) -> None:
-        if isinstance(error, _GIVEN_UP):
-            self.fail("given up", "aborted")
-        else:
-            self.fail(str(error), type(error).__name__)
+    def note(self, event: str, time_ns: int) -> None:
+        self._span.add_event(event, timestamp=time_ns)
 
     def end(self, end_ns: int | None = None) -> None:
         """End and write the span, now or at a time in nanoseconds since 1970."""
         self._span.end(end_ns)
 
     def end_answer(self, record: RequestRecord) -> None:
-        """End the span of a request whose answer has been sent, or whose client has left."""
-        status = record.status
-        self.add({"prefixkv.rid": record.fields.get("id")})
+        """End the span of a request whose answer has been sent, or whose client has left, with what
+        its line in the request log says."""
+        status, has_left, facts = record.status, record.has_left, record.fields
+        hits = [facts[name] for name in _HITS if name in facts]
+        self.add(
+            {f"prefixkv.{name}": value for name, value in facts.items() if not name.endswith("_s")}
+            | {name: facts.get(field) for field, name in _ANSWERED.items()}
+            | {"gen_ai.usage.cache_read.input_tokens": max(hits, default=None)}
+            | {"http.response.status_code": None if has_left else status}
+        )
         # By OpenTelemetry's conventions a server's span is no error where the client is at fault.
-        if record.has_left:
+        if has_left:
             self.fail("the client left", "aborted")
-        else:
-            self.add({"http.response.status_code": status})
-        if status >= 500:
+        elif status >= 500:
             self.fail(f"status {status}", str(status))
         elif record.is_error:
             self.add({"error.type": str(status)})
         self.end()
 
     @contextmanager
-    def part(
-        self, name: str, attributes: Attributes = NO_FACTS, *, is_call: bool = False,
-        may_be_cut: bool = False,
-    ) -> Iterator[OpenSpan]:  # fmt: skip
-        """A span of this process's own work, or of a request to another process until its answer
-        has ended (`is_call`). What ends it early is its error, unless it `may_be_cut`."""
-        kind = SpanKind.CLIENT if is_call else SpanKind.INTERNAL
-        step = self._tracing.start(name, self.context, kind, attributes)
+    def call(
+        self, name: str, attributes: Attributes, may_be_cut: bool = False
+    ) -> Iterator[OpenSpan]:
+        """A span of a request to another process, until its answer has ended. What ends it early is
+        its error, unless it `may_be_cut`."""
+        step = self._tracing.start(name, self.context, SpanKind.CLIENT, attributes)
         try:
             yield step
         except BaseException as error:
             if not (may_be_cut and isinstance(error, _GIVEN_UP)):
-                step.fail_by(error)
+                step.fail(error)
             raise
         finally:
             step.end()
@@ -285,22 +289,6 @@ class OpenSpan:
             {"gen_ai.operation.name": operation, "gen_ai.provider.name": name and "prefixkv"}
             | {f"gen_ai.request.{shown}": body.get(key) for key, shown in _ASKED.items()}
             | {"gen_ai.request.stream": bool(body.get("stream"))}
-        )
-
-    def describe_answer(
-        self, usage: Attributes, finishes: Sequence[str], ttft_s: float | None
-    ) -> None:
-        """`usage` is OpenAI's."""
-        cached = usage["prompt_tokens_details"]["cached_tokens"]
-        self.add(
-            {
-                "gen_ai.usage.input_tokens": usage["prompt_tokens"],
-                "gen_ai.usage.output_tokens": usage["completion_tokens"],
-                "gen_ai.usage.cache_read.input_tokens": cached,
-                **{f"prefixkv.{name}": number for name, number in usage["prefixkv"].items()},
-                "gen_ai.response.finish_reasons": tuple(finishes),
-                "gen_ai.response.time_to_first_chunk": ttft_s,
-            }
         )
 
 
@@ -326,7 +314,7 @@ def _clean(text: str) -> str:
     return _PASSWORD.sub("//", text)
 
 
-_NO_SPAN: Final = Tracing().start("", Context())
+_NO_SPAN: Final = Tracing().start("", Context(), SpanKind.INTERNAL, {})
 
 
 def current() -> OpenSpan:
@@ -337,154 +325,69 @@ def current() -> OpenSpan:
 
 # --- a worker's requests --------------------------------------------------------------------------
 
-PHASES: Final = {
-    "decode": {
-        "queue": "admitted_s", "transfer": "transferred_s", "compute": "transferred_s",
-        "flight": "committed_s", "load": "committed_s", "first token": "first_token_s",
-        "decode": "ended_s",
-    },
-    "prefill": {
-        "promise": "promised_s", "queue": "started_s", "compute": "computed_s", "send": "ended_s",
-    },
-}  # fmt: skip
-"""By side, its spans in order, and the field of the record with the time at which each ends. The
-first begins when the request arrives, each other one where the one before it ends. Of "transfer"
-and "compute" a request has one, of "flight" and "load" one at most."""
-
-_NOT_SHOWN: Final = ("side", "rid", "namespace", "error")  # of a record; and its times
-
-
-def phases_of(record: Attributes) -> list[tuple[str, float, float]]:
-    """Return the spans of a record of the request log: (name, begin, end), in seconds since the
-    request arrived. The last one is the one that was under way when the request ended.
-
-    >>> phases_of({"side": "prefill", "promised_s": 1.0, "started_s": None, "computed_s": None,
-    ...            "ended_s": 1.5})[1]
-    ('queue', 1.0, 1.5)
-    """
-    skipped = set()
-    if record["side"] == "decode":
-        # Without a load from host memory, or a flight of another request, the KV is in the tree as
-        # soon as it is here. One with both waits for the load (`DecodeJournal.committed`).
-        is_computed = record.get("decode_computed_tokens") and not record["asked_bytes"]
-        skipped = {"transfer" if is_computed else "compute"}
-        skipped |= {"flight"} if record["host_tokens"] else {"load"}
-        skipped |= set() if record["shared_tokens"] else {"flight"}
-    phases: list[tuple[str, float, float]] = []
-    begun_s = 0.0
-    for name, until in PHASES[record["side"]].items():
-        if name not in skipped:
-            # A request that is admitted again may have one of its first times after a later one.
-            time_s = record["ended_s"] if record[until] is None else max(begun_s, record[until])
-            phases.append((name, begun_s, time_s))
-            if record[until] is None:
-                break
-            begun_s = time_s
-    return phases
-
-
-@dataclass(slots=True)
-class _LiveRequest:
-    span: OpenSpan
-    num: int
-    left: int  # answers that have not ended
-    offset_ns: int  # one for all its times: two clocks could put a step outside of it
-    end_ns: int = 0
+_NOT_SHOWN: Final = ("side", "namespace", "error", "arrived_at")  # of a record; and its times
 
 
 class NodeSpans:
-    """Spans of the requests of a node. Used on the event loop; the engine's thread calls only what
-    `follow` hands to the node."""
+    """Spans of the requests of a node, each made once its request has ended, so that no step waits.
+    Used on the event loop; the engine's thread calls only what `follow` hands to the node."""
 
     def __init__(self, tracing: Tracing, role: str) -> None:
         self._tracing, self._role = tracing, role
-        self._live: dict[str, _LiveRequest] = {}
+        # By the engine's id: the context of who has asked, and how many answers have not ended.
+        self._asked: dict[str, tuple[Context, int]] = {}
 
     def follow(self, node: Any, loop: asyncio.AbstractEventLoop) -> None:
         """Called before the engine's thread starts."""
 
-        def ended(record: dict[str, Any], arrived_s: float) -> None:
+        def ended(record: dict[str, Any], _: float) -> None:
             # The engine goes on at once: spans are made on the event loop, which may have ended.
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._write, record, arrived_s)
+                loop.call_soon_threadsafe(self._write, record)
 
         if self._tracing.writes:
             node.on_ended(ended)
 
     @contextmanager
-    def begin(self, headers: Headers, rid: str, num: int = 1) -> Iterator[OpenSpan]:
-        """Return a context in which a request is handed to the engine: an exception ends its span,
-        which otherwise ends with the last of its `num` answers. `rid` is the engine's."""
-        span = self._tracing.start(
-            "generate" if self._role == "decode" else "prefill", headers, SpanKind.SERVER,
-            {"prefixkv.rid": rid}, time.time_ns(),
-        )  # fmt: skip
+    def asked(self, headers: Headers, rid: str, num: int = 1) -> Iterator[Mapping[str, str]]:
+        """Yield headers that carry a request's trace on, while it is handed to the engine, whose id
+        `rid` is. Its `num` answers get a span each, none if an exception says that it is
+        refused."""
+        context = self._tracing.context_of(headers)
         # One that is here already is refused by the engine, and must not take the other's place.
-        # What the sampler leaves out has no steps either.
-        is_kept = span.is_recording and rid not in self._live
-        if is_kept:  # before the engine has it: it may end before the call returns
-            offset_ns = time.time_ns() - time.monotonic_ns()
-            self._live[rid] = _LiveRequest(span, num, num, offset_ns)
+        is_new = self._tracing.writes and rid not in self._asked
+        if is_new:  # before the engine has it: it may end before the call returns
+            self._asked[rid] = context, num
         try:
-            yield span
-        except BaseException as error:
-            span.fail_by(error)
-            if is_kept:
-                self._live.pop(rid, None)
-            span.end()
+            yield self._tracing.headers_of(context)
+        except BaseException:
+            if is_new:
+                self._asked.pop(rid, None)
             raise
-        if not is_kept:
-            span.end()
 
-    def _write(self, record: dict[str, Any], arrived_s: float) -> None:
-        """Write the spans of one record, and with the last answer that of the request."""
-        rid, sample = record["rid"], ""
-        if self._role == "decode":
-            rid, _, sample = rid.rpartition("/")
-        live = self._live.get(rid)
-        if live is None:
-            return  # not sampled, or of a request that was refused
-        begun_ns = live.offset_ns + round(arrived_s * 1e9)
-        end_ns = begun_ns + round(record["ended_s"] * 1e9)
-        live.left -= 1
-        live.end_ns = max(live.end_ns, end_ns)
-        span = live.span
-        if live.num > 1:
-            # Several answers to one prompt are requests of their own on the node: a span for each.
-            facts = {"prefixkv.sample": int(sample)}
-            span = self._tracing.start("answer", span.context, attributes=facts, start_ns=begun_ns)
-        self._fill(span, record, begun_ns)
-        if span is not live.span:
-            span.end(end_ns)
-            if span.failed:
-                live.span.fail("an answer has failed", record["outcome"])
-        if not live.left:
-            del self._live[rid]
-            live.span.end(live.end_ns)
-
-    def _fill(self, span: OpenSpan, record: dict[str, Any], begun_ns: int) -> None:
-        """Write what a record says. An error is also one of the step that was under way."""
-        span.add(
-            {
-                f"prefixkv.{name}": value for name, value in record.items()
-                if name not in _NOT_SHOWN and not name.endswith("_s")
-            }
-            # A number of 64 bits without a sign, which the protocol does not carry.
-            | {"prefixkv.room": str(record["room"])}
-        )  # fmt: skip
-        outcome, steps = record["outcome"], []
-        for name, from_s, to_s in phases_of(record):
-            from_ns, to_ns = (begun_ns + round(second * 1e9) for second in (from_s, to_s))
-            steps.append((self._tracing.start(name, span.context, start_ns=from_ns), to_ns))
-        if outcome in ("failed", "aborted"):
-            for failed in (span, steps[-1][0]):
-                failed.fail(record["error"] or outcome, outcome)
-        for step, to_ns in steps:
-            step.end(to_ns)
-
-    def close(self) -> None:
-        """End what is open."""
-        while self._live:
-            _, live = self._live.popitem()
-            live.span.fail("the worker has ended", "aborted")
-            live.span.end()
+    def _write(self, record: dict[str, Any]) -> None:
+        # On a decode node each answer is a request, "RID/sample".
+        rid = record["rid"].rpartition("/")[0] if self._role == "decode" else record["rid"]
+        if rid not in self._asked:
+            return  # of a request that was refused
+        context, left = self._asked.pop(rid)
+        if left > 1:
+            self._asked[rid] = context, left - 1
+        times = {
+            name.removesuffix("_s"): round((record["arrived_at"] + time_s) * 1e9)
+            for name, time_s in record.items() if name.endswith("_s") and time_s is not None
+        }  # fmt: skip
+        facts = {
+            f"prefixkv.{name}": value for name, value in record.items()
+            if name not in _NOT_SHOWN and not name.endswith("_s")
+        }  # fmt: skip
+        # A number of 64 bits without a sign, which the protocol does not carry.
+        facts["prefixkv.room"] = str(record["room"])
+        begun_ns = round(record["arrived_at"] * 1e9)
+        span = self._tracing.start(self._role, context, SpanKind.SERVER, facts, begun_ns)
+        end_ns = times.pop("ended")
+        for name, time_ns in times.items():
+            span.note(name, time_ns)
+        if record["outcome"] in ("failed", "aborted"):
+            span.fail(record["error"] or record["outcome"], record["outcome"])
+        span.end(end_ns)

@@ -10,7 +10,6 @@
 | decode | POST /announce | an `Announcement` | 202, also of a session that is unknown there |
 | decode | POST /generate | an `Ask` | lines: `TokenEvent`s; an empty line is a sign of life |
 | prefill | POST /jobs | a `PrefillJob`, whose `namespace` is a salt | 202 |
-| prefill | POST /abort | an `AbortJobs` | 202 |
 
 Closing a connection ends what was asked on it. Errors have OpenAI's form.
 """
@@ -81,28 +80,20 @@ class TokenEvent(AnswerToken, frozen=True, omit_defaults=True):
     error: str = ""
 
 
-class AbortJobs(msgspec.Struct, frozen=True):
-    """Jobs that are no longer needed."""
-
-    rids: list[str]
-
-
 # Lives that are over.
-class LostPeer(msgspec.Struct, frozen=True):
-    """A peer that is suspect or dead (`lost_peers` of a node). `held` counts the pages of a decode
-    worker that it may still write, or the rooms of a prefill worker that it is in."""
-
-    name: str
-    life: str
-    why: str
-    held: int
-
-
 class FenceRequest(msgspec.Struct, frozen=True):
     """This life of a worker is certainly dead, so what is held for it may be used again."""
 
     name: str
     life: str
+
+
+class LostPeer(FenceRequest, frozen=True):
+    """A peer that is suspect or dead (`lost_peers` of a node). `held` counts the pages of a decode
+    worker that it may still write, or the rooms of a prefill worker that it is in."""
+
+    why: str
+    held: int
 
 
 def salt_digest(salt: str) -> str:

@@ -34,7 +34,7 @@ from prefixkv import DecodeConfig, PrefillConfig, PrefixKVError
 from prefixkv.engines.hf.requests import AnswerToken, Generate, PrefillJob
 from prefixkv.errors import CallerError, CapacityError, ClosedError, DrainingError
 from prefixkv.serving import interrupts
-from prefixkv.serving.client import make_client
+from prefixkv.serving.client import make_client, wait_set
 from prefixkv.serving.config import (
     OPTION_NAMES,
     DecodeWorkerConfig,
@@ -45,11 +45,9 @@ from prefixkv.serving.config import (
 from prefixkv.serving.feed import EventTap
 from prefixkv.serving.http import ApiError, Entrance, Stream, json_response
 from prefixkv.serving.log import current_record
-from prefixkv.serving.streams import wait_set
 from prefixkv.serving.tracing import NodeSpans
 from prefixkv.serving.wire import (
     LIFE_SIGN_S,
-    AbortJobs,
     Announcement,
     Ask,
     FenceRequest,
@@ -171,10 +169,6 @@ class Worker(Entrance):
         self._after_engine_end()
         await self.stop(grace_s=1.0)
 
-    async def _close(self) -> None:
-        # The ends of requests that the engine's thread has reported are handled by now.
-        self._spans.close()
-
     def health(self) -> tuple[bool, dict[str, Any]]:
         state = (
             "failed" if self.loop.error is not None
@@ -215,7 +209,7 @@ class Worker(Entrance):
         return Response(status_code=204)
 
     async def _stream_events(self, _: Request) -> Response:
-        return Stream(self._events.frames(), self._limits, "application/octet-stream")
+        return Stream(self._events.frames(), "application/octet-stream")
 
     async def _list_lost_peers(self, _: Request) -> Response:
         lost = await self._call(lambda engine: engine.node.lost_peers())
@@ -280,23 +274,14 @@ class PrefillWorker(Worker):
         return PrefillEngine(model, pool, node, chunk_tokens)
 
     def _routes(self) -> list[Route]:
-        return [
-            Route("/jobs", self._job, methods=["POST"]),
-            Route("/abort", self._abort, methods=["POST"]),
-        ]
+        return [Route("/jobs", self._job, methods=["POST"])]
 
     async def _job(self, request: Request) -> Response:
         job = await self._read(request, PrefillJob)
         current_record().fields["id"] = front_rid(job.rid)
         job = _for_engine(job)
-        with self._spans.begin(request.headers, job.rid):
+        with self._spans.asked(request.headers, job.rid):
             await self._call(lambda engine: engine.submit(job))
-        return Response(status_code=202)
-
-    async def _abort(self, request: Request) -> Response:
-        """Ids that are unknown are ignored."""
-        asked = await self._read(request, AbortJobs)
-        await self._call(lambda engine: [engine.abort(rid) for rid in asked.rids])
         return Response(status_code=202)
 
 
@@ -308,7 +293,6 @@ class _OpenRequest:
         self.outputs: deque[TokenEvent] = deque()
         self.has_output = asyncio.Event()
         self.left = ask.num_samples  # samples that have not ended
-        self.jobs: list[str] = []  # rids of jobs sent to prefill and not aborted
         self.error = ""  # why this worker aborted it, if it did
         self.headers: Mapping[str, str] = {}  # that carry its trace to prefill
 
@@ -367,7 +351,6 @@ class DecodeWorker(Worker):
         for task in list(self._tasks):
             task.cancel()
         await self._client.close()
-        await super()._close()
 
     # --- a request --------------------------------------------------------------------------------
 
@@ -380,14 +363,13 @@ class DecodeWorker(Worker):
         # Registered before it is submitted: outputs may come before `_call` returns.
         one = self._open[ask.rid] = _OpenRequest(ask)
         try:
-            with self._spans.begin(request.headers, ask.rid, ask.num_samples) as span:
-                one.headers = span.headers
+            with self._spans.asked(request.headers, ask.rid, ask.num_samples) as one.headers:
                 await self._call(lambda engine: engine.submit(wanted, self._collect_output))
         except BaseException:
             await self._end_request(one)
             raise
         end = partial(self._end_request, one)
-        return Stream(self._lines(one), self._limits, "application/x-ndjson", end=end)
+        return Stream(self._lines(one), "application/x-ndjson", end=end)
 
     async def _announce(self, request: Request) -> Response:
         said = await self._read(request, Announcement)
@@ -408,13 +390,9 @@ class DecodeWorker(Worker):
                 return
 
     async def _end_request(self, one: _OpenRequest) -> None:
-        """What has not finished is aborted here and at prefill."""
-        # Removed first: `_send_job` takes a missing entry as the sign to abort the job it has just
-        # sent.
-        if self._open.pop(one.ask.rid, None) is None or not one.left:
-            return
-        self._abort_request(one)
-        self._abort_jobs(one)
+        """What has not finished is aborted; its node tells prefill's."""
+        if self._open.pop(one.ask.rid, None) is not None and one.left:
+            self._abort_request(one)
 
     # --- from the engine --------------------------------------------------------------------------
 
@@ -435,14 +413,11 @@ class DecodeWorker(Worker):
         for job in jobs:
             one = self._open.get(_rid_of(job.rid))
             if one is not None:
-                one.jobs.append(job.rid)
                 self._spawn(self._send_job(one, job))
         for output in outputs:
             one = self._open.get(output.rid)
             if one is not None:
                 one.queue_output(_event_of(output))
-                if output.finish in ("abort", "error"):
-                    self._abort_jobs(one)
 
     def _after_engine_end(self) -> None:
         """Give every open request an error for each sample that has not ended."""
@@ -475,26 +450,10 @@ class DecodeWorker(Worker):
             # Set before the abort is posted: the output that it causes is reported with this cause.
             one.error = reason
             self._abort_request(one)
-        # The request was given up while the job was on its way, so the abort that `_end_request`
-        # sent may have overtaken it: send another one behind it.
-        elif self._open.get(one.ask.rid) is not one:  # it was given up meanwhile
-            await self._send_abort(url, [job.rid])
 
     def _abort_request(self, one: _OpenRequest) -> None:
         with contextlib.suppress(ClosedError):
             self.loop.post(lambda engine: engine.abort(one.ask.rid))
-
-    def _abort_jobs(self, one: _OpenRequest) -> None:
-        rids, one.jobs = one.jobs, []
-        if rids and one.ask.prefill_url:
-            self._spawn(self._send_abort(one.ask.prefill_url, rids))
-
-    async def _send_abort(self, url: str, rids: list[str]) -> None:
-        """Failures are ignored: prefill hears of it over the node too, once the nodes have met."""
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-            body = msgspec.json.encode(AbortJobs(rids))
-            async with self._client.post(f"{url}/abort", data=body):
-                pass
 
     def _spawn(self, work: Any) -> None:
         """Keep the task alive until it ends."""

@@ -26,9 +26,9 @@ from operator import attrgetter, le
 from typing import Final, NamedTuple
 
 from prefixkv.errors import HandshakeError, LeaseError, check_laws
-from prefixkv.memory.kv_layout import KVLayout
+from prefixkv.memory.kv_layout import BLOCK_BYTES, KVLayout, RelayArea, whole_blocks
 from prefixkv.memory.mesh import Mesh, sent_shares
-from prefixkv.memory.staging_area import BLOCK_BYTES, RelayArea, stage_unit_bytes, whole_blocks
+from prefixkv.memory.stage_plan import stage_unit_bytes
 from prefixkv.protocol.ids import RoomKey
 
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from prefixkv.errors import LeaseError, ProtocolError, TransferError, check_laws
+from prefixkv.memory.kv_layout import BLOCK_BYTES, RelayArea
 from prefixkv.memory.mesh import Shard, sent_shares
-from prefixkv.memory.staging_area import BLOCK_BYTES, RelayArea
 from prefixkv.paging import Pages, pages_for, unit_pages
 from prefixkv.protocol.events import RoomDrained, RoomEnded, RoomOverdue
 from prefixkv.protocol.ids import ChunkTag, KVPoll, RoomKey

@@ -22,7 +22,7 @@ import numpy as np
 
 from prefixkv.control.effects import Cancel, RelaySlots
 from prefixkv.errors import AbortedError, InternalError, PeerLostError, check_laws
-from prefixkv.memory.staging_area import BLOCK_BYTES
+from prefixkv.memory.kv_layout import BLOCK_BYTES
 from prefixkv.paging import Pages
 from prefixkv.protocol.ids import ChunkTag, PeerId, RoomKey
 from prefixkv.protocol.messages import LeaseAsk, LeaseGrant

@@ -17,9 +17,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from prefixkv.memory.kv_layout import KVLayout
+from prefixkv.memory.kv_layout import KVLayout, RelayArea
 from prefixkv.memory.mesh import Shard
-from prefixkv.memory.staging_area import RelayArea
 from prefixkv.memory.state_layout import StateLayout, StateLink
 from prefixkv.paging import Pages
 from prefixkv.protocol.ids import ChunkTag, PeerId
@@ -122,8 +121,9 @@ class Stamp:
 class Checks(NamedTuple):
     """What compares pages that arrive with what was sent: the algorithms to offer, the best first,
     and the makers of a peer's `Stamp`, of a link's plan (of both sides' Hello), of what reads a
-    part of a pool by an algorithm, and of a control thread's part."""
+    part of a pool by an algorithm, and of a control thread's part. `setting` asks for it."""
 
+    setting: str
     algorithms: tuple[str, ...]
     stamp: Callable[[RankMemory, PeerMemory], Stamp]
     plan: Callable[[Any, Any], Any]

@@ -25,9 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixkv.errors import ConfigError
-from prefixkv.memory.kv_layout import KVLayout, PageGroup
+from prefixkv.memory.kv_layout import BLOCK_BYTES, KVLayout, PageGroup, RelayArea
 from prefixkv.memory.mesh import GROUPS_NEED_IT, Shard, check_equal, check_page_sizes, group_part
-from prefixkv.memory.staging_area import BLOCK_BYTES, RelayArea
 from prefixkv.memory.state_layout import StateLayout, StateLink
 from prefixkv.paging import MAX_INDEX, Pages
 from prefixkv.transport.base import PeerMemory, RankMemory, Route, WriteJob, window_route
@@ -420,7 +419,7 @@ def routes_to(ours: RankMemory, peer: PeerMemory) -> Routes:
     """Return the runs from our pool, staging area and state to a peer's. Raises HandshakeError and
     ConfigError as `paired_runs`, and ConfigError if the peer's staging area or state layout breaks
     a law."""
-    layout, staging, state = ours
+    layout, area, state = ours
     src_part, dst_part = peer.parts or (None, None)
     pages = paired_runs(layout, peer.layout, src_part=src_part, dst_part=dst_part)
     routes: Routes = {}
@@ -442,8 +441,8 @@ def routes_to(ours: RankMemory, peer: PeerMemory) -> Routes:
     # The peer's word: validated before addresses are taken from it.
     if peer.relay is not None:
         peer.relay.validate()
-        if staging is not None:
-            routes["staging"] = relay_runs(staging, peer.relay, devices)
+        if area is not None:
+            routes["staging"] = relay_runs(area, peer.relay, devices)
     if state and peer.state:
         routes["state"] = state_runs(state, peer.state, devices)
     return routes

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from prefixkv.errors import CallerError, OutOfPagesError, PageStateError
-from prefixkv.pages import free_runs
+from prefixkv.pages import allocator
 from prefixkv.pages.allocator import PageAllocator, PageState
 
 FREE, OWNED, CACHED, HELD, QUARANTINED, _ = PageState
-DEFAULT_LOOP = free_runs._LOOP_BELOW_RUNS
+DEFAULT_LOOP = allocator._LOOP_BELOW_RUNS
 
 
 def runs_of(pages: Sequence[int]) -> list[tuple[int, int]]:
@@ -97,7 +97,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @initialize(num_pages=st.integers(1, 150), loop_below_runs=st.sampled_from([2, DEFAULT_LOOP]))
     def start(self, num_pages: int, loop_below_runs: int) -> None:
-        free_runs._LOOP_BELOW_RUNS = (
+        allocator._LOOP_BELOW_RUNS = (
             loop_below_runs  # else few examples have the many runs that need vectors
         )
         self.real = PageAllocator(num_pages)
@@ -207,7 +207,7 @@ class AllocatorMachine(RuleBasedStateMachine):
             self.real.alloc(num_pages)
 
     def teardown(self) -> None:
-        free_runs._LOOP_BELOW_RUNS = DEFAULT_LOOP
+        allocator._LOOP_BELOW_RUNS = DEFAULT_LOOP
 
     # --- agreement --------------------------------------------------------------------------------
 

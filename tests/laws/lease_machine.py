@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from prefixkv.errors import LeaseError
-from prefixkv.memory.staging_area import BLOCK_BYTES
+from prefixkv.memory.kv_layout import BLOCK_BYTES
 from prefixkv.protocol.ids import RoomKey
 from prefixkv.staging.leases import MAX_PASSED, Lease, LeaseState, LeaseTable
 

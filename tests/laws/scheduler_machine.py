@@ -23,9 +23,9 @@ from prefixkv.cache.eviction.policy import register_policy
 from prefixkv.config import ComputeConfig, DecodeConfig, HostConfig
 from prefixkv.decode.host_tier import HostPages
 from prefixkv.decode.request import DecodeRequest, DecodeState
+from prefixkv.decode.rooms import Workers
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.decode.sources import Sources
-from prefixkv.decode.waiting import Workers
 from prefixkv.errors import NotFiniteError, PrefixKVError
 from prefixkv.pages.allocator import PageState
 from prefixkv.pages.manager import PageManager

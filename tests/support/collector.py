@@ -15,8 +15,8 @@ from tests.support.patience import until
 
 
 class SeenSpan(NamedTuple):
-    """One span that was received. Times are nanoseconds since 1970; ids are hexadecimal, and
-    `parent` is "" at the root."""
+    """One span that was received. Times, of its events too, are nanoseconds since 1970; ids are
+    hexadecimal, and `parent` is "" at the root."""
 
     service: str
     worker: str
@@ -30,6 +30,7 @@ class SeenSpan(NamedTuple):
     begin_ns: int
     end_ns: int
     facts: dict[str, Any]
+    events: dict[str, int]
     status: str
     why: str
 
@@ -93,7 +94,7 @@ class Collector:
         return sorted(found, key=lambda span: (span.begin_ns, -span.end_ns))
 
     def wait_for(self, trace: str, *names: str) -> list[SeenSpan]:
-        """The spans of one trace, once there is one for each of the names ("decode: queue")."""
+        """The spans of one trace, once there is one for each of the names ("decode: decode")."""
 
         def missing() -> list[str]:
             left = list(names)
@@ -126,6 +127,7 @@ def spans_of(sent: ExportTraceServiceRequest) -> list[SeenSpan]:
                         span.trace_id.hex(), span.span_id.hex(), span.parent_span_id.hex(),
                         span.trace_state, span.start_time_unix_nano, span.end_time_unix_nano,
                         facts_of(span.attributes),
+                        {event.name: event.time_unix_nano for event in span.events},
                         trace_pb2.Status.StatusCode.Name(span.status.code)
                         .removeprefix("STATUS_CODE_"),
                         span.status.message,

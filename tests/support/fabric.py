@@ -29,7 +29,7 @@ from prefixkv.errors import (
     PeerLostError,
     TransferError,
 )
-from prefixkv.memory.staging_area import BLOCK_BYTES
+from prefixkv.memory.kv_layout import BLOCK_BYTES
 from prefixkv.paging import Pages
 from prefixkv.protocol.ids import ChunkTag, PeerId
 from prefixkv.transport.base import (

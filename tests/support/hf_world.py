@@ -33,7 +33,7 @@ BY_SIZE = 100.0  # a share of steps
 
 _CONTROL = ControlConfig(
     waiting_timeout_s=NEVER_S, transfer_timeout_s=NEVER_S, bootstrap_timeout_s=NEVER_S,
-    longest_wait_s=100 * NEVER_S,
+    longest_wait_s=100 * NEVER_S, connect_timeout_s=NEVER_S,
 )  # fmt: skip
 # Logits on pages differ from those of one forward by about 1e-5: sums are formed in another order.
 # With states it is up to 1e-4 for Qwen3-Next, also without pages, and 1 where a state is wrong.

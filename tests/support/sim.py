@@ -19,8 +19,8 @@ import numpy as np
 
 from prefixkv.config import TransportConfig
 from prefixkv.conformance.hashing import PrefixHasher
+from prefixkv.memory.kv_layout import BLOCK_BYTES, whole_blocks
 from prefixkv.memory.mesh import Mesh, sent_shares
-from prefixkv.memory.staging_area import BLOCK_BYTES, whole_blocks
 from prefixkv.memory.state_layout import StateTensor
 from prefixkv.protocol.commands import Fence
 from prefixkv.protocol.ids import ChunkTag, PeerId, RoomKey

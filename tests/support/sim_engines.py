@@ -22,8 +22,8 @@ import benchmarks.policies.gated
 import benchmarks.policies.gittins  # noqa: F401
 from prefixkv.config import ModelConfig, PageOptions
 from prefixkv.decode.request import DecodeRequest, DecodeState
+from prefixkv.decode.rooms import Workers
 from prefixkv.decode.scheduler import DecodeScheduler
-from prefixkv.decode.waiting import Workers
 from prefixkv.errors import (
     HandshakeError,
     NotFiniteError,

@@ -8,9 +8,8 @@ import numpy as np
 import torch
 
 from prefixkv.conformance.pattern import KVPattern
-from prefixkv.memory.kv_layout import KVLayout
+from prefixkv.memory.kv_layout import BLOCK_BYTES, KVLayout, RelayArea
 from prefixkv.memory.mesh import Mesh
-from prefixkv.memory.staging_area import BLOCK_BYTES, RelayArea
 from tests.support.mesh_pools import mesh_layout, moved, slab_views
 
 CANARY = 0xA5

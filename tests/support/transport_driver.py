@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from prefixkv.config import TransportConfig
+from prefixkv.memory.kv_layout import BLOCK_BYTES, RelayArea
 from prefixkv.memory.mesh import Shard
-from prefixkv.memory.staging_area import BLOCK_BYTES, RelayArea
 from prefixkv.memory.state_layout import StateLink
 from prefixkv.protocol.ids import ChunkTag, PeerId
 from prefixkv.transport.base import (

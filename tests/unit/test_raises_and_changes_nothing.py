@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 
 from prefixkv.admission import AdmissionPolicy, admission_names, register_admission
 from prefixkv.cache.eviction.plain import LeastRecentlyUsed
-from prefixkv.cache.eviction.policy import policy_names, register_policy
-from prefixkv.cache.eviction.queues import EvictionQueue
+from prefixkv.cache.eviction.policy import EvictionQueue, policy_names, register_policy
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.config import DecodeConfig, PageOptions, PrefillConfig
@@ -28,7 +27,8 @@ from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.errors import CallerError, CapacityError, ConfigError, shown
 from prefixkv.pages.manager import PageManager
 from prefixkv.prefill.scheduler import PrefillScheduler
-from prefixkv.protocol.ids import RoomKey
+from prefixkv.protocol.events import Bootstrapped
+from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.request import Request
 from tests.support.junk import JUNK, OwnError
 from tests.support.picture import picture
@@ -229,7 +229,7 @@ def test_a_usable_prefix_that_is_no_number_is_none(usable: Any) -> None:
     pages.cache_finished(cached, RadixKey([1, 2, 3, 4]), 0.0)
     for room in (1, 2):
         scheduler.add(request(str(room), room))
-        scheduler.room_bootstrapped(RoomKey(room, 0, "d"), 0, "d", 1.0)
+        scheduler.hear(Bootstrapped(RoomKey(room, 0, "d"), PeerId("d", 1), 0), 1.0)
     popped = scheduler.pop_bootstrapped()
     assert [(req.rid, req.prefix_len) for req in popped] == [("1", 0), ("2", 0)]
     with pytest.raises(TypeError):

@@ -18,12 +18,12 @@ from prefixkv.cli.main import run_command
 from prefixkv.config import ControlConfig, DecodeConfig, KVEventsConfig
 from prefixkv.engines.sglang.transfer_options import TransferOptions
 from prefixkv.errors import ConfigError
-from prefixkv.proxy.config import ProxyConfig
 from prefixkv.serving.config import (
     KINDS,
     OPTION_NAMES,
     DecodeWorkerConfig,
     PrefillWorkerConfig,
+    ProxyConfig,
     ServeConfig,
 )
 from prefixkv.settings import (

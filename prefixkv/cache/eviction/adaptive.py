@@ -22,8 +22,7 @@ from msgspec import Meta
 from prefixkv.cache.eviction.ghosts import Ghost, GhostPolicy, staircase
 from prefixkv.cache.eviction.hazards import Hazards
 from prefixkv.cache.eviction.least_worth import LeastWorth
-from prefixkv.cache.eviction.policy import Use, register_policy
-from prefixkv.cache.eviction.queues import EvictionQueue
+from prefixkv.cache.eviction.policy import EvictionQueue, Use, register_policy
 from prefixkv.cache.node import TreeNode
 from prefixkv.settings import Count, CountOrZero, check_order
 

@@ -23,8 +23,7 @@ from heapq import heapify, heappop, heappush
 from math import inf
 from typing import Any, Final, TypeAlias
 
-from prefixkv.cache.eviction.policy import NOTHING_SAID, Policy, Said
-from prefixkv.cache.eviction.queues import EvictionQueue, forget
+from prefixkv.cache.eviction.policy import NOTHING_SAID, EvictionQueue, Policy, Said, forget
 from prefixkv.cache.node import DEAD, Mark, Packed, Root, TreeNode, root_of
 from prefixkv.paging import MAX_INDEX
 

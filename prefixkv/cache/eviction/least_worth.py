@@ -17,7 +17,7 @@ from math import inf, nextafter
 from typing import TypeAlias
 
 from prefixkv.cache.eviction.hazards import EDGES_S, Hazards
-from prefixkv.cache.eviction.queues import forget
+from prefixkv.cache.eviction.policy import forget
 from prefixkv.cache.node import TreeNode
 from prefixkv.paging import MAX_INDEX
 

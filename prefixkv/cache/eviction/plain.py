@@ -1,4 +1,5 @@
-"""The plain policies: their order is one rank, fixed when a page is last used.
+"""The plain policies: their order is one rank, fixed when a page is last used; and `lru` in the
+place of a user's policy that raised.
 
 What is counted of a page is the requests that used it (visits), not the calls: a request that locks
 what it found, inserts what it computed and locks that is one visit.
@@ -8,12 +9,22 @@ Source: the names and orders of SGLang's eviction policies.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from math import inf
+from typing import Any, cast
 
-from prefixkv.cache.eviction.policy import Policy, Use, register_policy
-from prefixkv.cache.eviction.queues import LeafRank
+from prefixkv.cache.eviction.policy import (
+    EvictionQueue,
+    LeafHeap,
+    LeafRank,
+    Policy,
+    Use,
+    register_policy,
+)
 from prefixkv.cache.node import Mark
+from prefixkv.errors import UserErrors
+from prefixkv.paging import MAX_INDEX
 
 
 @register_policy
@@ -129,3 +140,130 @@ class ByPriority(Policy):
 
     def last_tick(self, history: Mark) -> int:
         return history[1]  # type: ignore[no-any-return]
+
+
+# --- a user's policy ------------------------------------------------------------------------------
+
+# It is asked until it raises: from then on the cache is `lru`, for good. The policies of this
+# package are not guarded: one that raises is a defect. A policy that raised leaves marks behind; to
+# `lru` they are of pages that were never used.
+
+
+class _Tick(int):
+    """The mark of a use after the fall."""
+
+
+def _tick(mark: Mark) -> _Tick:
+    return mark if type(mark) is _Tick else _Tick(0)
+
+
+class _Fallen(LeastRecentlyUsed):
+    def mark(self, use: Use) -> Mark:
+        return _Tick(use.tick)
+
+    def fold(self, upper: Mark, lower: Mark) -> Mark:
+        return max(_tick(upper), _tick(lower))
+
+    def rank(self, history: Mark) -> LeafRank:
+        return _tick(history)
+
+    def last_tick(self, history: Mark) -> int:
+        return _tick(history)
+
+
+class Guard:
+    """In the place of a user's policy: asks it, and `lru` after the first exception.
+
+    Args:
+        policy: the user's.
+        errors: counts the exception, and says it.
+        requeue: moves all evictable leaves to a new queue, and returns it.
+    """
+
+    def __init__(
+        self, policy: Policy, errors: UserErrors, requeue: Callable[[], EvictionQueue]
+    ) -> None:
+        self.asked = policy
+        self.error: Exception | None = None
+        self.queue: EvictionQueue | None = None  # after the fall
+        self._errors, self._requeue = errors, requeue
+
+    def fall(self, error: Exception) -> EvictionQueue:
+        """Go over to `lru`, unless that was done, and return the queue that all leaves are in."""
+        if self.queue is None:
+            self.error = error
+            what = f"policy {self.asked.name!r} raised: the cache goes on with 'lru', for good"
+            self._errors.said(what, error)
+            self.asked = _Fallen()
+            self.queue = LeafHeap(self.asked.rank)  # for what is asked while the leaves are moved
+            self.queue = self._requeue()
+        return self.queue
+
+    def __getattr__(self, name: str) -> Any:
+        said = getattr(self.asked, name)
+        return partial(self._ask, name) if callable(said) else said
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        try:
+            said = getattr(self.asked, method)(*args)
+            if method in ("mark", "fold") and said is None:  # which stands for no use at all
+                raise ValueError(f"{method} has returned no mark")
+            # Above the first step it may be outside the leaf, below the last it may take nothing.
+            if method == "floor" and said not in (None, *(depth for depth, _ in args[0])):
+                raise ValueError(f"floor of the steps {args[0]} is {said!r}")
+            return said
+        except Exception as error:
+            self.fall(error)
+        return getattr(self.asked, method)(*args)
+
+    def insertion_marks(self, use: Use) -> Sequence[tuple[int, Mark]]:
+        try:
+            marks = list(self.asked.insertion_marks(use))
+            # One outside the new pages would break the staircase: steps rise, inside their node.
+            is_inside = marks[-1][0] == use.num_pages and marks[0][0] >= use.old_pages
+            if is_inside and all(mark is not None for _, mark in marks):
+                return marks
+            raise ValueError(f"insertion_marks of {use.num_pages} pages are {marks}")
+        except Exception as error:
+            self.fall(error)
+        return self.asked.insertion_marks(use)
+
+    def make_queue(self) -> EvictionQueue:
+        queue: EvictionQueue = self._ask("make_queue")
+        return queue if self.queue is not None else self.guarded(queue)
+
+    def guarded(self, queue: EvictionQueue) -> EvictionQueue:
+        return cast("EvictionQueue", _GuardedQueue(self, queue))
+
+
+class _GuardedQueue:
+    """A queue of the user's policy. Leaves' entries name that queue, not this one."""
+
+    most_pages = MAX_INDEX
+
+    def __init__(self, guard: Guard, queue: EvictionQueue) -> None:
+        self._guard, self._queue = guard, queue
+
+    def __getattr__(self, method: str) -> Any:
+        return partial(self._ask, method)
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        fallen = self._guard.queue
+        if fallen is None:
+            try:
+                said = getattr(self._queue, method)(*args)
+                if said and method == "first" and (said.lock_ref or said.children or said.end < 0):
+                    raise ValueError(f"first has returned {said}, which is no evictable leaf")
+                return said
+            except Exception as error:
+                fallen = self._guard.fall(error)
+        return getattr(fallen, method)(*args)
+
+
+def guarded(
+    policy: Policy, queue: EvictionQueue, errors: UserErrors, requeue: Callable[[], EvictionQueue]
+) -> tuple[Policy, EvictionQueue]:
+    if type(policy).__module__.startswith("prefixkv."):
+        return policy, queue
+    guard = Guard(policy, errors, requeue)
+    return cast("Policy", guard), guard.guarded(queue)

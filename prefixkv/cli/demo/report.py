@@ -82,18 +82,17 @@ class DemoPass:
 
     def figures(self) -> dict[str, Any]:
         answers = self.played.all()
-        prompts = sum(len(one.prompt) for one in answers)
         gaps = [gap for one in answers for gap in one.itl_s]
         return {
             "link": self.link.name,
             "link_bytes_per_s": self.link.bytes_per_s,
             "cache": self.cache,
             "requests": len(answers),
-            "prompt_tokens": prompts,
+            "prompt_tokens": sum(one.usage.prompt_tokens for one in answers),
             "answer_tokens": sum(len(one.tokens) for one in answers),
-            "hit_tokens": sum(one.hit_tokens for one in answers),
-            "sent_tokens": sum(one.sent_tokens for one in answers),
-            "computed_tokens": sum(one.computed_tokens for one in answers),
+            "hit_tokens": sum(one.usage.decode_hit_tokens for one in answers),
+            "sent_tokens": sum(one.usage.sent_tokens for one in answers),
+            "computed_tokens": sum(one.usage.computed_tokens for one in answers),
             "bytes_sent": self.bytes_sent,
             "ttft_p50_s": self.ttft_p50_s,
             "itl_p50_s": statistics.median(gaps) if gaps else None,
@@ -119,7 +118,8 @@ class Split(NamedTuple):
 
 
 def split_of(answer: ChatAnswer) -> Split:
-    return Split(answer.hit_tokens, answer.shared_tokens, answer.sent_tokens)
+    usage = answer.usage
+    return Split(usage.decode_hit_tokens, usage.shared_tokens, usage.sent_tokens)
 
 
 @dataclass(slots=True)

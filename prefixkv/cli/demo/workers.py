@@ -17,11 +17,12 @@ from prefixkv import PrefixKVError
 from prefixkv.engines.hf.requests import Sampling
 from prefixkv.serving.client import make_client
 from prefixkv.serving.config import KINDS
-from prefixkv.serving.fleet import Fleet
+from prefixkv.serving.fleet import WorkerLostError, outputs_of
 from prefixkv.serving.http import ApiError
 from prefixkv.serving.launch import Child
+from prefixkv.serving.openai import Usage
 from prefixkv.serving.roles import without_settings
-from prefixkv.serving.wire import Ask, WorkerInfo
+from prefixkv.serving.wire import SILENCE_S, Ask, WorkerInfo
 from prefixkv.settings import as_environ
 
 PREFILL: Final = "prefill"  # the name of the prefill worker
@@ -37,42 +38,15 @@ class ModelWorkerError(PrefixKVError):
 
 @dataclass(slots=True)
 class ChatAnswer:
-    """Outcome of one request. Of its prompt, the KV of the first `hit_tokens` was cached on decode,
-    and that of the next `shared_tokens` was arriving there for another request. Prefill had that of
-    the first `prefill_hit_tokens` cached."""
+    """Outcome of one request."""
 
     prompt: list[int]
     max_new_tokens: int
+    usage: Usage
     tokens: list[int] = field(default_factory=list)
-    hit_tokens: int = 0
-    prefill_hit_tokens: int = 0
-    shared_tokens: int = 0
     # By the client's clock: from sending to the first token, then between two tokens.
     ttft_s: float = 0.0
     itl_s: list[float] = field(default_factory=list)
-
-    @property
-    def computed_tokens(self) -> int:
-        return len(self.prompt) - self.prefill_hit_tokens
-
-    @property
-    def sent_tokens(self) -> int:
-        return len(self.prompt) - self.hit_tokens - self.shared_tokens
-
-
-class _Fleets:
-    """Those that a worker is in."""
-
-    def __init__(self, fleets: Sequence[Fleet]) -> None:
-        self._fleets = fleets
-
-    def add(self, info: WorkerInfo) -> None:
-        for fleet in self._fleets:
-            fleet.add(info)
-
-    def remove(self, name: str, life: str) -> None:
-        for fleet in self._fleets:
-            fleet.remove(name, life)
 
 
 class ModelWorkers:
@@ -98,13 +72,11 @@ class ModelWorkers:
         self._settings = {PREFILL: dict(prefill), **{name: dict(of) for name, of in decode.items()}}
         self._within = {PREFILL: prefill_within, **dict.fromkeys(decode, decode_within)}
         self._key = secrets.token_urlsafe(24)
-        # A fleet per decode worker, each with the one prefill worker: so a request goes where it is
-        # sent.
-        self._fleets = {name: Fleet(self._key) for name in decode}
+        self._infos: dict[str, WorkerInfo] = {}
         self._children: list[Child] = []
 
     async def __aenter__(self) -> Self:
-        self._client = make_client(self._key, _SETTLE_S)
+        self._client = make_client(self._key, SILENCE_S)
         try:
             # One by one: where the settings of one are refused, those before it have to be ended.
             for name in self._settings:
@@ -118,8 +90,6 @@ class ModelWorkers:
         return self
 
     async def __aexit__(self, *failed: Any) -> None:
-        for fleet in self._fleets.values():
-            await fleet.close()
         await self._client.close()
         # After a failure nothing is worth a drain.
         grace_s = 0 if any(failed) else _END_S
@@ -128,16 +98,20 @@ class ModelWorkers:
         await asyncio.gather(*(child.end(grace_s) for child in self._children))
 
     def _start(self, name: str) -> Child:
-        """Keep the fleets that use the worker up to date."""
-        is_prefill = name == PREFILL
-        role = PREFILL if is_prefill else "decode"
+        role = PREFILL if name == PREFILL else "decode"
         settings = {
             "name": name, "model": str(self._folder), "threads": 1, "api_key": self._key,
             "parent": os.getpid(), **self._settings[name],
         }  # fmt: skip
         environ = without_settings(os.environ) | as_environ(KINDS[role], settings)
-        fleets = [*self._fleets.values()] if is_prefill else [self._fleets[name]]
-        return Child(role, environ, _Fleets(fleets), self._within[name])
+        return Child(role, environ, self, self._within[name])
+
+    # What a `Child` asks of a fleet. One that has gone is asked all the same, and is lost then.
+    def add(self, info: WorkerInfo) -> None:
+        self._infos[info.name] = info
+
+    def remove(self, name: str, life: str) -> None:
+        pass
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -153,12 +127,16 @@ class ModelWorkers:
             salt: requests with different salts share nothing.
             ignore_end: True: the model's end tokens do not end the answer.
         """
-        answer = ChatAnswer(list(prompt), max_new_tokens)
-        how = Sampling(ignore_end=ignore_end)
-        ask = Ask(rid, answer.prompt, "", how, max_new_tokens, namespace=salt)
+        answer = ChatAnswer(list(prompt), max_new_tokens, Usage(len(prompt)))
+        prefill, how = self._infos[PREFILL], Sampling(ignore_end=ignore_end)
+        ask = Ask(
+            rid, answer.prompt, prefill.endpoint, how, max_new_tokens, namespace=salt,
+            prefill_url=prefill.url,
+        )  # fmt: skip
         last_s = time.perf_counter()
         try:
-            async with aclosing(self._fleets[decode].generate(ask)) as stream:
+            outputs = outputs_of(self._client, self._infos[decode], ask, {})
+            async with aclosing(outputs) as stream:
                 async for output in stream:
                     now_s = time.perf_counter()
                     if output.finish in ("abort", "error") or output.token is None:
@@ -167,27 +145,17 @@ class ModelWorkers:
                         answer.itl_s.append(now_s - last_s)
                     else:
                         answer.ttft_s = now_s - last_s
+                        answer.usage.add_prompt(len(prompt), output)
                     last_s = now_s
                     answer.tokens.append(output.token)
-                    answer.hit_tokens = output.hit_tokens
-                    answer.prefill_hit_tokens = output.prefill_hit_tokens
-                    answer.shared_tokens = output.shared_tokens
-        except ApiError as error:
+        except (ApiError, WorkerLostError) as error:
             raise ModelWorkerError(f"request {rid}: {error}") from None
         return answer
 
-    @property
-    def retried(self) -> int:
-        return sum(fleet.retried for fleet in self._fleets.values())
-
     # --- figures ----------------------------------------------------------------------------------
 
-    def _status_url(self, name: str) -> str:
-        known = (fleet.known.get(name) for fleet in self._fleets.values())
-        return next(info.status_url for info in known if info is not None)
-
     async def figures(self, name: str) -> dict[str, float]:
-        async with self._client.get(f"{self._status_url(name)}/metrics") as answer:
+        async with self._client.get(f"{self._infos[name].status_url}/metrics") as answer:
             text = await answer.text()
         lines = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
         return {metric: float(number) for metric, _, number in lines}

@@ -2,8 +2,7 @@
 
 trace.py     a trace in memory; a client that knows which conversations come back
 readers.py   kinds of files; Mooncake's traces and token lists
-run.py       one policy at one capacity, through the real `RadixCache`
-tiers.py     the device's tree of a replay, and host tiers behind it
+run.py       one policy at one capacity, through the real `RadixCache`, and host tiers behind it
 optimum.py   the bound that no policy exceeds
 curves.py    several policies at several capacities, from Python
 check.py     what a trace holds, and why nothing in it is found
@@ -20,8 +19,7 @@ from prefixkv.cli.replay.curves import check_policy, replay_curves
 from prefixkv.cli.replay.optimum import OPTIMUM, replay_optimum
 from prefixkv.cli.replay.readers import make_trace, read_trace
 from prefixkv.cli.replay.report import draw
-from prefixkv.cli.replay.run import ReplayResult, RequestHits, replay_policy
-from prefixkv.cli.replay.tiers import HostResult
+from prefixkv.cli.replay.run import HostResult, ReplayResult, RequestHits, replay_policy
 from prefixkv.cli.replay.trace import Trace, TraceRequest, client_hints
 
 __all__ = [

@@ -11,8 +11,13 @@ from typing import Any, TypeAlias
 
 from prefixkv.cli.policies import broken_law, policy_of
 from prefixkv.cli.replay.optimum import OPTIMUM, replay_optimum
-from prefixkv.cli.replay.run import ReplayResult, RequestHits, replay_policy
-from prefixkv.cli.replay.tiers import Tier, host_blocks
+from prefixkv.cli.replay.run import (
+    ReplayResult,
+    RequestHits,
+    Tier,
+    host_blocks,
+    replay_policy,
+)
 from prefixkv.cli.replay.trace import Trace, footprint
 from prefixkv.errors import ConfigError, check_range
 from prefixkv.spi import Policy, RadixKey, policy_names

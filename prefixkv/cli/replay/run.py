@@ -4,6 +4,10 @@ locked, room is made for the rest, and the rest is inserted.
 Blocks of requests that run cannot be evicted, and count against the capacity: those of each request
 until as many have come after it as run at a time. One that could not run in the pool at all is
 refused, as a node refuses it: it finds nothing, and leaves nothing behind.
+
+A host tier lies behind the device's and is inclusive: a request finds what the device has of its
+prompt, loads what the host has behind that, and when it ends what the host lacks is written there.
+So what the device keeps is the same with any host.
 """
 
 from __future__ import annotations
@@ -13,11 +17,53 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-from prefixkv.cli.replay.tiers import HostResult, HostTier, Tier
+import numpy as np
+
 from prefixkv.cli.replay.trace import Trace
-from prefixkv.spi import InsertResult, Policy, PrefixLock, make_policy
+from prefixkv.errors import ConfigError, check_range
+from prefixkv.settings import parse_size
+from prefixkv.spi import InsertResult, Policy, PrefixLock, RadixCache, RadixKey, make_policy
+
+_MOST_BLOCKS: Final = 10**9
+
+
+def host_blocks(size: str | int, capacity: int, block_bytes: int) -> int:
+    """Return the size of a host tier in whole blocks, rounded down: "4x" (of the capacity),
+    "64GiB", or blocks. `block_bytes` of 0: not known. Raises ConfigError.
+
+    >>> host_blocks("4x", 1000, 0), host_blocks("1.5GiB", 1000, 1 << 20)
+    (4000, 1536)
+    """
+    name = f"a host tier of {size}"
+    parsed = None if isinstance(size, bool) else parse_size(str(size))
+    if parsed is None or not (parsed[1] or parsed[0].is_integer()):
+        raise ConfigError(f"{name}: a size is 4x (times the capacity), 64GiB, or whole blocks")
+    number, unit = parsed
+    if unit == "bytes" and not block_bytes:
+        raise ConfigError(
+            f"{name}: the trace does not say what the KV of a token takes, --bytes-per-token does"
+        )
+    scaled = {"x": number * capacity, "bytes": number / max(1, block_bytes)}
+    found = int(scaled.get(unit, number))
+    if unit == "bytes" and number and not found:
+        raise ConfigError(f"{name} has no room for a block of {block_bytes:,} bytes")
+    check_range(name, found, 0, _MOST_BLOCKS)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class HostResult:
+    host_blocks: int  # its size
+    block_hit_ratio: float  # of all blocks asked for: found by the device or here
+    host_hit_ratio: float  # of all blocks asked for: found here alone
+    hit_tokens: int  # found here alone
+    loads: int  # requests that loaded something
+    loaded_blocks: int
+    written_blocks: int
+    loaded_bytes: int  # 0 where the KV of a token is not known
+    written_bytes: int
 
 
 class RequestHits(NamedTuple):
@@ -53,6 +99,69 @@ class ReplayResult:
     host: tuple[HostResult, ...] = ()  # by size
 
 
+class Tier:
+    """A tree of at most `capacity` blocks, with a policy of its own; of a host tier with counts of
+    what is copied. With `makes_room` room is made before blocks are inserted, so they never take
+    more than the capacity; else what is over goes afterwards, the blocks just inserted included
+    (`trim`)."""
+
+    def __init__(self, trace: Trace, policy: Policy, capacity: int, makes_room: bool) -> None:
+        policy.token_scale = trace.token_scale
+        self.cache = RadixCache(page_size=trace.page_size, policy=policy)
+        self.capacity, self._makes_room = capacity, makes_room
+        self.loads = self.loaded_blocks = self.written_blocks = 0
+        # Page ids: `_free` first, then new ones.
+        self._free: list[int] = []
+        self._next_page = 0
+
+    def lock(self, key: RadixKey, now_s: float, visit: bool | None = None) -> PrefixLock:
+        return self.cache.lock(self.cache.match_prefix(key), now_s, visit=visit)
+
+    def store(
+        self, key: RadixKey, lock: PrefixLock, now_s: float, visit: bool | None = None
+    ) -> InsertResult:
+        """Insert all of a prompt, of which `lock` holds what is there, and then all of it."""
+        missing = (len(key) - lock.prefix_len) // self.cache.page_size
+        if self._makes_room:
+            self.trim(now_s, missing)
+        while len(self._free) < missing:
+            self._free.append(self._next_page)
+            self._next_page += 1
+        # The ids used come off the end of `_free` only once they are inserted.
+        cut = len(self._free) - missing
+        pages = np.array(self._free[cut:], np.int32)
+        inserted = self.cache.insert(
+            key, pages, now_s=now_s, visit=visit, lock=lock, extend_lock=True
+        )
+        del self._free[cut:]
+        return inserted
+
+    def trim(self, now_s: float, more: int = 0) -> None:
+        """Evict what is over the capacity, or would be with `more` blocks."""
+        over = self.cache.num_pages + more - self.capacity
+        if over > 0:
+            self._free += self.cache.evict(over, now_s).tolist()
+
+    def begin(self, key: RadixKey, now_s: float) -> int:
+        """Return the number of blocks here of a prompt. Counts as its use."""
+        with self.lock(key, now_s) as lock:
+            return lock.prefix_len // self.cache.page_size
+
+    def end(self, key: RadixKey, known: int, now_s: float, counted: bool) -> None:
+        """Write what is lacking of a prompt that ends, of which `begin` had `known` blocks; of one
+        that is too large, the beginning, where room is made before."""
+        if not self.capacity:
+            return
+        # The request was seen when it began, unless nothing of it was there to be used.
+        with self.lock(key, now_s, visit=False) as lock:
+            size = self.cache.page_size
+            path = key.prefix(self.capacity * size) if self._makes_room else key
+            new = (len(path) - lock.prefix_len) // size
+            self.store(path, lock, now_s, visit=not known)
+        self.trim(now_s)
+        self.written_blocks += new * counted
+
+
 @dataclass(slots=True)
 class Hits:
     """Adds up what the requests of a replay find. The first ones, a share of `warm`, warm the cache
@@ -64,7 +173,7 @@ class Hits:
     warm: float
     running: int
     each: Callable[[RequestHits], object] | None
-    hosts: Sequence[HostTier] = ()
+    hosts: Sequence[Tier] = ()
     blocks: int = 0
     tokens: int = 0
     hit_blocks: int = 0
@@ -96,7 +205,8 @@ class Hits:
             self.tokens += request.num_tokens
             self.held_blocks += held
             for host, found in zip(self.hosts, behind, strict=True):
-                host.load(found)
+                host.loads += found > 0
+                host.loaded_blocks += found
 
     def refuse(self, at: int) -> None:
         """The request does not fit the pool."""
@@ -121,7 +231,21 @@ class Hits:
             running=self.running,
             running_blocks=self.held_blocks / max(1, counted - self.too_long),
             too_long=self.too_long,
-            host=tuple(host.result(self.hit_blocks, self.blocks) for host in self.hosts),
+            host=tuple(map(self._host_result, self.hosts)),
+        )
+
+    def _host_result(self, tier: Tier) -> HostResult:
+        block_bytes = self.trace.block_tokens * self.trace.bytes_per_token
+        return HostResult(
+            host_blocks=tier.capacity,
+            block_hit_ratio=(self.hit_blocks + tier.loaded_blocks) / max(1, self.blocks),
+            host_hit_ratio=tier.loaded_blocks / max(1, self.blocks),
+            hit_tokens=tier.loaded_blocks * self.trace.block_tokens,
+            loads=tier.loads,
+            loaded_blocks=tier.loaded_blocks,
+            written_blocks=tier.written_blocks,
+            loaded_bytes=tier.loaded_blocks * block_bytes,
+            written_bytes=tier.written_blocks * block_bytes,
         )
 
 
@@ -149,7 +273,7 @@ def replay_policy(
     """
     chosen = make_policy(policy)
     counted = running > 0
-    tiers = [HostTier(trace, deepcopy(chosen), size, counted) for size in hosts]
+    tiers = [Tier(trace, deepcopy(chosen), size, counted) for size in hosts]
     device = Tier(trace, chosen, capacity, makes_room=counted)
     hits = Hits(trace, name or chosen.name, capacity, warm, running, each, tiers)
     cache, requests, page_size = device.cache, trace.requests, trace.page_size

@@ -47,8 +47,8 @@ from prefixkv.transport.nixl.agent import (
     error_by_name,
     error_of,
     nixl_name,
+    warn_if_open,
 )
-from prefixkv.transport.nixl.ucx import warn_if_open
 from prefixkv.transport.runs import routes_to
 
 _log = logging.getLogger("prefixkv.transport")

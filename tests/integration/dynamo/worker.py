@@ -20,6 +20,7 @@ from prefixkv.kv_events import publisher as publisher_module
 from prefixkv.kv_events.publisher import KVEventPublisher
 from prefixkv.pages.manager import PageManager
 from prefixkv.protocol.commands import OpenRoom
+from prefixkv.protocol.events import RoomEnded
 from prefixkv.protocol.ids import KVPoll, PeerId
 from prefixkv.request import Request
 from tests.support.schedulers import decode_scheduler
@@ -73,7 +74,7 @@ class Worker:
         self.scheduler.add(request)
         [req] = self.scheduler.pop_preallocated()
         assert any(isinstance(command, OpenRoom) for command in self.scheduler.take_commands())
-        self.scheduler.room_ended(req.room_key, KVPoll.SUCCESS, None, b"", self.scheduler.now_s)
+        self.scheduler.hear(RoomEnded(req.room_key, KVPoll.SUCCESS), self.scheduler.now_s)
         [req] = self.scheduler.pop_transferred()
         # What the chat goes on with is in its tokens already, so that its next turn hits.
         for token in chat["tokens"][len(tokens) : len(tokens) + chance.randrange(1, 40)]:

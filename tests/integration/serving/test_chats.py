@@ -37,19 +37,19 @@ def test_every_answer_is_generates_and_the_cache_spares_bytes() -> None:
         assert len(here) == len(slow) == 2
         for one in slow:  # the rate bounds what prefill sends
             assert one.played.duration_s > 0.8 * one.bytes_sent / link.bytes_per_s
-        pages = sum(-(-answer.sent_tokens // 16) for answer in here[0].played.all())
+        pages = sum(-(-answer.usage.sent_tokens // 16) for answer in here[0].played.all())
         assert here[0].bytes_sent == pages * 16 * kv_bytes
     cached, plain = report.of(True)[0], report.of(False)[0]
     assert plain.bytes_sent == report.of(False, link)[0].bytes_sent > cached.bytes_sent
     on, off = cached.played.all(), plain.played.all()
     assert [answer.prompt for answer in on] == [answer.prompt for answer in off]
-    assert not any(answer.hit_tokens or answer.shared_tokens for answer in off)
+    assert not any(answer.usage.decode_hit_tokens or answer.usage.shared_tokens for answer in off)
     for first, *later in cached.played.answers:
-        assert first.hit_tokens == 0
+        assert first.usage.decode_hit_tokens == 0
         for before, after in zip((first, *later), later, strict=False):
             # Of an answer's last token there is no KV.
             there = len(before.prompt) + len(before.tokens) - 1
-            assert after.hit_tokens == there // 16 * 16
+            assert after.usage.decode_hit_tokens == there // 16 * 16
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert shown.count("  chat ") == 12  # each turn once, with the cache on and off
 

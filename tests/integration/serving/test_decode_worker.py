@@ -25,11 +25,10 @@ from prefixkv.serving.config import (
 )
 from prefixkv.serving.http import ApiError, App, HttpServer
 from prefixkv.serving.wire import (
-    AbortJobs,
     Ask,
     TokenEvent,
 )
-from prefixkv.serving.worker import DecodeWorker, _OpenRequest
+from prefixkv.serving.worker import DecodeWorker
 from tests.support.patience import NEVER_S, PATIENCE_S
 from tests.support.scenes import played_by, until
 
@@ -46,15 +45,11 @@ class Prefill:
 
     def __init__(self) -> None:
         self.jobs: list[str] = []
-        self.aborted: list[str] = []
         self.taken: list[str] = []
         self.status, self.says = 202, b""
         self.takes = asyncio.Event()
         self.takes.set()
-        routes = [
-            Route("/jobs", self._job, methods=["POST"]),
-            Route("/abort", self._abort, methods=["POST"]),
-        ]
+        routes = [Route("/jobs", self._job, methods=["POST"])]
         self.server = HttpServer(App(routes), "127.0.0.1", 0, LIMITS)
 
     async def _job(self, request: Request) -> Response:
@@ -64,10 +59,6 @@ class Prefill:
         if self.status == 202:
             self.taken.append(job.rid)
         return Response(self.says, self.status, media_type="text/plain; charset=utf-8")
-
-    async def _abort(self, request: Request) -> Response:
-        self.aborted += msgspec.json.decode(await request.body(), type=AbortJobs).rids
-        return Response(status_code=202)
 
 
 class Stage:
@@ -131,38 +122,28 @@ def run(scene: Callable[[Stage], Awaitable[None]]) -> None:
 played = played_by(run)
 
 
+@pytest.mark.parametrize("takes", [True, False])
 @played()
-async def test_prefill_is_told_where_a_client_leaves(stage: Stage) -> None:
-    async with stage.open():
-        await until(lambda: stage.prefill.taken)
-        assert not stage.prefill.aborted
-    await until(lambda: stage.prefill.aborted)
-    assert stage.prefill.jobs == stage.prefill.aborted == [JOB]
-
-
-@played()
-async def test_a_job_that_prefill_takes_after_its_client_has_left_is_aborted_again(
-    stage: Stage,
+async def test_a_client_that_leaves_ends_its_request_also_while_prefill_takes_its_job(
+    stage: Stage, takes: bool
 ) -> None:
-    stage.prefill.takes.clear()
+    if not takes:
+        stage.prefill.takes.clear()
     async with stage.open():
-        await until(lambda: stage.prefill.jobs)
-    await until(lambda: stage.prefill.aborted)
-    assert not stage.prefill.taken  # so prefill did not know the job that it was to end
+        await until(lambda: stage.prefill.taken if takes else stage.prefill.jobs)
+    while await stage.live():
+        await asyncio.sleep(0.01)
     stage.prefill.takes.set()
-    await until(lambda: len(stage.prefill.aborted) == 2)
-    assert stage.prefill.aborted == [JOB, JOB]
+    # It has not failed by itself.
+    assert await stage.worker._call(lambda engine: engine.node.counters["aborted"]) == 1
 
 
 @played()
-async def test_prefill_is_told_where_a_request_ends_at_its_deadline(stage: Stage) -> None:
+async def test_a_request_ends_at_its_deadline(stage: Stage) -> None:
     async with stage.open(deadline_s=0.2) as answer:
         said = await last_said(answer)
-        assert said.finish == "error"
-        assert "deadline" in said.error.lower()
-        # Before the client leaves: it is the end of the request that is told.
-        await until(lambda: stage.prefill.aborted)
-    assert set(stage.prefill.aborted) == {JOB}
+    assert said.finish == "error"
+    assert "deadline" in said.error.lower()
 
 
 @pytest.mark.parametrize("says", [b"no room", b"\xff\xfe not here", b"x" * MIB, None])
@@ -184,18 +165,6 @@ async def test_a_request_ends_where_prefill_does_not_take_its_job(
 
 
 @played()
-async def test_of_a_request_that_has_ended_prefill_is_told_nothing(stage: Stage) -> None:
-    one = stage.worker._open[RID] = _OpenRequest(msgspec.json.decode(stage.ask(), type=Ask))
-    one.jobs.append(JOB)
-    one.queue_output(TokenEvent(token=1, finish="length"))
-    await stage.worker._end_request(one)
-    assert not stage.worker._open
-    assert not stage.worker._tasks
-    assert one.jobs == [JOB]
-    assert (await stage.client.get("/audit")).status_code == 405
-
-
-@played()
 async def test_a_second_request_of_the_same_id_is_refused_and_the_first_goes_on(
     stage: Stage,
 ) -> None:
@@ -206,9 +175,7 @@ async def test_a_second_request_of_the_same_id_is_refused_and_the_first_goes_on(
         assert f"request '{RID}' is here already" in second.text
         await stage.worker._call(lambda engine: None)  # what was posted before has been done
         assert stage.worker._open[RID].left == 2
-        assert not stage.prefill.aborted
         assert first.status_code == 200
-    await until(lambda: len(stage.prefill.aborted) == 2)
     assert len(stage.prefill.jobs) == 2
     while await stage.live():
         await asyncio.sleep(0.01)

@@ -7,9 +7,8 @@ from prefixkv.decode.admission import Admission
 from prefixkv.decode.flights import Flights
 from prefixkv.decode.rooms import Rooms
 from prefixkv.decode.scheduler import DecodeScheduler
-from prefixkv.prefill.bootstrap_queue import PrefillBootstrapQueue
+from prefixkv.prefill.bootstrap_queue import PrefillBootstrapQueue, SharedPrefixes
 from prefixkv.prefill.scheduler import PrefillScheduler
-from prefixkv.prefill.shared_prefixes import SharedPrefixes
 from tests.laws.liveness.world import Prefill
 from tests.laws.mutants import Mutant
 
@@ -25,14 +24,14 @@ _LOCKED = """
     locks = self.__dict__.setdefault("locks", {})
     if plan is not None and waiter in locks:
         pages.cache.unlock(locks.pop(waiter))
-    elif plan is None and waiter not in locks and waiter.match is not None:
-        locks[waiter] = pages.cache.lock(waiter.match)
+    elif plan is None and waiter not in locks and waiter.look.match is not None:
+        locks[waiter] = pages.cache.lock(waiter.look.match)
     if plan is None:
 """
 MUTANTS = (
     Mutant(
         "prefill computes at once, and holds the pages until decode asks",
-        (PrefillScheduler._add, "return req", "self.bootstrapped.add(req, 0)\n    return req"),
+        (PrefillScheduler.add, "return req", "self.bootstrapped.add(req, 0)\n    return req"),
         (Prefill.tell, "inbox.append(command)", "inbox.append(clipped(command))"),
         (Prefill.offer, "req = self.add(request)", "return self.add(request)"),
     ),
@@ -56,7 +55,7 @@ MUTANTS = (
             "del self._due[number]",
         ),
     ),
-    Mutant("sent pages stay", (PrefillScheduler.source_free, "if req is not None:", "if False:")),
+    Mutant("sent pages stay", (PrefillScheduler.hear, "req.source_free = True", "pass")),
     Mutant("held pages stay", (DecodeScheduler.room_drained, "self.pages.release(key)", "pass")),
     Mutant(
         "a flight that came before the one that it joined is not complete when that one is",

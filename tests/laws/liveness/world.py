@@ -30,7 +30,7 @@ from prefixkv.errors import OutOfPagesError, RequestError
 from prefixkv.pages.manager import PageManager
 from prefixkv.prefill.request import PrefillRequest, PrefillState
 from prefixkv.protocol.commands import AbortRoom, OfferRoom, SendChunk
-from prefixkv.protocol.events import Bootstrapped
+from prefixkv.protocol.events import Bootstrapped, SourceFree
 from prefixkv.protocol.ids import RoomKey
 from prefixkv.request import Request
 from tests.laws.auditor import assert_at_rest, audit_decode, audit_prefill
@@ -137,7 +137,7 @@ class Prefill(PrefillEngine):
             self._withdraw(key, abort.reason)
         else:
             del self.kept[key]
-            self.scheduler.source_free(key, self.sim.now_s)
+            self.scheduler.hear(SourceFree(key), self.sim.now_s)
 
     def hear(self) -> bool:
         """One thing that became of a room. False: there is none."""

@@ -13,8 +13,7 @@ import pytest
 
 from benchmarks.policies.gated import Gated
 from prefixkv.cache.eviction.plain import LeastRecentlyUsed
-from prefixkv.cache.eviction.policy import Policy, Use
-from prefixkv.cache.eviction.queues import LeafHeap, LeafRank
+from prefixkv.cache.eviction.policy import LeafHeap, LeafRank, Policy, Use
 from prefixkv.cache.node import Mark, TreeNode
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
@@ -219,6 +218,17 @@ class Stale(LeafHeap):
         return self._heap[0][1] if self._heap else None
 
 
+class Silent(LeafHeap):
+    def first(self, now_s: float = 0.0) -> TreeNode | None:
+        return None
+
+
+class Stuck(LeafHeap):
+    def first(self, now_s: float = 0.0) -> TreeNode | None:
+        leaf = super().first(now_s)
+        return leaf if leaf and leaf.key[0] // 10 != 2 else None  # of the second prompt
+
+
 def full_cache(policy: Policy) -> RadixCache:
     """Of three prompts, each with its beginnings used later."""
     cache = RadixCache(1, policy, 40, UserErrors(lambda line: None))
@@ -232,8 +242,8 @@ def full_cache(policy: Policy) -> RadixCache:
 
 @pytest.mark.parametrize(
     ("what", "said"),
-    [*product(["floor"], [10**9, -5, 0, 0.5]), ("queue", Stale), ("rank", Later),
-     ("rank", lambda history: float("nan"))],
+    [*product(["floor"], [10**9, -5, 0, 0.5]), *product(["queue"], [Stale, Silent, Stuck]),
+     ("rank", Later), ("rank", lambda history: float("nan"))],
 )  # fmt: skip
 def test_an_eviction_ends_and_takes_each_page_once_whatever_a_policy_says(
     what: str, said: Any

@@ -23,7 +23,9 @@ from prefixkv.cli.demo.report import (
 )
 from prefixkv.cli.demo.workers import ChatAnswer, ModelWorkerError
 from prefixkv.cli.demo.workload import Played, Run, Turn, Vocabulary, Workload, chat, play
+from prefixkv.engines.hf.requests import AnswerToken
 from prefixkv.errors import ConfigError
+from prefixkv.serving.openai import Usage
 
 WORDS = Vocabulary(10, 20, system=1, user=2, assistant=3, stop=4)
 
@@ -46,7 +48,7 @@ class Workers:
                 await asyncio.sleep(1000)
         finally:
             self.open -= 1
-        return ChatAnswer(list(prompt), num, [len(prompt)] * num)
+        return ChatAnswer(list(prompt), num, Usage(len(prompt)), [len(prompt)] * num)
 
 
 def test_a_prompt_is_all_that_was_said():
@@ -89,7 +91,12 @@ def test_one_that_fails_ends_the_others_and_says_why():
 
 
 def answer(prompt, tokens, hit, prefill_hit, ttft_s, shared=0):
-    return ChatAnswer(list(range(prompt)), 4, tokens, hit, prefill_hit, shared, ttft_s, [0.01])
+    usage = Usage(prompt)
+    usage.add_prompt(
+        prompt,
+        AnswerToken(hit_tokens=hit, prefill_hit_tokens=prefill_hit, shared_tokens=shared),
+    )
+    return ChatAnswer(list(range(prompt)), 4, usage, tokens, ttft_s, [0.01])
 
 
 def played(*ttfts_s, hits=(0, 0), said=7):

@@ -27,7 +27,7 @@ from prefixkv.cli.replay import (
     replay_optimum,
     replay_policy,
 )
-from prefixkv.cli.replay.tiers import host_blocks
+from prefixkv.cli.replay.run import host_blocks
 from prefixkv.errors import ConfigError
 from prefixkv.policies import DEFAULT_POLICY
 from tests.support.traces import entry, sessions, trace_of

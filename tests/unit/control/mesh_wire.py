@@ -13,8 +13,8 @@ from prefixkv.control.decode.control import DecodeControl, DecodeInput
 from prefixkv.control.effects import FrameReceived, RelaySlots, SendFrame
 from prefixkv.control.handshake import OurSide
 from prefixkv.control.prefill.control import PrefillControl
+from prefixkv.memory.kv_layout import BLOCK_BYTES, RelayArea
 from prefixkv.memory.mesh import Mesh
-from prefixkv.memory.staging_area import BLOCK_BYTES, RelayArea
 from prefixkv.protocol import messages
 from prefixkv.protocol.commands import AddRoom, OpenRoom
 from prefixkv.protocol.ids import PeerId, RoomKey

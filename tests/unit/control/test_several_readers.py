@@ -12,7 +12,7 @@ import pytest
 from prefixkv.config import CurveConfig
 from prefixkv.control.effects import AddPeer, Cancel, CopyDone, RemovePeer, Renew
 from prefixkv.errors import AbortedError, PromptMismatchError, RequestError, TransferError
-from prefixkv.memory.staging_area import BLOCK_BYTES, RelayArea
+from prefixkv.memory.kv_layout import BLOCK_BYTES, RelayArea
 from prefixkv.protocol.commands import Fence
 from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
 from prefixkv.protocol.ids import ChunkTag, KVPoll, PeerId, RoomKey

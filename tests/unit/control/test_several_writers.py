@@ -14,7 +14,7 @@ from prefixkv.errors import (
     PeerLostError,
     TransferTimeoutError,
 )
-from prefixkv.memory.staging_area import BLOCK_BYTES
+from prefixkv.memory.kv_layout import BLOCK_BYTES
 from prefixkv.protocol.commands import AbortRoom, Fence, MeetPrefill
 from prefixkv.protocol.events import PrefillReady, RoomDrained, RoomEnded
 from prefixkv.protocol.ids import ChunkTag, KVPoll, PeerId

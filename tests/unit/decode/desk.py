@@ -15,6 +15,7 @@ from prefixkv.pages.allocator import PageState
 from prefixkv.pages.groups import GroupSpec
 from prefixkv.pages.manager import PageManager
 from prefixkv.protocol.commands import AbortRoom, DecodeCommand, OpenRoom, RefuseRoom
+from prefixkv.protocol.events import RoomEnded
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.request import Request
 from tests.laws.auditor import assert_at_rest
@@ -99,10 +100,10 @@ class Desk:
         return self.scheduler.take_commands()
 
     def succeed(self, key: RoomKey, aux: bytes = b"") -> None:
-        self._checked(self.scheduler.room_ended(key, KVPoll.SUCCESS, None, aux, self.now_s))
+        self._checked(self.scheduler.hear(RoomEnded(key, KVPoll.SUCCESS, None, aux), self.now_s))
 
     def fail(self, key: RoomKey, *, drained: bool = False) -> None:
-        self._checked(self.scheduler.room_ended(key, KVPoll.FAILED, BROKEN, b"", self.now_s))
+        self._checked(self.scheduler.hear(RoomEnded(key, KVPoll.FAILED, BROKEN, b""), self.now_s))
         if drained:
             self.drain(key)
 

@@ -45,12 +45,12 @@ def test_counters_are_the_sums(steps: list[tuple[Any, ...]], reserve: int) -> No
         budget.check_invariants()
 
 
-@pytest.mark.parametrize("field", ["private_pages", "_private", "_reaches"])
+@pytest.mark.parametrize("field", ["private_pages", "_pages", "_reaches"])
 def test_a_counter_that_is_off_is_found(field: str) -> None:
     budget = PreallocBudget(0)
     budget.start("a", 3, 2)
     budget.check_invariants()
-    off = {"private_pages": 1, "_private": {"a": 2, "b": 0}, "_reaches": []}
+    off = {"private_pages": 1, "_pages": {"a": [5, 3]}, "_reaches": []}
     setattr(budget, field, off[field])
     with pytest.raises(InternalError):
         budget.check_invariants()

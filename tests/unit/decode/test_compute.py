@@ -10,8 +10,8 @@ import pytest
 from prefixkv.config import ComputeConfig, ModelConfig
 from prefixkv.decode.flights import Segment
 from prefixkv.decode.request import DecodeRequest, DecodeState
+from prefixkv.decode.rooms import Workers
 from prefixkv.decode.sources import Sources
-from prefixkv.decode.waiting import Workers
 from prefixkv.errors import (
     AdmissionTimeoutError,
     CallerError,
@@ -20,6 +20,7 @@ from prefixkv.errors import (
     TransferError,
     TransferTimeoutError,
 )
+from prefixkv.protocol.events import PrefillAway, PrefillReady
 from tests.unit.decode.desk import PAGE_SIZE, AbortRoom, Desk, OpenRoom, RefuseRoom
 
 
@@ -65,10 +66,10 @@ class Alone(Desk):
         return self._checked([(ask.rid, ask.generation) for ask in asks])
 
     def down(self, address: str = "p") -> None:
-        self._checked(self.scheduler.prefill_away(address, self.now_s))
+        self._checked(self.scheduler.hear(PrefillAway(address), self.now_s))
 
     def up(self, address: str = "p") -> None:
-        self._checked(self.scheduler.prefill_ready(address, 0, self.now_s))
+        self._checked(self.scheduler.hear(PrefillReady(address), self.now_s))
 
 
 def kinds(desk: Desk) -> list[type]:
@@ -408,7 +409,7 @@ def test_one_that_carries_on_alone_and_lacks_too_much_by_then_is_asked_of_its_wo
     desk = _gone(ask="both", down_below=8)
     req = desk.admitted("w2", 12)
     desk.fail(req.room_key, drained=True)
-    assert req.is_alone
+    assert not req.asks
     desk.scheduler.flush()
     desk.commands()
     assert desk.admit() == ["w2"]
@@ -428,7 +429,7 @@ def test_one_that_is_alone_waits_for_the_pages_of_its_own_way(
     desk.arrive(holds)
     req = desk.admitted("w2", 16)
     desk.fail(req.room_key, drained=True)
-    assert req.is_alone
+    assert not req.asks
     monkeypatch.setattr(
         "prefixkv.decode.compute_source.ComputeSource.reach",
         lambda source, need: Segment(source, 0, need.end),

@@ -17,11 +17,11 @@ from prefixkv.decode import ending, host_tier
 from prefixkv.decode.admission import HELD
 from prefixkv.decode.host_tier import FRESH_S, HOST, HostPages
 from prefixkv.decode.request import DecodeRequest
+from prefixkv.decode.rooms import Workers
 from prefixkv.decode.sources import Sources
-from prefixkv.decode.waiting import Workers
 from prefixkv.errors import OutOfPagesError
 from prefixkv.pages.groups import GroupSpec
-from prefixkv.protocol.events import HostCopy, HostCopyDone
+from prefixkv.protocol.events import HostCopy, HostCopyDone, PrefillAway, PrefillReady
 from prefixkv.protocol.ids import RoomKey
 from prefixkv.protocol.messages import Promise
 from prefixkv.ranks.leader import RankLeader
@@ -672,15 +672,15 @@ def test_host_memory_counts_where_the_prefill_worker_goes_while_it_waits(has_it:
     workers = Workers(gated=True, patience_s=30.0)
     desk = HostDesk(sources=Sources(config, fails_over=True), workers=workers)
     warm = desk.add("a", prompt("a" if has_it else "x", 16))
-    desk.scheduler.prefill_ready("p", 0, desk.now_s)
+    desk.scheduler.hear(PrefillReady("p"), desk.now_s)
     assert desk.admit() == ["a"]
     desk.arrive(warm)
     desk.finish(warm)
     desk.end_all_copies()
     desk.evict(16)
     req = desk.add("b", prompt("a", 22))
-    desk.scheduler.prefill_away("p", desk.now_s)
-    assert req.is_alone == has_it
+    desk.scheduler.hear(PrefillAway("p"), desk.now_s)
+    assert (not req.asks) == has_it
     assert desk.admit() == ["b"] * has_it
 
 

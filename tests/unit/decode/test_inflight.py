@@ -92,7 +92,7 @@ def _chain() -> tuple[Air, list[Flight]]:
 @pytest.mark.parametrize(
     ("what", "value", "law"),
     [
-        ("joined", None, "a flight that waits, and the one it waits for"),
+        ("joined", None, "what waits for it knows that"),
         ("number", 0, "numbers count up"),
         ("start_pages", 3, "what is found begins there"),
         ("end_pages", 0, "what is joined is brought"),
@@ -237,7 +237,7 @@ def test_another_thread_may_ask_for_all_while_flights_come_and_go() -> None:
     def look_on() -> None:
         try:
             while not done.is_set():
-                assert len(air.flights.all()) <= 3
+                assert len(list(air.flights)) <= 3
         except BaseException as error:
             failures.append(error)
 

@@ -21,6 +21,7 @@ from prefixkv.errors import (
     TokenError,
     WeightsVersionError,
 )
+from prefixkv.protocol.events import RoomOverdue
 from prefixkv.protocol.ids import RoomKey
 from prefixkv.request import Request
 from tests.support.spelled import Event
@@ -219,7 +220,7 @@ def test_a_failed_transfer_fails_its_request_and_holds_its_pages_until_drained()
     desk.fail(req.room_key)
     assert (req.state, req.error, desk.pop_failed()) == (DecodeState.FAILED, BROKEN, [req])
     assert desk.commands() == [], "the room has ended already"
-    desk.scheduler.room_overdue(req.room_key)
+    desk.scheduler.hear(RoomOverdue(req.room_key), desk.now_s)
     assert desk.states() == {"FREE": 14, "QUARANTINED": 2}
     assert desk.scheduler.counters["quarantined_pages"] == 2
     desk.drain(req.room_key)
@@ -235,7 +236,7 @@ def test_news_of_unknown_rooms_changes_nothing() -> None:
     for key in (RoomKey(99, 0), RoomKey(1, 1)):
         desk.succeed(key)
         desk.fail(key, drained=True)
-        desk.scheduler.room_overdue(key)
+        desk.scheduler.hear(RoomOverdue(key), desk.now_s)
     desk.scheduler.counters += Counter()  # without what is zero
     assert desk.snapshot() == before
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from prefixkv.decode.waiting import Workers
+from prefixkv.decode.rooms import Workers
+from prefixkv.protocol.events import PrefillAway, PrefillReady
 from tests.unit.decode.desk import Desk
 
 
@@ -83,7 +84,7 @@ def test_a_share_binds_no_more_when_the_other_worker_goes_away() -> None:
     lost = d.add("u", 12, 4, prefill="a")
     d.add("x", 4, 1, prefill="b")
     for address in "ab":
-        d.scheduler.prefill_ready(address, 0, 0.0)
+        d.scheduler.hear(PrefillReady(address), 0.0)
     assert sorted(d.admit()) == ["u", "x"]
     d.fail(lost.room_key)
     waits = d.add("w", 8, 1, prefill="a")
@@ -91,7 +92,7 @@ def test_a_share_binds_no_more_when_the_other_worker_goes_away() -> None:
     assert d.scheduler.waiting.aside()["share"] == 1
     why = "waited 0.000 s for pages: prefill worker a has 3 pages, its share of the pool"
     assert d.scheduler.waiting.why(waits, 0.0) == why
-    d.scheduler.prefill_away("b", 0.0)
+    d.scheduler.hear(PrefillAway("b"), 0.0)
     assert d.admit() == ["w"]
 
 

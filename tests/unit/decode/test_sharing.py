@@ -9,6 +9,7 @@ import pytest
 
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.errors import RequestError
+from prefixkv.protocol.events import RoomEnded
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.protocol.messages import Promise
 from tests.unit.decode.desk import PAGE_SIZE, AbortRoom, Desk, OpenRoom
@@ -135,7 +136,7 @@ def test_a_long_chain_is_committed_in_one_call() -> None:
     reqs = [desk.scheduler.add(desk.request(f"r{at}", prompt)) for at, prompt in enumerate(prompts)]
     assert len(desk.admit()) == length
     for req in reversed(reqs):
-        desk.scheduler.room_ended(req.room_key, KVPoll.SUCCESS, None, b"", 0.0)
+        desk.scheduler.hear(RoomEnded(req.room_key, KVPoll.SUCCESS, None, b""), 0.0)
     assert desk.transferred() == [req.rid for req in reqs]
     assert desk.states() == {"FREE": length, "CACHED": length}
 

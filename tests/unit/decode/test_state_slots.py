@@ -8,6 +8,7 @@ import pytest
 from prefixkv.errors import OutOfPagesError
 from prefixkv.pages.allocator import PageState
 from prefixkv.pages.groups import GroupStart
+from prefixkv.protocol.events import RoomOverdue
 from tests.unit.decode.desk import Desk, OpenRoom
 
 
@@ -44,7 +45,7 @@ def test_a_request_without_a_free_slot_waits() -> None:
     desk.fail(first.room_key)
     assert slots(desk) == {"HELD": 1}
     assert desk.admit() == []
-    desk.scheduler.room_overdue(first.room_key)
+    desk.scheduler.hear(RoomOverdue(first.room_key), desk.now_s)
     assert slots(desk) == {"QUARANTINED": 1}
     assert desk.admit() == []
     desk.drain(first.room_key)

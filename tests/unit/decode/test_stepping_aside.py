@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from prefixkv.decode.admission import MAX_WALK, Admission, Waiter
 from prefixkv.decode.request import DecodeRequest, DecodeState
-from prefixkv.decode.waiting import MAX_WALK, Waiter, Waiting, Workers
+from prefixkv.decode.rooms import Workers
 from prefixkv.errors import (
     AdmissionTimeoutError,
     OutOfPagesError,
@@ -18,6 +19,7 @@ from prefixkv.errors import (
     TransferTimeoutError,
 )
 from prefixkv.protocol.commands import MeetPrefill
+from prefixkv.protocol.events import PrefillAway, PrefillLost, PrefillReady, RoomOverdue
 from prefixkv.protocol.ids import RoomKey
 from tests.support.spelled import Event
 from tests.unit.decode.desk import Desk, OpenRoom, RefuseRoom
@@ -31,7 +33,7 @@ def with_held_pages(num_pages: int = 16, held_tokens: int = 16, **settings: Any)
     desk = Desk(num_pages, rows=256, **settings)
     lost = desk.admitted("lost", held_tokens, 4, prefill="gone")
     desk.abort(lost)
-    desk.scheduler.room_overdue(lost.room_key)
+    desk.scheduler.hear(RoomOverdue(lost.room_key), desk.now_s)
     desk.pop_failed()
     desk.commands()
     return desk
@@ -156,7 +158,7 @@ def test_a_retry_that_needs_its_own_held_pages_steps_aside_and_ends_in_time(admi
     )
     retried = desk.admitted("b", 24, 30)
     desk.fail(retried.room_key)
-    desk.scheduler.room_overdue(RoomKey(retried.room, 0))
+    desk.scheduler.hear(RoomOverdue(RoomKey(retried.room, 0)), desk.now_s)
     for number in range(50):
         desk.now_s += 10.0
         assert serve(desk, f"{chr(300 + number)}") == 0.0
@@ -215,7 +217,7 @@ def gated(num_pages: int = 16, **settings: Any) -> Desk:
 
 
 def ready(desk: Desk, address: str, max_tokens: int = 0) -> None:
-    desk._checked(desk.scheduler.prefill_ready(address, max_tokens, desk.now_s))
+    desk._checked(desk.scheduler.hear(PrefillReady(address, max_tokens), desk.now_s))
 
 
 def test_no_page_is_taken_for_a_worker_that_has_never_answered() -> None:
@@ -253,7 +255,7 @@ def test_requests_to_an_address_without_an_answer_fail_at_once_and_prefill_is_to
     req = desk.add("a", 8, 4, prefill="nowhere")
     desk.commands()
     error = PeerLostError("nowhere: connection refused")
-    desk.scheduler.prefill_lost("nowhere", error, 1.0)
+    desk.scheduler.hear(PrefillLost("nowhere", error), 1.0)
     assert desk.pop_failed() == [req]
     assert req.error is error
     assert desk.commands() == []
@@ -276,7 +278,7 @@ def test_the_wait_for_a_worker_that_goes_away_begins_then(answered: bool) -> Non
         desk.arrive(hog)
     old = [desk.add(rid, 8, 1) for rid in "ab"]
     desk.now_s = 20.0
-    desk.scheduler.prefill_away("p", desk.now_s)
+    desk.scheduler.hear(PrefillAway("p"), desk.now_s)
     desk.now_s = 25.0
     late = desk.add("c", 8, 1)
     for now_s, failed in ((30.0, []), (49.9, []), (50.0, old), (54.9, []), (55.0, [late])):
@@ -293,13 +295,13 @@ def test_the_end_of_one_wait_for_an_answer_costs_no_look_at_the_others(
         desk.add(f"r{second}", 8, 1)
         desk.now_s += 1.0
     looks: list[Waiter] = []
-    look = Waiting._answer_due_s
+    look = Admission._answer_due_s
 
-    def counted(waiting: Waiting, waiter: Waiter) -> float:
+    def counted(waiting: Admission, waiter: Waiter) -> float:
         looks.append(waiter)
         return look(waiting, waiter)
 
-    monkeypatch.setattr(Waiting, "_answer_due_s", counted)
+    monkeypatch.setattr(Admission, "_answer_due_s", counted)
     for second in range(20):
         desk.now_s = 30.0 + second
         desk.scheduler.pop_preallocated()
@@ -317,7 +319,7 @@ def test_one_that_comes_back_to_a_worker_that_is_away_waits_no_longer_than_other
     desk.transferred()
     desk.token(*oldest)
     desk.now_s = 10.0
-    desk.scheduler.prefill_away("p", desk.now_s)
+    desk.scheduler.hear(PrefillAway("p"), desk.now_s)
     desk.retract(oldest[1])
     desk.scheduler.flush()
     assert desk.admit() == []
@@ -350,7 +352,7 @@ def test_pages_promised_to_a_worker_that_answers_no_more_are_not_counted_on() ->
     big = desk.add("B", 50, 1, prefill="p")
     desk.add("s", 8, 1, prefill="p")
     assert desk.admit() == [], "the stopped one may answer still"
-    desk.scheduler.prefill_away("stopped", 6.0)
+    desk.scheduler.hear(PrefillAway("stopped"), 6.0)
     assert desk.admit(at_s=6.0) == ["s"]
     assert "promised to prefill workers that do not answer" in desk.scheduler.waiting.why(big, 6.0)
     ready(desk, "stopped")

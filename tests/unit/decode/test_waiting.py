@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from prefixkv.admission import AdmissionPolicy
-from prefixkv.decode import waiting
-from prefixkv.decode.waiting import Waiter, Waiting, Worker, Workers
+from prefixkv.decode import admission
+from prefixkv.decode.admission import Admission, Waiter
+from prefixkv.decode.rooms import Worker, Workers
 from prefixkv.errors import UserErrors
 from prefixkv.protocol.ids import RoomKey
 
@@ -50,7 +51,12 @@ class Case:
         config: Any = SimpleNamespace(
             admission=self.policy, admission_patience_s=PATIENCE_S, admission_wait_s=TIMEOUT_S
         )
-        self.list = Waiting(self.workers, config, self.errors)
+        pages = SimpleNamespace(
+            errors=self.errors, caching=False, cache=SimpleNamespace(num_wants=0)
+        )
+        ledger: Any = SimpleNamespace(workers=self.workers, pages=pages)
+        planner: Any = None
+        self.list = Admission(ledger, config, planner)
         self.all: list[Waiter] = []
         self.for_pages: set[Waiter] = set()
         self.for_share: set[Waiter] = set()
@@ -64,6 +70,10 @@ class Case:
 
     # --- steps ------------------------------------------------------------------------------------
 
+    def _known(self) -> Worker | None:
+        address = self.chance.choice(ADDRESSES[1:])
+        return next((one for one in self.workers.all() if one.address == address), None)
+
     def come(self) -> None:
         self.number += 1
         address, pages = self.chance.choice(ADDRESSES), self.chance.randint(1, 6)
@@ -72,7 +82,7 @@ class Case:
             self.number, self.chance.random() < 0.2, self.now_s,
         )  # fmt: skip
         waiter.worker = self.workers.of(address)
-        waiter.new_pages = waiter.needed_pages = waiter.most_pages = pages
+        waiter.look = SimpleNamespace(new_pages=pages)
         if not waiter.is_returned:
             waiter.rank = self.list._rank(waiter)
         self._enter(waiter)
@@ -111,7 +121,7 @@ class Case:
             self._enter(waiter)
 
     def answer(self) -> None:
-        worker = self.workers.get(self.chance.choice(ADDRESSES[1:]))
+        worker = self._known()
         if worker is not None:
             if self.chance.random() < 0.6:
                 self.list.opens(worker, 0)
@@ -120,7 +130,7 @@ class Case:
 
     def promise(self) -> None:
         """Pages come into the power of a worker, stay there without proof, or leave it."""
-        worker, key = self.workers.get(self.chance.choice(ADDRESSES[1:])), RoomKey(self.number, 0)
+        worker, key = self._known(), RoomKey(self.number, 0)
         if worker is not None and key not in self.rooms and self.chance.random() < 0.5:
             self.workers.promise(key, worker, self.chance.randint(1, 7))
             self.rooms[key] = worker.address
@@ -141,8 +151,8 @@ class Case:
             (one for one in self.for_pages if one.req.max_pages <= self.most),
             key=lambda one: (one.req.max_pages, one.arrival),
         )
-        self.for_pages -= set(back[: waiting.MAX_BACK])
-        assert is_all or len(back) >= waiting.MAX_BACK
+        self.for_pages -= set(back[: admission.MAX_BACK])
+        assert is_all or len(back) >= admission.MAX_BACK
         self.with_share.clear()
         if self.shares_at != self.workers.version:
             self.shares_at = self.workers.version
@@ -153,7 +163,7 @@ class Case:
         first = self._list_first()
         if first is not None:
             address, over = first.worker.address, self._is_over(first)
-            hopeless = self.workers.is_hopeless(first.worker, first.new_pages)
+            hopeless = self.workers.is_hopeless(first.worker, first.look.new_pages)
             stepped = self.list._step_aside(first)
             assert stepped == (first.req.max_pages > self.most or over)
             if first.req.max_pages > self.most:
@@ -168,17 +178,18 @@ class Case:
         if ranked:
             waiter = self.chance.choice(ranked)
             before, num_errors = waiter.rank, self.errors.num
-            waiter.new_pages = waiter.needed_pages = self.chance.randint(1, 7)
+            waiter.look.new_pages = self.chance.randint(1, 7)
             assert self.list._renew(waiter) == (waiter.rank > before)
-            assert self.errors.num - num_errors == (waiter.new_pages == 7)
-            assert waiter.rank == (before if waiter.new_pages == 7 else (waiter.new_pages // 2,))
+            pages = waiter.look.new_pages
+            assert self.errors.num - num_errors == (pages == 7)
+            assert waiter.rank == (before if pages == 7 else (pages // 2,))
             waiter.seen_at = self.chance.choice([-1, self.version])
 
     def _is_over(self, waiter: Waiter) -> bool:
         worker = waiter.worker
         others = [one for one in self.workers.all() if one.is_open and one.address]
         has = worker.num_pages
-        return has > 0 and has + waiter.new_pages > SHARE and bool({*others} - {worker})
+        return has > 0 and has + waiter.look.new_pages > SHARE and bool({*others} - {worker})
 
     # --- the naive list ---------------------------------------------------------------------------
 
@@ -215,7 +226,7 @@ class Case:
         found.check_invariants()
         self.workers.check_invariants(set(self.rooms))
         assert self._list_first() is self.first_of_all()
-        assert [*found._in_turn()] == order[: waiting.MAX_WALK]
+        assert [*found._in_turn()] == order[: admission.MAX_WALK]
         lines = {address: self._line(address) for address in ADDRESSES}
         away = [one for line in lines.values() for one in line if not one.worker.is_open]
         assert found.aside() == {
@@ -260,30 +271,23 @@ def storms(num: int) -> None:
 
 
 def test_the_list_is_what_a_naive_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "MAX_BACK", 2)
-    monkeypatch.setattr(waiting, "MAX_WALK", 5)
+    monkeypatch.setattr(admission, "MAX_BACK", 2)
+    monkeypatch.setattr(admission, "MAX_WALK", 5)
     storms(60)
 
 
-def _all_have_turns(self: Waiting) -> list[Worker]:
-    self._lines, lines = {one: None for one in self._lines if one.is_open}, self._lines
-    for worker in self._lines:
-        worker.has_share = False
-    try:
-        return TURNS(self)
-    finally:
-        self._lines = lines
+def _all_have_turns(self: Admission) -> list[Worker]:
+    return [one for one in self._workers.all() if one.line and one.is_open]
 
 
-def _never_overdue(self: Waiting, now_s: float) -> None:
+def _never_overdue(self: Admission, now_s: float) -> None:
     self._overdue.due(now_s)
 
 
-TURNS = Waiting._turns
 BROKEN: dict[str, tuple[type, str, Any]] = {
-    "patience ends no overtaking": (Waiting, "_note_overdue", _never_overdue),
-    "a line has a turn in spite of its share": (Waiting, "_turns", _all_have_turns),
-    "a wait for an answer is not timed": (Waiting, "_time_answer", lambda self, waiter: None),
+    "patience ends no overtaking": (Admission, "_note_overdue", _never_overdue),
+    "a line has a turn in spite of its share": (Admission, "_turns", _all_have_turns),
+    "a wait for an answer is not timed": (Admission, "_time_answer", lambda self, waiter: None),
     "the last to return is not the first": (Waiter, "turn", property(lambda self: self.arrival)),
     "a share binds a worker that is alone": (
         Workers, "refuses",

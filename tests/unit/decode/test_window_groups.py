@@ -15,6 +15,7 @@ from prefixkv.errors import RequestError
 from prefixkv.pages.groups import GroupSpec
 from prefixkv.pages.manager import PageManager
 from prefixkv.protocol.commands import OpenRoom
+from prefixkv.protocol.events import RoomOverdue
 from prefixkv.protocol.messages import Promise
 from tests.support.schedulers import decode_scheduler
 from tests.unit.decode.desk import PAGE_SIZE, Desk
@@ -108,7 +109,7 @@ def test_a_room_that_failed_holds_them_until_it_is_drained() -> None:
     desk.abort(desk.scheduler.requests["a"])
     (group,) = desk.pages.windows
     assert (group.allocator.held_pages, group.allocator.free_pages) == (3, 0)
-    desk.scheduler.room_overdue(req.room_key)
+    desk.scheduler.hear(RoomOverdue(req.room_key), desk.now_s)
     assert group.allocator.quarantined_pages == 3
     desk.add("b", 10)
     assert desk.admit() == [], "nothing has proved that prefill writes them no more"

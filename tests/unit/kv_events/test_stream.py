@@ -309,9 +309,11 @@ def test_no_hash_is_0_which_llm_d_takes_for_no_parent() -> None:
     key, worded = b"\x01" * 8 + bytes(8), BlockEvents(1, "GPU")
     assert worded.hash(key, None) == 1
     assert worded.hash(b"\xff" * 8 + bytes(7) + b"\x05", None) == 5  # the last bytes, unsigned
-    [stored] = [worded.stored([PageRef(None, key, b"\x02" * 16, 1, bytes(4))])]
+    [stored] = [worded.event(Stored, [PageRef(None, key, b"\x02" * 16, 1, bytes(4))])]
     assert stored.parent_block_hash == 1
-    assert worded.stored([PageRef(None, NO_PARENT, key, 0, bytes(4))]).parent_block_hash is None
+    assert (
+        worded.event(Stored, [PageRef(None, NO_PARENT, key, 0, bytes(4))]).parent_block_hash is None
+    )
 
 
 @pytest.mark.parametrize("namespace", ["lora", 7, b"salt", ("lora", None, ()), True])

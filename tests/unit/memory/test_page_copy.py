@@ -18,7 +18,7 @@ from prefixkv.memory.kv_pool import KVPool, PoolGroup
 from prefixkv.memory.mesh import Shard
 from prefixkv.memory.page_copy import CpuPageCopy, PageCopy, StagedPageCopy, page_copy
 from prefixkv.memory.stage_copy import CpuCopy
-from prefixkv.memory.staging_area import StagePlan
+from prefixkv.memory.stage_plan import StagePlan
 from tests.support.engine_tensors import distinct
 from tests.support.gpu import GPU
 from tests.support.mesh_pools import ORDERS, mesh_layout

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from prefixkv.errors import CapacityError
-from prefixkv.memory.kv_pool import SEALS, KVPool, RelayBuffer, block_of, blocks_of, shared_bytes
-from prefixkv.memory.staging_area import BLOCK_BYTES
+from prefixkv.memory.kv_layout import BLOCK_BYTES
+from prefixkv.memory.kv_pool import SEALS, KVPool, block_of, blocks_of, shared_bytes
 from prefixkv.memory.state_layout import StateTensor
 from prefixkv.memory.state_pool import StatePool
+from prefixkv.runtime.staging import RelayBuffer
 from tests.support.gpu import GPU
 
 SIZES = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 8}

@@ -23,7 +23,7 @@ from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.kv_pool import KVPool, PoolGroup
 from prefixkv.memory.mesh import Shard
 from prefixkv.memory.stage_copy import StagingCopy, scatter_together, staging_copy
-from prefixkv.memory.staging_area import StagePlan
+from prefixkv.memory.stage_plan import StagePlan
 from prefixkv.paging import unit_pages
 from tests.support.engine_tensors import DTYPES
 from tests.support.mesh_pools import ORDERS, mesh_layout

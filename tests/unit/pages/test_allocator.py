@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixkv.errors import ConfigError, InternalError, PageStateError
-from prefixkv.pages import free_runs
-from prefixkv.pages.allocator import PageAllocator, PageState
-from prefixkv.pages.free_runs import FreeRuns
+from prefixkv.pages import allocator
+from prefixkv.pages.allocator import FreeRuns, PageAllocator, PageState
 from tests.laws.allocator_model import AllocatorMachine, runs_of
 
 TestAllocator = AllocatorMachine.TestCase
@@ -100,7 +99,7 @@ def test_adding_back_any_pages_gives_maximal_runs(loop_below: int, data: st.Data
         np.array(data.draw(st.lists(st.booleans(), min_size=num_pages, max_size=num_pages))) & ~free
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(free_runs, "_LOOP_BELOW_RUNS", loop_below)
+        patch.setattr(allocator, "_LOOP_BELOW_RUNS", loop_below)
         runs = FreeRuns(num_pages)
         runs.take(num_pages)
         for part in (free, back):

@@ -8,6 +8,7 @@ import pytest
 from prefixkv.errors import AbortedError, NotFiniteError, TransferTimeoutError
 from prefixkv.prefill.request import PrefillRequest, PrefillState
 from prefixkv.protocol.commands import AbortRoom
+from prefixkv.protocol.events import SourceFree
 from tests.laws.auditor import assert_at_rest
 from tests.unit.prefill.test_prefill_scheduler import BROKEN, Desk
 from tests.unit.prefill.test_state_checkpoints import Worker
@@ -133,7 +134,7 @@ def test_no_state_is_kept(how: str) -> None:
         worker.scheduler.abort("a")
     assert worker.begin() == []
     assert worker.scheduler.pop_failed() == [req]
-    worker.scheduler.source_free(req.room_key, worker.scheduler.now_s)
+    worker.scheduler.hear(SourceFree(req.room_key), worker.scheduler.now_s)
     assert not worker.points.taken
     assert len(worker.points) == 0
     assert worker.pages.cache.num_pages == 0

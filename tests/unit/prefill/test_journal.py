@@ -11,7 +11,8 @@ from prefixkv.errors import TransferError
 from prefixkv.pages.manager import PageManager
 from prefixkv.prefill.request import PrefillRequest, timeline
 from prefixkv.prefill.scheduler import PrefillScheduler
-from prefixkv.protocol.ids import KVPoll
+from prefixkv.protocol.events import Bootstrapped, RoomEnded
+from prefixkv.protocol.ids import KVPoll, PeerId
 from prefixkv.request import Request
 from tests.support.schedulers import prefill_scheduler
 
@@ -39,14 +40,14 @@ def test_a_request_from_arrival_to_sent(
 ) -> None:
     scheduler.now_s = 5.0
     req = scheduler.add(Request("a", list(range(10)), room=3, decode="decode-1", namespace="lora"))
-    scheduler.room_bootstrapped(req.room_key, 4, "decode-1", 6.0)
+    scheduler.hear(Bootstrapped(req.room_key, PeerId("decode-1", 1), 4), 6.0)
     scheduler.now_s = 8.0
     scheduler.pop_bootstrapped()
     scheduler.now_s = 9.0
     scheduler.send_chunk(req, 4)
     scheduler.now_s = 11.0
     scheduler.send_chunk(req, 10, last=True)
-    scheduler.room_ended(req.room_key, KVPoll.SUCCESS, None, 15.0)
+    scheduler.hear(RoomEnded(req.room_key, KVPoll.SUCCESS, None), 15.0)
     assert ended == [
         {
             "side": "prefill",
@@ -83,9 +84,9 @@ def test_what_fails_or_is_aborted_is_written_down_once(
 ) -> None:
     first = scheduler.add(Request("a", list(range(10)), room=1, decode="d"))
     scheduler.add(Request("b", list(range(10)), room=2, decode="d"))
-    scheduler.room_bootstrapped(first.room_key, 0, "d", 1.0)
-    scheduler.room_ended(first.room_key, KVPoll.FAILED, TransferError("broken"), 2.0)
-    scheduler.room_ended(first.room_key, KVPoll.FAILED, TransferError("again"), 3.0)
+    scheduler.hear(Bootstrapped(first.room_key, PeerId("d", 1), 0), 1.0)
+    scheduler.hear(RoomEnded(first.room_key, KVPoll.FAILED, TransferError("broken")), 2.0)
+    scheduler.hear(RoomEnded(first.room_key, KVPoll.FAILED, TransferError("again")), 3.0)
     scheduler.now_s = 4.0
     scheduler.abort("b")
     assert [

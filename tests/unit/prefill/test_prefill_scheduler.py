@@ -25,7 +25,8 @@ from prefixkv.pages.manager import PageManager
 from prefixkv.paging import pages_for
 from prefixkv.prefill.request import PrefillRequest, PrefillState, SendPlan
 from prefixkv.protocol.commands import AbortRoom, AddRoom, DeclineRoom, SendChunk
-from prefixkv.protocol.ids import KVPoll, RoomKey
+from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
+from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.request import Request
 from tests.laws.auditor import assert_at_rest
 from tests.support.schedulers import prefill_scheduler
@@ -68,11 +69,11 @@ class Desk:
     def promised(self, rid: str, tokens: int | list[int] = 10, **fields: Any) -> PrefillRequest:
         """Decode has promised its pages, and has none of it."""
         req = self.add(rid, tokens, **fields)
-        self.scheduler.room_bootstrapped(req.room_key, 0, "", 0.0)
+        self.scheduler.hear(Bootstrapped(req.room_key, PeerId("", 1), 0), 0.0)
         return req
 
     def bootstrap(self, req: PrefillRequest, decode_prefix_len: int = 0) -> list[str]:
-        self.scheduler.room_bootstrapped(req.room_key, decode_prefix_len, "", 0.0)
+        self.scheduler.hear(Bootstrapped(req.room_key, PeerId("", 1), decode_prefix_len), 0.0)
         return self._checked([popped.rid for popped in self.scheduler.pop_bootstrapped()])
 
     def computing(self, rid: str, tokens: int | list[int] = 10, decode_prefix_len: int = 0,
@@ -98,10 +99,10 @@ class Desk:
 
     def end(self, req: PrefillRequest, *, ok: bool = True) -> None:
         poll, error = (KVPoll.SUCCESS, None) if ok else (KVPoll.FAILED, BROKEN)
-        self._checked(self.scheduler.room_ended(req.room_key, poll, error, 0.0))
+        self._checked(self.scheduler.hear(RoomEnded(req.room_key, poll, error), 0.0))
 
     def source_free(self, req: PrefillRequest) -> None:
-        self._checked(self.scheduler.source_free(req.room_key, 0.0))
+        self._checked(self.scheduler.hear(SourceFree(req.room_key), 0.0))
 
     def pop_sent(self) -> list[PrefillRequest]:
         return self._checked(self.scheduler.pop_sent())
@@ -519,8 +520,8 @@ def test_news_of_unknown_rooms_changes_nothing() -> None:
     desk = Desk()
     req = desk.sending("a")
     key = RoomKey(99, 0)
-    desk.scheduler.room_ended(key, KVPoll.FAILED, BROKEN, 0.0)
-    desk.scheduler.source_free(key, 0.0)
+    desk.scheduler.hear(RoomEnded(key, KVPoll.FAILED, BROKEN), 0.0)
+    desk.scheduler.hear(SourceFree(key), 0.0)
     assert not desk.scheduler.abort("nobody")
     assert (req.state, desk.pop_failed(), desk.scheduler.counters["aborts_of_unknown"]) == (
         PrefillState.SENDING,
@@ -547,7 +548,7 @@ def test_a_request_that_is_not_sent_by_its_own_deadline_fails_and_decode_is_told
     desk = Desk()
     late = desk.add("L", deadline_s=5.0)
     done = desk.sending("s", deadline_s=5.0)
-    desk.scheduler.room_ended(done.room_key, KVPoll.SUCCESS, None, 1.0)
+    desk.scheduler.hear(RoomEnded(done.room_key, KVPoll.SUCCESS, None), 1.0)
     desk.scheduler.take_commands()
     desk.scheduler.now_s = 4.9
     assert desk.scheduler.pop_bootstrapped() == []

@@ -14,7 +14,8 @@ from prefixkv.errors import CallerError
 from prefixkv.prefill.request import PrefillRequest, PrefillState
 from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.protocol.commands import SendChunk
-from prefixkv.protocol.ids import KVPoll
+from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
+from prefixkv.protocol.ids import KVPoll, PeerId
 from prefixkv.request import Request
 from tests.laws.auditor import assert_at_rest
 from tests.support.schedulers import prefill_scheduler
@@ -403,7 +404,7 @@ class Run:
                 decode="decode-0",
             )
             self.reqs.append(scheduler.add(request))
-            scheduler.room_bootstrapped(self.reqs[-1].room_key, 0, "", now_s)
+            scheduler.hear(Bootstrapped(self.reqs[-1].room_key, PeerId("", 1), 0), now_s)
         elif what == "pop":
             for req in scheduler.pop_bootstrapped((None, 0, 1, 2)[number % 4]):
                 self.computing[req] = req.prefix_len
@@ -422,11 +423,11 @@ class Run:
         elif what in ("end", "fail"):
             for req in live:
                 if req.state.ended:
-                    scheduler.source_free(req.room_key, now_s)
+                    scheduler.hear(SourceFree(req.room_key), now_s)
                 elif what == "fail" and number % 5 == 0:
-                    scheduler.room_ended(req.room_key, KVPoll.FAILED, None, now_s)
+                    scheduler.hear(RoomEnded(req.room_key, KVPoll.FAILED, None), now_s)
                 elif req.state is PrefillState.SENDING:
-                    scheduler.room_ended(req.room_key, KVPoll.SUCCESS, None, now_s)
+                    scheduler.hear(RoomEnded(req.room_key, KVPoll.SUCCESS, None), now_s)
         elif what == "abort" and live:
             scheduler.abort(live[number % len(live)].rid)
         elif what == "flush":
@@ -445,11 +446,11 @@ def test_a_chunk_looks_at_no_follower_that_goes_on_waiting(sender: str) -> None:
         desk = desk_of(num_pages=100)
         scheduler = desk.scheduler
         others = [desk.add(f"x{at}", [2000 + at] * 40) for at in range(2)]
-        scheduler.room_bootstrapped(others[0].room_key, 0, "", 0.0)
+        scheduler.hear(Bootstrapped(others[0].room_key, PeerId("", 1), 0), 0.0)
         assert desk.next_pass() == ["x0"]
         leader, *_ = burst(desk, size, list(range(100, 130)))
         assert desk.next_pass() == ["r0"]
-        scheduler.room_bootstrapped(others[1].room_key, 0, "", 0.0)
+        scheduler.hear(Bootstrapped(others[1].room_key, PeerId("", 1), 0), 0.0)
         assert desk.next_pass() == ["x1"]
         req = dict(zip(["one before", "one that was handed out later"], others, strict=True)).get(
             sender, leader

@@ -15,7 +15,8 @@ from prefixkv.pages.groups import GroupSpec
 from prefixkv.pages.manager import PageManager
 from prefixkv.prefill.request import PrefillRequest, PrefillState
 from prefixkv.protocol.commands import SendChunk
-from prefixkv.protocol.ids import KVPoll
+from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
+from prefixkv.protocol.ids import KVPoll, PeerId
 from prefixkv.request import Request
 from tests.support.schedulers import prefill_scheduler
 
@@ -55,7 +56,7 @@ class Worker:
         request = Request(rid, tokens, room=self.rooms, decode="d", **fields)
         req = self.scheduler.add(request)
         self.scheduler.take_commands()
-        self.scheduler.room_bootstrapped(req.room_key, 0, "d", self.scheduler.now_s)
+        self.scheduler.hear(Bootstrapped(req.room_key, PeerId("d", 1), 0), self.scheduler.now_s)
         return req
 
     def begin(self) -> list[PrefillRequest]:
@@ -137,8 +138,8 @@ class Worker:
         if req.state is PrefillState.SENDING:
             poll = KVPoll.SUCCESS if is_good else KVPoll.FAILED
             error = None if is_good else RequestError("broken")
-            self.scheduler.room_ended(req.room_key, poll, error, self.scheduler.now_s)
-        self.scheduler.source_free(req.room_key, self.scheduler.now_s)
+            self.scheduler.hear(RoomEnded(req.room_key, poll, error), self.scheduler.now_s)
+        self.scheduler.hear(SourceFree(req.room_key), self.scheduler.now_s)
         self.scheduler.pop_sent()
         self.scheduler.pop_failed()
         self.check()

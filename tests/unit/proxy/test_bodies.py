@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from prefixkv.proxy import bodies
+from prefixkv.proxy.server import retold_events, whole_events
 
 STREAM = b'data: {"id": "a"}\n\ndata: {"id": "b", "usage": null}\n\ndata: [DONE]\n\n'
 ENDS = [i + 2 for i in range(len(STREAM)) if STREAM[i : i + 2] == b"\n\n"]
@@ -21,10 +21,10 @@ async def pieces(stream: bytes, size: int, *, breaks: bool) -> AsyncGenerator[by
 
 
 async def passed_on(size: int, cut: int, *, breaks: bool, cached: int | None) -> bytes:
-    out = b""
+    out, later = b"", pieces(STREAM[:cut], size, breaks=breaks)
     try:
-        async for events in bodies.whole_events(pieces(STREAM[:cut], size, breaks=breaks)):
-            out += bodies.retold_events(events, cached)[0]
+        async for events in whole_events(await anext(later, b""), later):
+            out += retold_events(events, cached)[0]
     except ConnectionError:
         assert breaks
     return out

@@ -23,9 +23,8 @@ from starlette.routing import Route
 from prefixkv import Hints
 from prefixkv.errors import ConfigError
 from prefixkv.proxy import server as proxy_module
-from prefixkv.proxy.config import ProxyConfig, ServerAt
 from prefixkv.proxy.server import Proxy
-from prefixkv.serving.config import Limits, ListenSettings
+from prefixkv.serving.config import Limits, ListenSettings, ProxyConfig, ServerAt
 from prefixkv.serving.http import (
     ApiError,
     App,

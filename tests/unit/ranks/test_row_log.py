@@ -33,7 +33,7 @@ from prefixkv.protocol.commands import (
     RefuseRoom,
     SendChunk,
 )
-from prefixkv.protocol.events import HostCopy
+from prefixkv.protocol.events import Bootstrapped, HostCopy, RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.ranks.row_log import RankLog, RankSizes, RowFollower
 from prefixkv.request import Request
@@ -316,7 +316,7 @@ def leading() -> tuple[PrefillScheduler, RankLog, RowFollower]:
 
 def begin(scheduler: PrefillScheduler, rid: str, tokens: list[int], room: int) -> PrefillRequest:
     req = scheduler.add(Request(rid, tokens, room=room, decode="decode-0"))
-    scheduler.room_bootstrapped(req.room_key, 0, "decode-0", 0.0)
+    scheduler.hear(Bootstrapped(req.room_key, PeerId("decode-0", 1), 0), 0.0)
     assert scheduler.pop_bootstrapped() == [req]
     return req
 
@@ -371,8 +371,8 @@ def test_a_rank_that_follows_knows_what_its_engine_needs() -> None:
     with pytest.raises(CallerError, match="no window group"):
         view.window_pages("draft")
     # It ends.
-    scheduler.room_ended(a.room_key, KVPoll.SUCCESS, None, 0.0)
-    scheduler.source_free(a.room_key, 0.0)
+    scheduler.hear(RoomEnded(a.room_key, KVPoll.SUCCESS, None), 0.0)
+    scheduler.hear(SourceFree(a.room_key), 0.0)
     scheduler.pop_sent()
     follow()
     for rid in ("a", "w", 7):
@@ -388,7 +388,7 @@ def test_a_stop_that_comes_while_it_computes_is_told() -> None:
     follower.apply(take(log, scheduler))
     assert follower.request("a").stops == [8]
     second = scheduler.add(Request("b", [*range(4), 50, 51], room=2, decode="decode-0"))
-    scheduler.room_bootstrapped(second.room_key, 0, "decode-0", 0.0)
+    scheduler.hear(Bootstrapped(second.room_key, PeerId("decode-0", 1), 0), 0.0)
     assert scheduler.pop_bootstrapped() == [], "it waits for the other"
     assert first.stops == [4, 8]
     follower.apply(take(log, scheduler))
@@ -406,7 +406,7 @@ def test_an_id_that_comes_again_in_the_same_row_has_its_pages_told() -> None:
     follower.apply(take(log, scheduler))
     scheduler.abort("again")
     assert scheduler.pop_failed() == [before]
-    scheduler.source_free(before.room_key, 0.0)
+    scheduler.hear(SourceFree(before.room_key), 0.0)
     after = begin(scheduler, "again", [2] * 8 + [3] * 3, 3)
     assert after.row == begun_in[0]
     assert len(after.pages) == len(begun_in[1])

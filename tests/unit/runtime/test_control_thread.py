@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from prefixkv import DecodeNode, PrefillNode
-from prefixkv.config import DecodeConfig
+from prefixkv.config import DecodeConfig, TransportConfig
 from prefixkv.control.decode.control import DecodeControl
 from prefixkv.control.effects import AgentDestroyed, Tick
 from prefixkv.control.lives import PeerChange
@@ -21,6 +21,7 @@ from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.messages import Hello, HelloReply, RoomBody
 from prefixkv.runtime import control_thread
 from prefixkv.runtime.control_thread import REPEAT_S, ControlFailed, PeerLog
+from prefixkv.runtime.death import ProverThread
 from tests.support.node_pair import NodePair, make_pool, tokens_of
 from tests.support.patience import PATIENCE_S, SkippableClock, until
 from tests.support.wires import wired
@@ -186,6 +187,21 @@ def test_a_farewell_that_fails_is_an_error_of_close(monkeypatch: pytest.MonkeyPa
     node = DecodeNode(make_pool(), wired(DecodeConfig()))
     with pytest.raises(ZeroDivisionError, match="on purpose"):
         node.close()
+    assert not node_threads()
+
+
+def test_a_part_that_fails_to_close_keeps_no_other_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    close = ProverThread.close
+
+    def broken(prover: ProverThread, *, ended: bool = True) -> None:
+        close(prover, ended=ended)
+        raise ZeroDivisionError("on purpose")
+
+    monkeypatch.setattr(ProverThread, "close", broken)
+    # With threads that look at pages.
+    config = DecodeConfig(transport=TransportConfig(checksums=True))
+    with pytest.raises(ZeroDivisionError, match="on purpose"):
+        DecodeNode(make_pool(), wired(config)).close()
     assert not node_threads()
 
 

@@ -193,9 +193,9 @@ _ENDS = ("abort", "fail", "flush", "fence_rank")  # which on decode may wait for
 _NOT_TRIED = frozenset({
     "audit", "awaited_ranks", "close", "figures", "fileno", "lost_peers", "peers", "stats",
     "on_change", "on_close", "on_ended",
-    "check_invariants", "check_own", "end_all", "feeds", "hear", "holders", "make_tier",
-    "prefill_away", "prefill_lost", "prefill_ready", "release_deferred", "room_bootstrapped",
-    "room_drained", "room_ended", "room_overdue", "settle_deferred", "source_free",
+    "check_invariants", "check_own", "end_all", "fail_room", "feeds", "hear", "holders",
+    "make_tier", "move",
+    "release_deferred", "room_drained", "settle_deferred",
     "take_commands", "take_orders",
 })  # fmt: skip
 # A number, a version and a request are arguments that these take: no more is tried then. What a

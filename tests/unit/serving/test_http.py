@@ -85,7 +85,7 @@ class Site:
                 self.ended.put_nowait("cut")
                 raise
 
-        return Stream(pieces(), self.limits, "text/plain")
+        return Stream(pieces(), "text/plain")
 
     async def wait(self, request: Request) -> Response:
         async def work() -> Response:
@@ -296,7 +296,7 @@ def test_clients_that_leave_their_streams_cost_no_line_of_the_log(
             for _ in range(40):
                 yield bytes(100)
 
-        return Stream(pieces(), LIMITS, "text/plain")
+        return Stream(pieces(), "text/plain")
 
     async def main() -> None:
         server = HttpServer(App([Route("/", stream)]), "127.0.0.1", 0, LIMITS)
@@ -319,28 +319,31 @@ def test_clients_that_leave_their_streams_cost_no_line_of_the_log(
     assert not caplog.records
 
 
+@pytest.mark.parametrize("way", ["stream", "whole", "last"])
 @in_loop
 async def test_a_client_that_reads_no_more_is_cut_without_a_line_of_the_log(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, way: str
 ) -> None:
-    limits = replace(LIMITS, write_timeout_s=0.1)
+    """`last`: the server closes the connection behind its answer, which nobody reads."""
+    begun = asyncio.Event()
 
-    async def stream(_: Request) -> Response:
+    async def answer(_: Request) -> Response:
         async def pieces() -> AsyncGenerator[bytes, None]:
             while True:
+                await asyncio.sleep(0)
                 yield bytes(1 << 20)
 
-        return Stream(pieces(), limits, "text/plain")
+        begun.set()
+        return Stream(pieces(), "text/plain") if way == "stream" else Response(bytes(32 << 20))
 
-    server = HttpServer(App([Route("/", stream)]), "127.0.0.1", 0, limits)
+    limits = replace(LIMITS, write_timeout_s=0.1)
+    server = HttpServer(App([Route("/", answer)]), "127.0.0.1", 0, limits)
     await server.start()
     _, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    writer.write(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
-    for is_answered in (True, False):
-        while bool(server.state.tasks) != is_answered:
-            await asyncio.sleep(0.001)
-    # It holds its connection no longer either, though it never reads the rest.
-    while server.state.connections:
+    last = b"connection: close\r\n" if way == "last" else b""
+    writer.write(b"GET / HTTP/1.1\r\nhost: localhost\r\n" + last + b"\r\n")
+    await begun.wait()
+    while server.state.tasks or server.state.connections:
         await asyncio.sleep(0.001)
     writer.transport.abort()
     await server.stop()
@@ -505,6 +508,31 @@ async def test_stopping_waits_for_what_is_answered_and_then_cuts() -> None:
         assert await site.ended.get() == "cut"
 
 
+@in_loop
+async def test_stopping_does_not_wait_for_ever_for_an_answer_that_ignores_its_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("prefixkv.serving.http._CUT_S", 0.1)
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def deaf(_: Request) -> Response:
+        begun.set()
+        while not go_on.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await go_on.wait()
+        return Response()
+
+    server = HttpServer(App([Route("/", deaf)]), "127.0.0.1", 0, LIMITS)
+    await server.start()
+    _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    await begun.wait()
+    await server.stop()
+    assert "1 answers that do not end" in caplog.text
+    go_on.set()
+    writer.transport.abort()
+
+
 def test_an_address_that_others_reach_needs_a_key_and_one_in_use_is_an_error() -> None:
     for host in ("0.0.0.0", "::", "10.0.0.1", "example.org", ""):
         with pytest.raises(ConfigError, match="api_key"):
@@ -538,7 +566,7 @@ def test_a_stream_whose_client_left_before_it_began_gives_back_what_it_needs() -
         await asyncio.Event().wait()  # a client that does not read
 
     async def main() -> None:
-        await Stream(pieces(), LIMITS, "text/plain", end)({}, receive, send)
+        await Stream(pieces(), "text/plain", end)({}, receive, send)
 
     asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
     assert (begun, ends) == ([], ["end"])

@@ -11,7 +11,8 @@ from tokenizers import AddedToken, Tokenizer
 
 from prefixkv.engines.hf.requests import TokenLogprob
 from prefixkv.engines.hf.small import small_tokenizer
-from prefixkv.serving.logprobs import AnswerLogprobs, TokenTexts, joined
+from prefixkv.serving.openai import AnswerLogprobs, joined
+from prefixkv.serving.text import TokenTexts
 from prefixkv.serving.wire import TokenEvent
 from tests.support import trained_tokenizers
 from tests.support.trained_tokenizers import byte_fallback

@@ -15,8 +15,7 @@ import pytest
 
 from prefixkv.config import _OF_SERVING, check_environ, known_variables
 from prefixkv.errors import ConfigError
-from prefixkv.proxy.config import ProxyConfig
-from prefixkv.serving.config import KINDS, FrontConfig, ListenSettings, ServeConfig
+from prefixkv.serving.config import KINDS, FrontConfig, ListenSettings, ProxyConfig, ServeConfig
 from prefixkv.serving.launch import ServeLaunch
 from prefixkv.serving.roles import role_environs
 from prefixkv.settings import PREFIX, fields_of, load, settings_of

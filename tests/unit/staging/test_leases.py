@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from prefixkv.errors import InternalError, LeaseError
-from prefixkv.memory.staging_area import BLOCK_BYTES
+from prefixkv.memory.kv_layout import BLOCK_BYTES
 from prefixkv.protocol.ids import RoomKey
 from prefixkv.staging.leases import MAX_LEASE_ID, Lease, LeaseState, LeaseTable
 from tests.laws.lease_machine import LeaseMachine

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from prefixkv.errors import LeaseError, ProtocolError, TransferError
+from prefixkv.memory.kv_layout import BLOCK_BYTES, RelayArea
 from prefixkv.memory.mesh import Shard
-from prefixkv.memory.staging_area import BLOCK_BYTES, RelayArea
 from prefixkv.protocol.ids import ChunkTag, KVPoll, PeerId, RoomKey
 from prefixkv.protocol.machine import Fail
 from prefixkv.protocol.messages import Hello, HelloReply, LeaseAsk, Promise, Topology

@@ -11,8 +11,8 @@ import pytest
 
 from prefixkv.control.effects import Cancel, RelaySlots
 from prefixkv.errors import AbortedError, HandshakeError, InternalError, PeerLostError
+from prefixkv.memory.kv_layout import BLOCK_BYTES, RelayArea, whole_blocks
 from prefixkv.memory.mesh import Mesh, sent_shares, writers_to
-from prefixkv.memory.staging_area import BLOCK_BYTES, RelayArea, whole_blocks
 from prefixkv.protocol.ids import ChunkTag, PeerId, RoomKey
 from prefixkv.protocol.messages import LeaseGrant
 from prefixkv.protocol.sender_machine import JobDrained, JobEnded, PostWrite

@@ -6,7 +6,7 @@ import pytest
 
 from prefixkv.config import TransportConfig
 from prefixkv.errors import InternalError, TransferError
-from prefixkv.memory.staging_area import BLOCK_BYTES
+from prefixkv.memory.kv_layout import BLOCK_BYTES
 from prefixkv.protocol.ids import PeerId
 from prefixkv.transport.base import Arrived, RankMemory, WriteDone, WriteFailed
 from tests.support.fabric import FakeFabric

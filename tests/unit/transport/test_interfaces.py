@@ -11,7 +11,7 @@ import pytest
 
 from prefixkv.config import TransportConfig
 from prefixkv.errors import ConfigError
-from prefixkv.transport.nixl.ucx import check_interface, net_devices, ucx_options, warn_if_open
+from prefixkv.transport.nixl.agent import check_interface, net_devices, ucx_options, warn_if_open
 from tests.support.patience import PATIENCE_S
 
 # The addresses of listening TCP sockets of this process (IPv4 and IPv6), as hex of /proc/net/tcp.

@@ -12,7 +12,7 @@ import pytest
 
 from prefixkv.config import TransportConfig
 from prefixkv.errors import PeerLostError
-from prefixkv.memory.staging_area import BLOCK_BYTES
+from prefixkv.memory.kv_layout import BLOCK_BYTES
 from prefixkv.transport.base import (
     PeerMemory,
     PeerUnreachable,

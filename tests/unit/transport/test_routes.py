@@ -13,9 +13,9 @@ import torch
 
 from prefixkv.config import TransportConfig
 from prefixkv.errors import ConfigError, HandshakeError, PageStateError, PeerLostError
+from prefixkv.memory.kv_layout import BLOCK_BYTES, RelayArea
 from prefixkv.memory.kv_pool import KVPool, PoolGroup
 from prefixkv.memory.mesh import Mesh, Shard
-from prefixkv.memory.staging_area import BLOCK_BYTES, RelayArea
 from prefixkv.memory.state_layout import (
     StateBlock,
     StateEntry,

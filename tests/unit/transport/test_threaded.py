@@ -16,7 +16,7 @@ from prefixkv.errors import (
     TransferError,
     TransferTimeoutError,
 )
-from prefixkv.memory.staging_area import RelayArea
+from prefixkv.memory.kv_layout import RelayArea
 from prefixkv.memory.state_layout import StateLayout
 from prefixkv.protocol.ids import PeerId
 from prefixkv.transport import loop as transport_loop

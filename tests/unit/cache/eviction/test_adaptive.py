@@ -28,7 +28,7 @@ from prefixkv.cache.eviction.hazards import (
     steepest_slopes,
 )
 from prefixkv.cache.eviction.least_worth import LeastWorth
-from prefixkv.cache.eviction.queues import forget
+from prefixkv.cache.eviction.policy import forget
 from prefixkv.cache.node import TreeNode
 from prefixkv.cache.radix_cache import RadixCache
 

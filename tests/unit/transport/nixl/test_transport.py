@@ -34,8 +34,8 @@ from prefixkv.transport.base import (
 )
 from prefixkv.transport.nixl import agent as nixl_agent
 from prefixkv.transport.nixl import loop as nixl_loop
+from prefixkv.transport.nixl.agent import loaded_libraries
 from prefixkv.transport.nixl.loop import NixlTransport
-from prefixkv.transport.nixl.ucx import loaded_libraries
 from tests.support.gates import Gate
 from tests.support.patience import PATIENCE_S, until
 from tests.support.transport_child import BIG, Child, children
