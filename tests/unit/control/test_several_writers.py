@@ -7,12 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from prefixkv.control.effects import Connect, CopyDone
+from prefixkv.control.effects import Connect
 from prefixkv.errors import (
     AbortedError,
     HandshakeError,
     PeerLostError,
-    TransferError,
     TransferTimeoutError,
 )
 from prefixkv.memory.kv_layout import BLOCK_BYTES
@@ -262,48 +261,3 @@ def test_asks_of_another_use_or_where_nothing_is_staged_are_dropped() -> None:
     plain = Writers().opened()
     assert asked(plain, 0) == []
     assert next(iter(plain.control.rooms())).poll is KVPoll.WAITING_FOR_INPUT
-
-
-def landed() -> tuple[Writers, Scatter]:
-    """The first two pages of the room are scattered, the third is in its lease, to be scattered."""
-    pair = staged()
-    for piece, first, count in ((0, 0, 2), (1, 2, 1)):
-        asked(pair, 1, piece, first, count)
-        lease = bodies(asked(pair, 0, piece, first, count), LeaseGrant)[0][1].lease_id
-        for rank in (0, 1):
-            effects = pair.on(whole(pair, rank, piece, lease))
-        (scatter,) = of(effects, Scatter)
-        if piece == 0:
-            assert pair.on(CopyDone(lease)) == []
-    return pair, scatter
-
-
-def test_success_waits_for_the_last_scatter() -> None:
-    pair, scatter = landed()
-    for rank in (0, 1):
-        assert of(pair.outcome(rank, units=3), RoomEnded) == []
-    assert pair.on(CopyDone(scatter.lease_id)) == [RoomEnded(KEY, KVPoll.SUCCESS, aux=b"aux0")]
-    assert pair.on(CopyDone(scatter.lease_id)) == [], "it is over"
-
-
-def test_a_scatter_that_fails_fails_the_room_even_where_success_was_held_back() -> None:
-    for held in (False, True):
-        pair, scatter = landed()
-        for rank in (0, 1) if held else ():
-            pair.outcome(rank, units=3)
-        said = pair.on(CopyDone(scatter.lease_id, OSError("no such page")))
-        error = ended(said).error
-        assert "no such page" in str(error)
-        assert isinstance(error, TransferError)
-        assert isinstance(error.__cause__, OSError)
-        assert of(said, RoomDrained) == ([RoomDrained(KEY)] if held else [])
-        assert pair.expected == (0 if held else 1)
-
-
-def test_a_failed_room_is_not_drained_while_our_own_copy_writes_its_pages() -> None:
-    pair, scatter = landed()
-    assert ended(pair.on(ENOUGH)).key == KEY
-    for rank in (0, 1):
-        assert of(pair.say(rank, Drained(*KEY.numbers, rank, 1)), RoomDrained) == []
-    assert pair.control.num_rooms == 0, "its writers have proved it"
-    assert pair.on(CopyDone(scatter.lease_id)) == [RoomDrained(KEY)]

@@ -201,6 +201,8 @@ def test_an_unknown_request_is_no_error() -> None:
     desk.finish(desk.start("a"))
     desk.add("b")
     before = desk.snapshot()
+    with pytest.raises(RequestError, match=r"rid is \['b'\]"):
+        desk.scheduler.abort(["b"])  # type: ignore[arg-type]
     assert not desk.scheduler.abort("nobody")
     del desk.scheduler.counters["aborts_of_unknown"]
     assert desk.snapshot() == before
