@@ -363,10 +363,8 @@ class RadixTree:
             if node.wants:
                 floor = max(floor, node.deepest_want(end - 1))
             count = end - floor
-            if count > missing:
-                count = missing
-            if count > self._queue.most_pages:
-                count = self._queue.most_pages
+            if count > missing or count > self._queue.most_pages:
+                count = min(missing, self._queue.most_pages)
             missing -= count
             # The policy remembers evicted paths at every so many pages. It reads the path from the
             # node, so it hears of it before the pages leave.

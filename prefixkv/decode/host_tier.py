@@ -198,6 +198,7 @@ class HostTier(Generic[LockT]):
             self.allocator.alloc(num_pages)
         # Called with a path, in whole pages, that is in host memory, as far as the device had it.
         self.on_written: Callable[[RadixKey, float], None] = lambda key, now_s: None
+        self._found: MatchResult | None = None  # the last one
         self._copies: dict[int, _TierCopy[LockT]] = {}
         self._orders: list[HostCopy] = []  # not taken yet
         self._due: OrderedDict[tuple[Hashable, bytes], _Due] = OrderedDict()
@@ -237,8 +238,14 @@ class HostTier(Generic[LockT]):
 
     def find(self, key: RadixKey) -> MatchResult | None:
         """Return what host memory has of `key`, if a load can begin; else None."""
-        can_load = self.pages.may_load and self.cache.num_pages
-        return self.cache.match_prefix(key) if can_load else None
+        if not self.pages.may_load or not self.cache.num_pages:
+            return None
+        # A request is looked at when it comes, and again when it is admitted.
+        found = self._found
+        is_same = found is not None and found.data is key.data and found.is_current
+        if found is None or not is_same or found.namespace != key.namespace:
+            self._found = found = self.cache.match_prefix(key)
+        return found
 
     def load_s(self, num_pages: int, now_s: float) -> float:
         """Return the seconds that a load takes, behind those under way, by what the last ones took;

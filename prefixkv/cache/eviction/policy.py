@@ -108,12 +108,11 @@ class LeafHeap:
             # 2. A node that was locked or got children leaves the queue. It is added again when it
             #    is an evictable leaf again.
             # 3. A dead entry is dropped.
-            moves = False
+            is_leaf = node.entry is entry and not node.children and not node.lock_ref
+            # Not `==`: of ranks with `<` alone, or NaN, none is equal.
+            if is_leaf and not entry[0] < self._rank(node.mark):
+                return node
             if node.entry is entry:
-                if not node.children and not node.lock_ref:
-                    moves = entry[0] < self._rank(node.mark)
-                    if not moves:  # not `==`: of ranks with `<` alone, or NaN, none is equal
-                        return node
                 node.entry = None
             else:
                 self._num_dead -= 1
@@ -121,7 +120,7 @@ class LeafHeap:
                 run.popleft()
             else:
                 heappop(heap)
-            if moves:
+            if is_leaf:
                 self.add(node)
         return None
 
