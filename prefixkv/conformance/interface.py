@@ -213,8 +213,8 @@ def check_sides(sides: Any) -> None:
             if isinstance(value := getattr(sides, name), kind):
                 continue
             found = f"{value!r:.80}"
-        except AttributeError as error:  # of a property it may be another attribute
-            found = "missing" if error.name == name else f"not to be had ({error})"
+        except AttributeError as error:  # of a property it may be another's, of the same name
+            found = f"missing ({error})"
         wrong.append(f"{name} is {found}, {noun} is needed")
     if wrong:
         raise SidesError(f"{type(sides).__name__}: {'; '.join(wrong)}")

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from queue import Queue
-from socket import AF_UNIX, MSG_CMSG_CLOEXEC, SHUT_RD, SOCK_DGRAM, recv_fds, send_fds, socket
+from socket import AF_UNIX, SHUT_RD, SOCK_DGRAM, recv_fds, send_fds, socket
 from typing import Any, Final
 
 from prefixkv.spi import Closing
@@ -75,9 +75,7 @@ class WakeupListener(Closing):
             self._socket.bind("\0" + name)
             self._epoll = undo.enter_context(select.epoll())
             self._epoll.register(self._socket, select.EPOLLIN)
-            self._thread = threading.Thread(
-                target=self._listen, name="prefixkv wakeup listener", daemon=True
-            )
+            self._thread = threading.Thread(None, self._listen, "prefixkv wakeups", daemon=True)
             self._thread.start()
             self._opened = undo.pop_all()
 
@@ -90,14 +88,15 @@ class WakeupListener(Closing):
                     self._inputs.put_nowait(self._wakeup)
 
     def _take_fds(self) -> None:
-        said, fds, *_ = recv_fds(self._socket, 64, _MOST_FDS, MSG_CMSG_CLOEXEC)
+        said, fds, *_ = recv_fds(self._socket, 64, _MOST_FDS)
         # Any process of this host finds the socket. And fewer come where none are left here.
         if said != _said(self._secret, fds):
             for fd in fds:
-                os.close(fd)
+                os.closerange(fd, fd + 1)  # without an error, that its file system may have
             return
         for fd in fds:
             self._opened.callback(os.close, fd)
+            os.set_inheritable(fd, False)  # `recv_fds` ignores its flags
             self._epoll.register(fd, _ONCE)
         self._fds += fds
         self.num_senders += 1

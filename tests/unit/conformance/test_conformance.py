@@ -573,7 +573,7 @@ class HalfASide(WithoutAnything):
 
     @property
     def step(self) -> Any:
-        return self.worker  # type: ignore[attr-defined]
+        return MUTANTS.step  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -588,13 +588,15 @@ class HalfASide(WithoutAnything):
         (["--page-size", "3"], "page_size is 3, a multiple of 4 is needed"),
         (
             [f"{__name__}:WithoutAnything"],
-            "WithoutAnything: decode is missing, a DecodeNode is needed; prefill is missing, a Pre",
+            "WithoutAnything: decode is missing ('WithoutAnything' object has no attribute "
+            "'decode'), a DecodeNode is needed; prefill is missing (",
         ),
         (
             [f"{__name__}:HalfASide"],
             "HalfASide: decode is None, a DecodeNode is needed; vocabulary is None, a range is "
-            "needed; submit is missing, a method is needed; abort is None, a method is needed; "
-            "step is not to be had ('HalfASide' object has no attribute 'worker'), a method is",
+            "needed; submit is missing ('HalfASide' object has no attribute 'submit'), a method is "
+            "needed; abort is None, a method is needed; "
+            "step is missing ('list' object has no attribute 'step'), a method is",
         ),
     ],
 )

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from prefixkv.control.effects import Connect
+from prefixkv.control.effects import AgentDestroyed, Connect
 from prefixkv.errors import (
     AbortedError,
     HandshakeError,
@@ -21,6 +21,7 @@ from prefixkv.protocol.ids import ChunkTag, KVPoll, PeerId
 from prefixkv.protocol.messages import (
     Abort,
     Drained,
+    Fenced,
     Hello,
     HelloWanted,
     LeaseAsk,
@@ -91,6 +92,13 @@ def test_a_rank_speaks_for_itself_only() -> None:
         assert pair.say(1, body) == []
     assert pair.control.counters["frames_dropped"] == 3
     assert next(iter(pair.control.rooms())).poll is KVPoll.WAITING_FOR_INPUT
+
+
+def test_farewell_is_said_to_each_that_is_known() -> None:
+    pair = Writers().opened()
+    pair.on(MeetPrefill("tcp://silent"))
+    said = bodies(pair.on(AgentDestroyed()), Fenced)
+    assert said == [(address, Fenced()) for address in ADDRESSES[:2]]
 
 
 # --- leaders that lie ---------------------------------------------------------------------------

@@ -739,6 +739,14 @@ def test_answers_go_where_the_peer_spoke_from_last(word: Any) -> None:
     assert [frame.to for frame in frames] == [b"elsewhere"]
 
 
+def test_farewell_is_said_to_all() -> None:
+    peer = DecodePeer().known()
+    peer.say(HELLO, OTHER, route=b"other")
+    frames = peer.control.on(AgentDestroyed(), peer.now_s)
+    said = [(frame.to, messages.decode(frame.raw).body) for frame in frames]
+    assert said == [(ROUTE, messages.Fenced()), (b"other", messages.Fenced())]
+
+
 # --- all that is taken ----------------------------------------------------------------------------
 
 

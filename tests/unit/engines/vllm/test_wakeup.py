@@ -29,6 +29,7 @@ def test_a_rest_ends_once_by_a_workers_events_and_by_any_input() -> None:
                 assert inputs.get_nowait() == "wake up"
             os.eventfd_read(event)
         assert listener.num_senders == 2
+        assert not any(map(os.get_inheritable, listener._fds)), "a child process keeps it"
         for _ in range(9):
             listener.rest(inputs, 0.05)
             if inputs.empty():
