@@ -420,6 +420,13 @@ def test_no_acknowledgement_before_the_last_write_has_ended(
         assert laws.on(JobDrained(unproven)) == []
 
 
+def test_an_agent_that_is_destroyed_proves_nothing_of_a_write_of_another() -> None:
+    failed = [JobEnded(job_id, BROKEN, drained=False) for job_id in (1, 2)]
+    laws = Laws(ONE, [*THREE, *failed, JobEnded(3), ABORT_SAID])
+    assert said(laws.on(JobDrained(1))) == []
+    assert said(laws.on(JobDrained(2))) == [(A, Drained(*KEY.numbers, RANK, settle=True))]
+
+
 def test_a_full_hit_sends_no_page_and_still_says_its_outcome() -> None:
     laws = Laws(FULL, [FULL.added(), FULL.promised()])
     outcome = SendToReader(A, Outcome(*KEY.numbers, RANK, True, 0, 0, b"first", "", True))
@@ -530,6 +537,28 @@ def test_a_reader_that_never_promises_is_not_waited_for_for_ever() -> None:
     assert laws.ended is not None
     assert isinstance(laws.ended.error, TransferTimeoutError)
     laws.on(RoomTick(), TIMING.parked_timeout_s)
+    assert laws.machine.over
+
+
+def test_each_reader_gets_every_chunk_and_the_outcome_until_it_has_acknowledged_it() -> None:
+    laws = Laws(TWO, [TWO.added(), TWO.promised(0), TWO.promised(1)])
+    posts = [*laws.on(TWO.chunk(0, 2)), *laws.on(TWO.chunk(2, 4, last=True))]
+    assert [(post.peer, post.chunk) for post in posts] == [(A, 0), (B, 0), (A, 1), (B, 1)]
+    actions = [action for post in posts for action in laws.on(JobEnded(post.job_id))]
+    assert [to for to, _ in said(actions, Outcome)] == [A, B]
+    laws.on(OutcomeAcked(1))
+    laws.on(OutcomeAcked(5))
+    assert [to for to, _ in said(laws.on(RoomTick(), TIMING.resend_s), Outcome)] == [A]
+    assert not laws.machine.over
+    laws.on(OutcomeAcked(0))
+    assert laws.machine.over
+
+
+def test_a_promise_after_the_failure_is_told_at_once() -> None:
+    laws = Laws(TWO, [TWO.added(), TWO.promised(0), FAIL, OutcomeAcked(0)])
+    assert not laws.machine.over, "the other's promise is on its way"
+    assert [to for to, _ in said(laws.on(TWO.promised(1)), Outcome)] == [B]
+    laws.on(OutcomeAcked(1))
     assert laws.machine.over
 
 
