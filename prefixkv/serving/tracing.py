@@ -365,6 +365,10 @@ class NodeSpans:
                 self._asked.pop(rid, None)
             raise
 
+    def forget(self, rid: str) -> None:
+        """A request has ended: samples that its engine held back have no record."""
+        self._asked.pop(rid, None)
+
     def _write(self, record: dict[str, Any]) -> None:
         # On a decode node each answer is a request, "RID/sample".
         rid = record["rid"].rpartition("/")[0] if self._role == "decode" else record["rid"]
