@@ -247,7 +247,8 @@ class OpenSpan:
     def end_answer(self, record: RequestRecord) -> None:
         """End the span of a request whose answer has been sent, or whose client has left, with what
         its line in the request log says."""
-        status, has_left, facts = record.status, record.has_left, record.fields
+        status, has_left = record.status, record.has_left
+        facts = {**record.fields, "outcome": record.outcome}
         hits = [facts[name] for name in _HITS if name in facts]
         self.add(
             {f"prefixkv.{name}": value for name, value in facts.items() if not name.endswith("_s")}
