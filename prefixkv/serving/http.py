@@ -51,6 +51,7 @@ _OPEN_FILES: Final = 65_536
 _FULL_PAUSE_S: Final = 0.1  # before another look whether there are fewer connections
 _CUT_S: Final = 5.0  # for what a cancelled answer still does
 _END_PAUSE_S: Final = 0.01  # before another look whether all answers have ended
+_ACKED: Final = slice(120, 128)  # of the kernel's `struct tcp_info`: `tcpi_bytes_acked`
 _TAKE: Final = "prefixkv.take"
 _HOST: Final = re.compile(r"(\[[^\]]*\]|[^:\[\]]*)(?::\d*)?")
 _FIELD: Final = re.compile(
@@ -316,9 +317,6 @@ class HttpServer:
         # For its connections. asyncio does this only for sockets that were made by naming TCP;
         # without it each answer's second piece waits 40 ms for the client's receipt.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # By the kernel, also behind the answer: one that was closed lasts until all of it is read.
-        unread_ms = min(int(limits.write_timeout_s * 1000), 2**31 - 1)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unread_ms)
         self._socket.setblocking(False)
         self.host, self.port = host, int(self._socket.getsockname()[1])
         config = Config(
@@ -327,7 +325,7 @@ class HttpServer:
             timeout_keep_alive=limits.idle_timeout_s,  # type: ignore[arg-type]
         )  # fmt: skip
         self.state = ServerState()  # connections, and tasks that answer
-        self._make_protocol = partial(_Protocol, limits.head_timeout_s, config, self.state)
+        self._make_protocol = partial(_Protocol, limits, config, self.state)
         self._connecting: set[asyncio.Task[Any]] = set()
         self._most = 0  # connections
 
@@ -400,16 +398,31 @@ class HttpServer:
 
 class _Protocol(H11Protocol):
     """Closes a connection if the head of a request does not arrive in time: a client that sends
-    single bytes would hold it as long as it likes."""
+    single bytes would hold it as long as it likes. And one whose client has read nothing for
+    `write_timeout_s` of what waits for it, in the midst of its answer or behind it."""
 
-    def __init__(self, head_timeout_s: float, config: Config, state: ServerState) -> None:
+    def __init__(self, limits: Limits, config: Config, state: ServerState) -> None:
         super().__init__(config, state, {})
-        self._head_timeout_s = head_timeout_s
+        self._limits = limits
         self._late: asyncio.TimerHandle | None = None
+        self._read = b""  # bytes that had been read at the last look, if more waited; as in memory
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._wait()
+        self._look()
+
+    def _look(self) -> None:
+        # Not TCP_USER_TIMEOUT: it also cuts a client that reads steadily, as long as its window is
+        # smaller than a segment that waits.
+        info = self.transport.get_extra_info("socket").getsockopt(
+            socket.IPPROTO_TCP, socket.TCP_INFO, _ACKED.stop
+        )
+        read = info[_ACKED] if self.transport.get_write_buffer_size() else b""
+        if read and read == self._read:
+            self.transport.abort()
+        self._read = read
+        self._next_look = self.loop.call_later(self._limits.write_timeout_s, self._look)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -432,10 +445,11 @@ class _Protocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        self._next_look.cancel()
         super().connection_lost(exc)
 
     def _wait(self) -> None:
-        self._late = self.loop.call_later(self._head_timeout_s, self.transport.abort)
+        self._late = self.loop.call_later(self._limits.head_timeout_s, self.transport.abort)
 
     def _stop_waiting(self) -> None:
         if self._late is not None:

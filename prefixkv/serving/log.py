@@ -80,6 +80,13 @@ class RequestRecord:
         """Whether the client left before it had its answer to the end."""
         return not self._is_sent or self.status == _CLIENT_LEFT
 
+    @property
+    def outcome(self) -> str:
+        # 1. A handler has said how it ended; but what its client left in the middle is aborted.
+        # 2. An error that no handler has spoken of: refused, before anything was begun.
+        outcome: str = self.fields.get("outcome", "refused" if self.is_error else "finished")
+        return "aborted" if outcome == "finished" and self.has_left else outcome
+
 
 _current: ContextVar[RequestRecord | None] = ContextVar("prefixkv_request", default=None)
 
@@ -224,11 +231,7 @@ class Outcomes:
         """Write the line of a request whose answer has been sent, or whose client has left."""
         if self._file is None:
             return
-        # 1. A handler has said how it ended; but what its client left in the middle is aborted.
-        # 2. An error that no handler has spoken of: refused, before anything was begun.
-        outcome = record.fields.pop("outcome", "refused" if record.is_error else "finished")
-        if outcome == "finished" and record.has_left:
-            outcome = "aborted"
+        outcome = record.fields["outcome"] = record.outcome
         # No line: pages, lists of models and probes, which were answered.
         if outcome != "refused" and (self._refused_only or record.method != "POST"):
             return

@@ -247,7 +247,8 @@ class OpenSpan:
     def end_answer(self, record: RequestRecord) -> None:
         """End the span of a request whose answer has been sent, or whose client has left, with what
         its line in the request log says."""
-        status, has_left, facts = record.status, record.has_left, record.fields
+        status, has_left = record.status, record.has_left
+        facts = {**record.fields, "outcome": record.outcome}
         hits = [facts[name] for name in _HITS if name in facts]
         self.add(
             {f"prefixkv.{name}": value for name, value in facts.items() if not name.endswith("_s")}
@@ -364,6 +365,10 @@ class NodeSpans:
             if is_new:
                 self._asked.pop(rid, None)
             raise
+
+    def forget(self, rid: str) -> None:
+        """A request has ended: samples that its engine held back have no record."""
+        self._asked.pop(rid, None)
 
     def _write(self, record: dict[str, Any]) -> None:
         # On a decode node each answer is a request, "RID/sample".

@@ -393,6 +393,8 @@ class DecodeWorker(Worker):
         """What has not finished is aborted; its node tells prefill's."""
         if self._open.pop(one.ask.rid, None) is not None and one.left:
             self._abort_request(one)
+        elif not one.left:
+            self._spans.forget(one.ask.rid)
 
     # --- from the engine --------------------------------------------------------------------------
 
@@ -452,8 +454,13 @@ class DecodeWorker(Worker):
             self._abort_request(one)
 
     def _abort_request(self, one: _OpenRequest) -> None:
+        def abort(engine: Any) -> None:
+            engine.abort(one.ask.rid)
+            # Behind the records of what has ended by it.
+            self._asyncio.call_soon_threadsafe(self._spans.forget, one.ask.rid)
+
         with contextlib.suppress(ClosedError):
-            self.loop.post(lambda engine: engine.abort(one.ask.rid))
+            self.loop.post(abort)
 
     def _spawn(self, work: Any) -> None:
         """Keep the task alive until it ends."""

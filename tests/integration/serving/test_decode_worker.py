@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -24,6 +25,7 @@ from prefixkv.serving.config import (
     WorkerSettings,
 )
 from prefixkv.serving.http import ApiError, App, HttpServer
+from prefixkv.serving.tracing import NodeSpans, Tracing
 from prefixkv.serving.wire import (
     Ask,
     TokenEvent,
@@ -136,6 +138,19 @@ async def test_a_client_that_leaves_ends_its_request_also_while_prefill_takes_it
     stage.prefill.takes.set()
     # It has not failed by itself.
     assert await stage.worker._call(lambda engine: engine.node.counters["aborted"]) == 1
+
+
+@played()
+async def test_of_a_request_that_is_left_no_trace_is_kept_for_samples_that_never_began(
+    stage: Stage,
+) -> None:
+    spans = stage.worker._spans = NodeSpans(Tracing(TracerProvider()), "decode")
+    loop = asyncio.get_running_loop()
+    await stage.worker._call(lambda engine: spans.follow(engine.node, loop))
+    async with stage.open(num_samples=40):
+        await until(lambda: stage.prefill.jobs)
+        assert [*spans._asked] == [RID]
+    await until(lambda: not spans._asked)
 
 
 @played()

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from prefixkv.serving.http import ApiError, Stream, json_response
 from tests.support.scenes import until
-from tests.unit.proxy.test_server import LIMITS, Engine, Stage, never, refusing, run, well
+from tests.unit.proxy.test_server import Engine, Stage, never, refusing, run, well
 
 USAGE = {
     "prompt_tokens": 40,
@@ -94,7 +94,7 @@ def test_the_line_of_a_stream_has_the_counts_of_its_last_usage(tmp_path: Path) -
                 await asyncio.Event().wait()
             yield b"data: [DONE]\n\n"
 
-        return Stream(pieces(), LIMITS, "text/event-stream")
+        return Stream(pieces(), "text/event-stream")
 
     async def scene(stage: Stage) -> None:
         for prompt in ("last", "each", "none"):

@@ -106,7 +106,7 @@ def streaming(go_on: asyncio.Event | None = None, ended: list[str] | None = None
                     ended.append(engine.name)
 
         assert body["stream"] is True
-        return Stream(pieces(), LIMITS, "text/event-stream")
+        return Stream(pieces(), "text/event-stream")
 
     return say
 
@@ -620,7 +620,7 @@ def test_usage_of_several_samples_is_of_before_they_were_brought() -> None:
             yield b'data: {"choices": 1}\n\ndata: ' + details[:20].encode()
             yield details[20:].encode() + b"\n\ndata: [DONE]\n\n"
 
-        return Stream(pieces(), LIMITS, "text/event-stream")
+        return Stream(pieces(), "text/event-stream")
 
     async def scene(stage: Stage) -> None:
         answer = (await stage.complete(n=2)).json()
@@ -659,7 +659,7 @@ def test_a_stream_whose_server_dies_ends_with_an_error() -> None:
             await asyncio.sleep(0.05)
             engine.server.cut()
 
-        return Stream(pieces(), LIMITS, "text/event-stream")
+        return Stream(pieces(), "text/event-stream")
 
     async def scene(stage: Stage) -> None:
         answer = await stage.complete(stream=True)

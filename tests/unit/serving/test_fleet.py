@@ -78,7 +78,7 @@ class Worker:
         if isinstance(self.say, int):
             raise ApiError(self.say, "not this one")
         self.under_way += 1
-        return Stream(self._lines(self.say()), LIMITS, "x", end=self._over)
+        return Stream(self._lines(self.say()), "x", end=self._over)
 
     async def _lines(self, answer: AsyncGenerator[TokenEvent, None]) -> AsyncGenerator[bytes, None]:
         async for said in answer:
@@ -90,7 +90,7 @@ class Worker:
         self.under_way -= 1
 
     async def _events(self, _: Request) -> Response:
-        return Stream(self.tap.frames(), LIMITS, "x")
+        return Stream(self.tap.frames(), "x")
 
     async def _fence(self, request: Request) -> Response:
         status = self.fence_statuses.pop(0) if self.fence_statuses else 202

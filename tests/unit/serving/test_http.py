@@ -350,6 +350,34 @@ async def test_a_client_that_reads_no_more_is_cut_without_a_line_of_the_log(
     assert not caplog.records
 
 
+@in_loop
+async def test_a_client_that_reads_slowly_but_steadily_is_served() -> None:
+    """Its window never holds a whole segment of the server's, so the kernel probes all the time."""
+
+    async def answer(_: Request) -> Response:
+        async def pieces() -> AsyncGenerator[bytes, None]:
+            while True:
+                await asyncio.sleep(0)
+                yield bytes(4096)
+
+        return Stream(pieces(), "text/plain")
+
+    limits = replace(LIMITS, write_timeout_s=0.5)
+    server = HttpServer(App([Route("/", answer)]), "127.0.0.1", 0, limits)
+    await server.start()
+    loop = asyncio.get_running_loop()
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16 << 10)
+        client.setblocking(False)
+        await loop.sock_connect(client, ("127.0.0.1", server.port))
+        await loop.sock_sendall(client, b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        for _ in range(80):
+            assert await loop.sock_recv(client, 4096)
+            await asyncio.sleep(0.05)
+        assert server.state.connections
+    await server.stop()
+
+
 @served()
 async def test_work_for_a_client_that_has_left_ends(site: Site, client: httpx.AsyncClient) -> None:
     asking = asyncio.create_task(client.get("/wait"))

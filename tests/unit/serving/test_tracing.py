@@ -164,7 +164,7 @@ def test_prefill_that_is_let_go_is_no_error_and_a_client_that_leaves_is_one(
         await until(lambda: memory.named("text_completion"))
         assert [span.name for span in memory.spans if failed(span)] == ["text_completion"]
         (root,) = memory.named("text_completion")
-        assert root.attributes["error.type"] == "aborted"
+        assert root.attributes["error.type"] == root.attributes["prefixkv.outcome"] == "aborted"
         assert root.attributes["gen_ai.response.time_to_first_chunk"] > 0
 
     run(scene, [never], [streaming()])
@@ -201,6 +201,8 @@ async def test_a_proxy_without_any_server_left_is_an_error_and_a_refused_request
     assert [failed(broken), failed(refused)] == [True, False]
     assert broken.attributes["http.response.status_code"] == 502
     assert refused.attributes["error.type"] == "400"
+    said = [span.attributes["prefixkv.outcome"] for span in (broken, refused)]
+    assert said == ["failed", "refused"]
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ import pytest
 
 from prefixkv.cache.events import EventBatch
 from prefixkv.serving.client import wait_set
-from prefixkv.serving.config import Limits
 from prefixkv.serving.feed import EventTap
 from prefixkv.serving.http import Stream
 from prefixkv.serving.wire import Ask, TokenEvent
@@ -48,7 +47,7 @@ async def is_noticed(make: Callable[[], Source], turns: int) -> bool:
     async def end() -> None:
         ended.set()
 
-    stream = Stream(lines, Limits(), "x", end=end)
+    stream = Stream(lines, "x", end=end)
     task = asyncio.ensure_future(stream({}, receive, send))
     await begun.wait()
     for _ in range(10):  # it waits for what comes first
