@@ -4,6 +4,7 @@ remembered of numbers is bounded."""
 
 from __future__ import annotations
 
+from itertools import permutations
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ from prefixkv.digest import prompt_digest
 from prefixkv.errors import AbortedError, InternalError, PromptMismatchError, RequestError
 from prefixkv.protocol.commands import AbortRoom, DeclineRoom, Fence, OfferRoom, OpenRoom
 from prefixkv.protocol.events import Bootstrapped, RoomDrained, RoomEnded
-from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
+from prefixkv.protocol.ids import ChunkTag, KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import (
     Abort,
     Body,
@@ -23,12 +24,14 @@ from prefixkv.protocol.messages import (
     Outcome,
     OutcomeAck,
     Promise,
+    PromiseAck,
 )
-from prefixkv.transport.base import WriteDrained, WriteJob
+from prefixkv.transport.base import Arrived, WriteDrained, WriteJob
 from tests.unit.control.wire import (
     ADDRESS,
     DECODE,
     KEY,
+    PREFILL,
     ROUTE,
     SENT,
     TIMING,
@@ -83,6 +86,31 @@ def used_again() -> PrefillPeer:
     assert of(peer.say(drained(FORMER)), RoomDrained) == [RoomDrained(KEY)]
     assert of(peer.open(of_use(NEXT)), Promise) == [of_use(NEXT)]
     return peer
+
+
+def landed(ticket: int, num_units: int, chunk: int = 0) -> Arrived:
+    tag = ChunkTag(PREFILL.incarnation, *KEY.numbers, 0, chunk, num_pages=num_units, ticket=ticket)
+    return Arrived(tag.pack())
+
+
+@pytest.mark.parametrize("order", [*permutations(["former", "acked", "own", "outcome"])])
+def test_a_notification_that_its_drained_has_overtaken_counts_for_no_other_use(
+    order: tuple[str, ...],
+) -> None:
+    peer, ends = used_again(), []
+    for what in order:
+        if what == "former":
+            assert peer.on(landed(FORMER, 7)) == []
+            ends += of(peer.on(landed(FORMER, 2, chunk=1)), RoomEnded)
+        elif what == "acked":
+            ends += of(peer.say(PromiseAck(*KEY.numbers, 0, NEXT)), RoomEnded)
+        elif what == "own":
+            ends += of(peer.on(landed(NEXT, 2)), RoomEnded)
+        else:
+            outcome = msgspec.structs.replace(peer.outcome(), num_units=2, ticket=NEXT)
+            ends += of(peer.say(outcome), RoomEnded)
+    assert ends == [RoomEnded(KEY, KVPoll.SUCCESS, aux=b"first")]
+    assert peer.control.counters == {"tags_dropped": 2}
 
 
 def test_a_number_whose_pages_may_still_be_written_is_not_promised_again() -> None:
