@@ -42,7 +42,7 @@ class Limits:
     idle_timeout_s: Seconds = 60.0
     """A connection without a request is closed after this."""
     write_timeout_s: Seconds = 60.0
-    """A connection that does not read its answer is closed after this."""
+    """A connection that reads nothing of its answer is closed after this, or up to twice this."""
     max_requests_per_client: CountOrZero = 1024
     """Answers of one address that a front or a proxy gives at once (`n`, times prompts, of each
     request); 0: any number. Behind another proxy all clients have one address."""
