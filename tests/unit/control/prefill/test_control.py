@@ -807,3 +807,11 @@ def test_these_are_all_inputs_there_are_and_any_other_raises() -> None:
     for other in (OpenRoom(promise(), ADDRESS), SourceFree(SENT), promise(), SENT, None):
         with pytest.raises(InternalError, match="takes no"):
             DecodePeer().on(other)  # type: ignore[arg-type]
+
+
+def test_a_write_that_failed_undrained_asks_for_another_agent_each_time() -> None:
+    peer = DecodePeer().bootstrapped()
+    [first], [second] = peer.chunk(1, [30]), peer.chunk(2, [31])
+    assert Renew() not in peer.ended(first.job_id, OSError("reset"), drained=True)
+    assert peer.ended(second.job_id, OSError("reset"), drained=False) == [SourceFree(SENT), Renew()]
+    assert peer.ended(99, OSError("reset"), drained=False) == [Renew()], "also of no room any more"
