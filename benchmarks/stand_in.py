@@ -119,13 +119,12 @@ class Decode:
         # What is back from a retraction has its newest token.
         fresh = [state for state in self.running.values() if not state.req.output]
         if fresh:
-            self._append(fresh, np.array([state.hash for state in fresh], dtype=np.uint64))
-            happened += self._drop_failed()
+            hashes = np.array([state.hash for state in fresh], dtype=np.uint64)
+            happened += self._append(fresh, hashes) + self._drop_failed()
         if self.running and time.monotonic() >= self.step_due_s:
             self.step_due_s = time.monotonic() + self.step_s
             if states := [state for state in self.running.values() if state.req.output]:
-                self._run(states)
-                happened += 1
+                happened += self._run(states)
         return happened
 
     def _drop_failed(self) -> int:
@@ -135,7 +134,7 @@ class Decode:
             self.failed(req)
         return len(failed)
 
-    def _run(self, states: list[Running]) -> None:
+    def _run(self, states: list[Running]) -> int:
         reqs = [state.req for state in states]
         at = np.array([req.prompt_len + len(req.output) - 1 for req in reqs], dtype=np.int64)
         page_at, slots = np.divmod(at, self.page_size)
@@ -144,20 +143,20 @@ class Decode:
         hashes = extend(np.array([state.hash for state in states], dtype=np.uint64), newest)
         for pattern in self.patterns:
             pattern.fill_tokens(np.array(pages, dtype=np.int32), slots, hashes)
-        self._append(states, hashes)
+        return self._append(states, hashes)
 
-    def _append(self, states: list[Running], hashes: Hashes) -> None:
-        """Append what follows each hash, and finish what is complete. Requests are retracted until
-        the others fit: they lose the token sampled here, which no client has seen, and which will
-        be the same. Where that does not help, pages of rooms that failed are in the way, and the
-        next step does the same again."""
+    def _append(self, states: list[Running], hashes: Hashes) -> int:
+        """Append what follows each hash, finish what is complete, and return how many went on.
+        Requests are retracted until the others fit: they lose the token sampled here, which no
+        client has seen, and which will be the same. Where that does not help, pages of rooms that
+        failed are in the way, and the next step does the same again."""
         while states:
             try:
                 self.node.append_many([state.req for state in states], sample(hashes).tolist())
                 break
             except OutOfPagesError as error:
                 if not error.retract:
-                    return
+                    return 0
                 victim = self.running.pop(error.retract[0])
                 self.retract(victim.req)
                 kept = [number for number, state in enumerate(states) if state is not victim]
@@ -168,6 +167,7 @@ class Decode:
             if len(state.req.output) >= state.req.max_new_tokens:
                 del self.running[state.req.rid]
                 self.finish(state.req)
+        return len(states)
 
     def pages_of(self, req: Any) -> Sequence[Any]:
         """Of each rank."""
