@@ -160,10 +160,6 @@ class Transfers(OneThread, Generic[C, E]):
     def _proved(self, peer: PeerId) -> None:
         self.thread.inbox.put(cast(C, Fence(peer, proved=True)))
 
-    def submit(self, command: C) -> None:
-        """Hand a command over. Raises ClosedError after `close`."""
-        self.thread.submit(command)
-
     def move_weights(self, weights_version: str) -> None:
         """Move to another version of the weights; the present one: no-op.
 
@@ -174,7 +170,7 @@ class Transfers(OneThread, Generic[C, E]):
         """
         check_version(weights_version)
         # Queued before any room of the new version, so that it ends only those of the former one.
-        self.submit(cast(C, MoveWeights(weights_version)))
+        self.thread.submit(cast(C, MoveWeights(weights_version)))
         self._weights_version = weights_version
 
     def take_events(self) -> list[E]:
@@ -258,7 +254,7 @@ class Transfers(OneThread, Generic[C, E]):
 
     def fence(self, peer: str, incarnation: int) -> None:
         """Take the caller's word that this process is dead: its rooms end, drained on decode."""
-        self.submit(cast(C, Fence(peer_id(peer, incarnation))))
+        self.thread.submit(cast(C, Fence(peer_id(peer, incarnation))))
 
     def lost_peers(self) -> LostPeers:
         """As the node's `lost_peers`. Any thread may ask."""

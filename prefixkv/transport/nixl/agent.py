@@ -30,7 +30,7 @@ from prefixkv.protocol.messages import Libraries
 from prefixkv.transport.base import PeerMemory, RankMemory
 from prefixkv.transport.jobs import ActiveJob
 from prefixkv.transport.loop import LoopPeer, bare
-from prefixkv.transport.runs import Part, Routes, Runs
+from prefixkv.transport.runs import Routes, Runs
 
 # Read when the libraries load. Faults are expected here, and come back as typed exceptions.
 os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
@@ -211,7 +211,6 @@ class Post:
     handle: Any
     peer: NixlPeer
     job: ActiveJob
-    part: Part
 
 
 # --- UCX ------------------------------------------------------------------------------------------

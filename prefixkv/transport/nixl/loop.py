@@ -248,7 +248,6 @@ class NixlLoop(TransportLoop[NixlPeer]):
     # --- writes -----------------------------------------------------------------------------------
 
     def _transfer(self, peer: NixlPeer, job: ActiveJob) -> None:
-        part = job.parts[job.next_part]
         src, dst, tag = job.next_post()
         # Counted before the post, so that every way out below ends in exactly one `part_ended`.
         self._jobs.part_posted(job)
@@ -268,7 +267,7 @@ class NixlLoop(TransportLoop[NixlPeer]):
             may_land = may_land and not isinstance(refusal, NEVER_POSTED)
         else:
             error = error_of(state)
-        post = Post(self._agent, handle, peer, job, part)
+        post = Post(self._agent, handle, peer, job)
         if state == "PROC":
             self._posts.append(post)
         else:
@@ -307,7 +306,7 @@ class NixlLoop(TransportLoop[NixlPeer]):
         elif may_land:
             # Before the job may end: its WriteFailed asks `_tell_if_proven`, which reads this.
             post.agent.unproven.add(post.job.job.job_id)
-        self._jobs.part_ended(post.job, post.part, error, may_land)
+        self._jobs.part_ended(post.job, error, may_land)
         is_usable = current and peer.routes is not None
         if is_usable and error and isinstance(error.__cause__, CONNECTION_BROKEN):
             self._lose(peer, error)
