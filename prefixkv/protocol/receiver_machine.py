@@ -22,7 +22,7 @@ from prefixkv.errors import (
     WeightsVersionError,
 )
 from prefixkv.protocol.events import DecodeEvent, RoomDrained, RoomEnded, RoomOverdue
-from prefixkv.protocol.ids import ChunkTag, KVPoll
+from prefixkv.protocol.ids import KVPoll
 from prefixkv.protocol.machine import Fail, RoomTick, Step, Table, ignored, run
 from prefixkv.protocol.messages import (
     Abort,
@@ -54,10 +54,6 @@ class ChunkLanded(msgspec.Struct, frozen=True):
     part: int
     num_parts: int = 1
     num_units: int = 0
-
-    @classmethod
-    def of(cls, tag: ChunkTag) -> ChunkLanded:
-        return cls(tag.rank, tag.chunk, tag.part, tag.num_parts, tag.num_pages)
 
 
 class UnitsRelayed(msgspec.Struct, frozen=True):
