@@ -32,8 +32,8 @@ from prefixkv.protocol.messages import (
     OutcomeAck,
     Promise,
     PromiseAck,
-    code_of,
     error_of,
+    failure,
 )
 from prefixkv.protocol.timers import Backoff, Wait
 
@@ -367,10 +367,9 @@ class ReceiverMachine:
     # --- after the end ----------------------------------------------------------------------------
 
     def _aborts(self, gone: int | None = None) -> list[ReceiverAction]:
-        error = self.error
-        versions = error.versions if isinstance(error, WeightsVersionError) else None
-        reason, ticket, code = str(error)[:1000], self.promise.ticket, code_of(error)
-        abort = Abort(*self.key.numbers, reason, ticket, versions, code=code)
+        assert self.error is not None
+        reason, code, versions = failure(self.error)
+        abort = Abort(*self.key.numbers, reason, self.ticket, versions, code=code)
         ranks = sorted(self._undrained | self._untold)
         return [SendToRank(rank, abort) for rank in ranks if rank != gone]
 

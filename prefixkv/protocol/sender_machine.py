@@ -412,7 +412,8 @@ class SenderMachine:
                 f"decode waits for {fill_len} tokens, the request here has {self._num_tokens}"
             )
         # The lengths agree; now the content.
-        if all(promise.word.digest == self.digest for promise in self.promises()):
+        promises = [reader.promise for reader in self.readers.values()]
+        if all(one is None or one.word.digest == self.digest for one in promises):
             return None
         return PromptMismatchError(
             f"decode waits for other tokens, or another namespace, than the request here has: "

@@ -354,7 +354,7 @@ class Node(OfTransfers, PagedScheduler[Req, Command], Generic[Req, Command, E]):
                 self._command(command)
         if self.has_results:
             # 2. The engine's poller comes back for what only a `pop_*` takes.
-            self.transfers.notify()
+            self.transfers.thread.events.notify()
         for listener in self._listeners:
             listener.pass_on()
 

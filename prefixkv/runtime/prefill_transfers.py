@@ -281,7 +281,7 @@ class PrefillTransfers(Transfers[PrefillCommand, PrefillEvent]):
         self.thread.submit(DeclineRoom(key, reason))
         # No room of the control object's begins for the engine, so its end is said here.
         self._undelivered += [RoomEnded(key, KVPoll.FAILED, AbortedError(reason)), SourceFree(key)]
-        self.notify()
+        self.thread.events.notify()
 
     def offer(
         self, room: int, generation: int, num_tokens: int, digest: bytes, timeout_s: float

@@ -188,7 +188,7 @@ class Transfers(OneThread, Generic[C, E]):
         if failed is not None:
             # The inbox is empty by now, and a poller has to come back for what is kept.
             if self._undelivered:
-                self.notify()
+                queue.notify()
             raise InternalError(f"in the control thread: {failed!r}") from failed
         events, self._undelivered = self._undelivered, []
         for event in events:
@@ -217,10 +217,6 @@ class Transfers(OneThread, Generic[C, E]):
     def pending(self) -> bool:
         """True if `take_events` has something, or the descriptor has to be cleared."""
         return bool(self._undelivered) or self.thread.events.pending
-
-    def notify(self) -> None:
-        """Make the descriptor readable until the next `take_events`."""
-        self.thread.events.notify()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until there may be events, at most `timeout_s`; return whether."""

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
-from prefixkv.errors import ConfigError, MetadataError, PeerLostError, TransferError
+from prefixkv.errors import ConfigError, MetadataError, PeerLostError
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.messages import Libraries
@@ -146,11 +146,6 @@ def error_by_name(failure: Exception, peer: PeerId) -> Exception:
         error = PeerLostError(f"{peer} broke the connection", peer)
         error.__cause__ = failure
     return error
-
-
-def error_of(state: str) -> Exception | None:
-    """Return the error that the state of a post stands for, None for DONE and PROC."""
-    return None if state in ("DONE", "PROC") else TransferError(f"NIXL reports state {state}")
 
 
 # --- peers ----------------------------------------------------------------------------------------
