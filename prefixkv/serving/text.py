@@ -14,7 +14,7 @@ from prefixkv.engines.hf.folder import one_line
 from prefixkv.errors import CallerError, ConfigError
 
 PLAIN_TEMPLATE: Final = (
-    "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}"
+    "{{ bos_token }}{% if tools %}tools: {{ tools | tojson }}\n{% endif %}"
     "{% if documents %}documents: {{ documents | tojson }}\n{% endif %}"
     "{% for message in messages %}{{ message.role }}: {{ message.content or '' }}"
     "{% if message.tool_calls %}{{ message.tool_calls | tojson }}{% endif %}{{ '\n' }}{% endfor %}"

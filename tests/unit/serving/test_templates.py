@@ -161,6 +161,10 @@ def test_a_folder_without_a_template_has_a_plain_one(folder: Path) -> None:
     texts = load_texts(str(folder))
     said = "system: Be brief.\nuser: Grüß Gott, 世界\nassistant:"
     assert text_of(texts, texts.chat(TALK)) == said
+    # With the token that a model wants before every text.
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "<|system|>"}')
+    texts = load_texts(str(folder))
+    assert text_of(texts, texts.chat(TALK)) == "<|system|>" + said
 
 
 def test_a_folder_that_is_not_read_is_named(folder: Path, tmp_path: Path) -> None:
