@@ -260,6 +260,10 @@ class Front(Entrance):
             if tokens and not 0 <= min(tokens) <= max(tokens) < num:
                 raise refused(name, f"has tokens that are not in [0, {num})")
         sampling, hints = asked.sampling(**self._defaults._asdict()), asked.hints(request)
+        # Special tokens have no text in an answer: a string that is one stops it by the token.
+        found = map(self.texts.tokenizer.token_to_id, sampling.stop)
+        stops = *sampling.stop_tokens, *(t for t in found if not self._token_texts.is_shown(t))
+        sampling = msgspec.structs.replace(sampling, stop_tokens=stops)
         # The salt is the client's secret: workers and their caches see only a digest of it.
         salt = salt_digest(asked.cache_salt) if asked.cache_salt else ""
         # Workers separate the parts of their own ids by "/".
