@@ -183,7 +183,7 @@ class Proxy(Entrance):
         routes = [
             Route("/v1/chat/completions", serve, methods=["POST"]),
             Route("/v1/completions", serve, methods=["POST"]),
-            *(Route(path, self._health, methods=["GET", "POST"]) for path in _OPEN),
+            *(Route(path, self._show_health, methods=["GET", "POST"]) for path in _OPEN),
             *(Route(path, self._pass_on, methods=["GET", "POST"]) for path in _TO_DECODE),
             Route("/{path:path}", _unknown, methods=["GET", "POST", "PUT", "PATCH", "DELETE"]),
         ]
@@ -223,9 +223,6 @@ class Proxy(Entrance):
             logger.warning("%s", why)
 
     # --- what is asked ----------------------------------------------------------------------------
-
-    async def _health(self, _: Request) -> Response:
-        return Response(status_code=200 if self.health()[0] else 503)
 
     async def _pass_on(self, request: Request) -> Response:
         """Forward a request to the first decode server that can be reached."""

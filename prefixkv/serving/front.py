@@ -197,11 +197,6 @@ class Front(Entrance):
             raise unknown_model(name)
         return json_response(about)
 
-    async def _show_health(self, _: Request) -> Response:
-        """Load balancers carry no key, so the workers are not listed here."""
-        ok, state = self.health()
-        return json_response({"status": state["status"]}, 200 if ok else 503)
-
     async def _serve(
         self, kind: type[ChatRequest] | type[CompletionRequest], request: Request
     ) -> Response:
