@@ -765,6 +765,12 @@ async def test_what_the_proxy_refuses_itself(
     assert not stage.decode[0].asked
 
 
+@played()
+async def test_null_is_as_good_as_nothing_where_the_proxy_sets_it(stage: Stage) -> None:
+    assert (await stage.complete(kv_transfer_params=None)).status_code == 200
+    assert "room" in stage.decode[0].asked[0]["kv_transfer_params"]
+
+
 def test_servers_as_they_are_named() -> None:
     one = ServerAt.of("http://127.0.0.1:8100/=tcp://127.0.0.1:14579")
     assert one == ServerAt("http://127.0.0.1:8100", "tcp://127.0.0.1:14579")
