@@ -17,8 +17,10 @@ import io
 import logging
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any, Final, Literal, NamedTuple
 
 import aiohttp
@@ -177,7 +179,7 @@ class Proxy(Entrance):
             "prefill": _ServerSide("prefill", prefill), "decode": _ServerSide("decode", decode),
         }  # fmt: skip
         self.metrics = ProxyMetrics(self._routing, self.sides["prefill"].servers)
-        self._lines: dict[str, Rate] = {}  # of the log, by server
+        self.rates: defaultdict[str, Rate] = defaultdict(partial(Rate, 1.0, _LINES_PER_S))
         super().__init__("proxy", config.listen)
         serve = self._tracing.traced(self._serve)
         routes = [
@@ -217,10 +219,6 @@ class Proxy(Entrance):
 
     async def _close(self) -> None:
         await self.client.close()
-
-    def warn(self, server: str, why: str) -> None:
-        if self._lines.setdefault(server, Rate(1.0, _LINES_PER_S)).take(time.monotonic()):
-            logger.warning("%s", why)
 
     # --- what is asked ----------------------------------------------------------------------------
 
@@ -391,7 +389,8 @@ class _ProxiedRequest:
                 try:
                     answer = await self._attempt(stack, decode, prefill)
                 except LostError as error:
-                    proxy.warn(error.server or decode.url, str(error))
+                    if proxy.rates[error.server or decode.url].take(time.monotonic()):
+                        logger.warning("%s", error)
                     lost.add(error.server)
                     if prefill is None and error.server:
                         why = "the servers that were asked have failed"
