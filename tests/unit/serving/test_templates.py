@@ -157,8 +157,13 @@ def test_the_small_models_words_become_the_same_tokens_again() -> None:
     assert len(texts.chat(TALK)) < len(chat)  # marks are one token each
 
 
-def test_a_folder_without_a_template_has_a_plain_one(folder: Path) -> None:
+def test_a_folder_without_a_template_has_a_plain_one_and_says_so(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     texts = load_texts(str(folder))
+    assert [one.message for one in caplog.records] == [
+        f"{folder}: without a chat template: chats are written as ROLE: TEXT"
+    ]
     said = "system: Be brief.\nuser: Grüß Gott, 世界\nassistant:"
     assert text_of(texts, texts.chat(TALK)) == said
     # With the token that a model wants before every text.
