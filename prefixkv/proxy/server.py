@@ -337,8 +337,9 @@ class Proxy(Entrance):
         except aiohttp.ClientError as error:
             self.metrics.cut.inc()
             line.fields["outcome"] = "failed"
-            current().fail(f"decode was lost: {error!r}", type(error).__name__)
-            body = failed(502, "decode was lost", repr(error), "worker_lost").body()
+            why, kind = "decode was lost", type(error).__name__
+            current().fail(f"{why}: {error}", kind)
+            body = failed(502, why, f"{kind} {error}", "worker_lost").body()
             yield b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
@@ -378,7 +379,7 @@ class _ProxiedRequest:
                 decode = stack.enter_context(proxy.sides["decode"].chosen(self._keys, lost))
                 if decode is None:
                     # Their errors were logged as they came, at a bounded rate.
-                    detail = f"{', '.join(lost)} failed, and no decode server is left"
+                    detail = f"{', '.join(filter(None, lost))} failed, and no decode server is left"
                     raise failed(503, "no decode server is reached", detail, "not_ready")
                 # Without one it is the last attempt: decode computes the prompt.
                 prefill = None
@@ -488,7 +489,8 @@ class _ProxiedRequest:
                     # From here on the answer owns the connection; every failure before closes it.
                     kept = stack.pop_all()
         except aiohttp.ClientError as error:
-            why = f"{server} was lost: {error!r}"
+            # Not its repr, which may have the headers that were sent, and the servers' key.
+            why = f"{server} was lost: {type(error).__name__} {error}"
             if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
                 self._proxy.sides[role].avoid(server)  # which never saw the request
             # A kept connection may break since it was idle for too long: once that is no loss.

@@ -11,7 +11,7 @@ import codecs
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from typing import Annotated, Any, Final, Literal, TypeVar
 
@@ -377,7 +377,8 @@ class Answers:
         logprobs: AnswerLogprobs | None = None,
     ) -> None:  # fmt: skip
         self._chat, self._usage = isinstance(asked, ChatRequest), usage
-        self._options, self._logprobs = asked.stream_options, logprobs
+        self._options = asked.stream_options
+        self._show: Callable[[TokenEvent], Any] = logprobs.show if logprobs else lambda _: None
         self._head = {
             "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{rid}", "created": int(time.time()),
             "model": asked.model,
@@ -418,9 +419,6 @@ class Answers:
         """Return the last events."""
         told = self._event([], True) if self._options.include_usage else b""
         return told + b"data: [DONE]\n\n"
-
-    def _show(self, output: TokenEvent) -> dict[str, Any] | None:
-        return None if self._logprobs is None else self._logprobs.show(output)
 
     def _event(self, choices: list[dict[str, Any]], tells_usage: bool = False) -> bytes:
         kind = "chat.completion.chunk" if self._chat else "text_completion"
