@@ -80,7 +80,7 @@ class Source:
     brings_pages_only = False  # and no token to go on with: something else has to come behind it
     outlives_request = True  # goes on for those that joined, when the request ends
     is_own = False  # the engine computes it: it has the calls that are for that
-    fails_over = False  # takes requests that name no prefill worker
+    fails_over = False  # takes requests from a prefill worker that fails, or that name none
     most_alone = -1  # most tokens that it brings of a request without prefill; -1: none
     asks_late = False  # the engine submits a request to prefill once `pop_needs_prefill` returns it
 
@@ -190,18 +190,6 @@ class Source:
         """Return the event of all that the device may still write of a request that is cut short:
         `after`, and what it has computed of it."""
         return after
-
-    # It may also take what a prefill worker was to send. `kernel`: the `DecodeScheduler`.
-
-    def prefill_away(self, kernel: Any, address: str) -> None:
-        """A worker does not answer any more."""
-
-    def prefill_back(self, kernel: Any, address: str) -> None:
-        """A worker answers."""
-
-    def stands_in(self, kernel: Any, req: DecodeRequest) -> bool:
-        """Let a request ask no prefill worker, if it may. Return whether."""
-        return False
 
     def pop_local(self, now_s: float) -> Sequence[DecodeRequest]:
         return ()

@@ -236,7 +236,7 @@ class Planner:
         if not self._makers and not req.output:  # there is no choice
             return self._fitting(req, look, (sent,), limits) if sent else Plan(req, look)
         need = Need(req, look.key, look.match, look.start, req.kv_len, bool(req.asks), now_s)
-        ways = self.ways(need)
+        ways = self._ways(need)
         if not ways and sent is None:
             return Plan(req, look)
         plans = (self._fitting(req, look, (way,), limits) for way in ways)
@@ -248,8 +248,14 @@ class Planner:
             plan = self._fitting(req, look, self._sent(need, sent), limits) or plan
         return plan
 
-    def ways(self, need: Need) -> list[Segment]:
-        """Return the ways without prefill."""
+    def needs_no_prefill(self, req: DecodeRequest, now_s: float, joins: bool = True) -> bool:
+        """Tell whether the plan of a request would be whole with prefill closed. `joins`: whether
+        it may wait for other flights."""
+        look = self.look(req, None, now_s, can_ask=False, joins=joins)
+        need = Need(req, look.key, look.match, look.start, req.kv_len, False, now_s)
+        return bool(self._makers and self._ways(need))
+
+    def _ways(self, need: Need) -> list[Segment]:
         sources = (self._cached, *self._makers) if need.req.resumed else self._makers
         return [segment for source in sources if (segment := self._reach(source, need))]
 

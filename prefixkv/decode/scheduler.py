@@ -131,13 +131,14 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._organs = self.ledger.organs = [source for source in made if source is not None]
         self.sources: dict[str, Any] = {source.name: source for source in self._organs}
         self._own = self.ledger.own = next(filter(lambda one: one.is_own, self._organs), Source())
+        self._fails_over = any(source.fails_over for source in self._organs)
         for setting in config.source_settings - {source.setting for source in self._organs}:
             raise ConfigError(f"{setting}: this installation has no part for it")
         self.prefill = PrefillSource(self.ledger)
-        self.planner = Planner(self.ledger, self.prefill)
+        self._planner = Planner(self.ledger, self.prefill)
         self._ending = Ending(self.ledger, self._ask_again)
         self._growth = BatchGrowth(self.ledger, self._ending)
-        self.waiting = Admission(self.ledger, config, self.planner)
+        self.waiting = Admission(self.ledger, config, self._planner)
         self._max_retries, self._retarget = config.num_retries, config.retarget
         self._admitted: list[DecodeRequest] = []  # to be returned by `pop_preallocated`
 
@@ -343,7 +344,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         is_asked = req is not None and req in self.waiting and bool(req.asks)
         if flight is not None:
             if is_asked := flight.room_key in self.prefill.open:
-                self.fail_room(flight, error, error)
+                self._fail_room(flight, error, error)
         elif is_asked and req is not None:
             self._try_again(req, error)
         self._tell()
@@ -502,7 +503,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self._check_still_holds(req, prefill)
             req.prefill = prefill
             if req in self.waiting:
-                self.move(req, prefill, "goes to another prefill worker")
+                self._move(req, prefill, "goes to another prefill worker")
                 self._meet(req)
             else:  # it enters under the new address when it queues, and the worker is met then
                 req.asks = prefill
@@ -614,14 +615,16 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
                 if (flight := self.prefill.open.get(key)) is not None:
                     self.journal.transfer_ended(flight.prefill, "failed")
                     error = event.error or InternalError(f"{key} failed without a reason")
-                    self.fail_room(flight, error, None)
+                    self._fail_room(flight, error, None)
             case RoomDrained(key):
                 self.room_drained(key)
             case RoomOverdue(key):  # it is not drained by its deadline: its pages stay held
                 self.counters["quarantined_pages"] += self.pages.quarantine(key)
             case PrefillReady(address, max_tokens):
                 self.waiting.opens(self.workers.of(address), max_tokens)
-                self._own.prefill_back(self, address)
+                for req in self.waiting.at(""):  # not admitted since: nothing need stand in
+                    if req.prefill == address:
+                        self.waiting.move(req, address)
                 for req in self.waiting.at(address):
                     try:  # before any page is promised
                         self._check_still_holds(req, address)
@@ -629,7 +632,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
                         self._fail(req, error)
             case PrefillAway(address):  # its requests hold up no others
                 self.waiting.closes(self.workers.of(address), now_s)
-                self._own.prefill_away(self, address)
+                self._recall(address)
+                for req in self.waiting.at(address):
+                    self._stands_in(req)
             case PrefillLost(address):
                 worker = self.workers.of(address)
                 self.waiting.closes(worker, now_s)
@@ -734,7 +739,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def _admit(self, plan: Plan, now_s: float) -> None:
         """Carry out a plan."""
         req = plan.req
-        flights = self.planner.take(plan, now_s)
+        flights = self._planner.take(plan, now_s)
         req.become(DecodeState.PREALLOCATED)
         self.waiting.remove(req)
         self.journal.admitted(req, plan, now_s)
@@ -769,14 +774,14 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             worker.is_met = True
             self._commands.append(MeetPrefill(req.prefill))
         if self.workers.is_down(req.prefill):
-            self._own.stands_in(self, req)
+            self._stands_in(req)
 
     # --- other attempts ---------------------------------------------------------------------------
 
     # A worker that may have a request already is told when that request goes elsewhere, since it
     # waits for a promise; what it still answers then is of a former generation.
 
-    def move(self, req: DecodeRequest, asks: str, why: str) -> None:
+    def _move(self, req: DecodeRequest, asks: str, why: str) -> None:
         """Let a waiting request ask another worker, or none (""). `why`, to the former one."""
         if req.state is DecodeState.QUEUED:  # else it has no open attempt
             self._refuse_waiting(req, AbortedError(f"request {req.rid!r} {why}"))
@@ -787,7 +792,32 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if req.asks and not self.prefill.asks_late:
             self.rooms.refuse(req.room_key, req.asks, error, req.request.digest)
 
-    def fail_room(self, flight: Flight, cause: Exception, told: Exception | None) -> None:
+    def _recall(self, address: str) -> None:
+        """Take what is on its way from a worker that does not answer, if other sources bring it
+        all. What is more waits for its end."""
+        error, rooms = PeerLostError(f"prefill worker {address} does not answer"), self.prefill.open
+        # Each goes to the front of the queue, so the last one first. It may have ended with one
+        # before it. Those that joined one without an owner ask again.
+        for flight in reversed(list(rooms.values())) if self._fails_over else ():
+            req = flight.owner
+            if (flight.prefill == address and rooms.get(flight.room_key) is flight) and (
+                req is None or self._planner.needs_no_prefill(req, self.now_s, joins=False)
+            ):
+                self._fail_room(flight, error, error)
+
+    def _stands_in(self, req: DecodeRequest) -> bool:
+        """Let a request ask no prefill worker, if other sources bring all of it, and may. Return
+        whether."""
+        may = req.asks and (self._fails_over or self.workers.is_down(req.prefill))
+        if not may or not self._planner.needs_no_prefill(req, self.now_s):
+            return False
+        if req in self.waiting:  # its worker may have it, and be back before it is done
+            self._move(req, "", "is computed by decode")
+        req.asks = ""
+        self.counters["failovers"] += 1
+        return True
+
+    def _fail_room(self, flight: Flight, cause: Exception, told: Exception | None) -> None:
         """End a flight whose room has failed; `told`: what prefill is to be told."""
         req = flight.owner
         self.counters["transfers_failed"] += 1
@@ -821,7 +851,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             except RequestError as too_long:
                 error = too_long
         req.error = error
-        if self._own.stands_in(self, req):
+        if self._stands_in(req):
             return self._ask_again(req)
         return self._fail(req, error)
 
@@ -882,7 +912,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if request.room in self.rooms and (not to_refuse or self.rooms.is_live(request.room)):
             raise RequestError(f"room {request.room} is in use")
         # Decode may carry on without any prefill worker, where it is told so.
-        if request.prefill or to_refuse or not (self._own.fails_over and request.may_compute):
+        if request.prefill or to_refuse or not (self._fails_over and request.may_compute):
             check_prefill(request.rid, request.prefill)
         if request.decode not in ("", self.name):
             named = f"{request.decode!r}, this one is {self.name!r}"

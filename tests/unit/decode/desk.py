@@ -15,7 +15,7 @@ from prefixkv.pages.allocator import PageState
 from prefixkv.pages.groups import GroupSpec
 from prefixkv.pages.manager import PageManager
 from prefixkv.protocol.commands import AbortRoom, DecodeCommand, OpenRoom, RefuseRoom
-from prefixkv.protocol.events import RoomEnded
+from prefixkv.protocol.events import PrefillAway, PrefillReady, RoomEnded
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.request import Request
 from tests.laws.auditor import assert_at_rest
@@ -127,6 +127,12 @@ class Desk:
 
     def pop_failed(self) -> list[DecodeRequest]:
         return self._checked(self.scheduler.pop_failed())
+
+    def down(self, address: str = "p") -> None:
+        self._checked(self.scheduler.hear(PrefillAway(address), self.now_s))
+
+    def up(self, address: str = "p") -> None:
+        self._checked(self.scheduler.hear(PrefillReady(address), self.now_s))
 
     # --- several at once --------------------------------------------------------------------------
 
