@@ -92,7 +92,7 @@ class RadixKey:
 
     def extend_checked(self, tokens: Sequence[int]) -> None:
         """Add tokens that the caller has checked to be ints in [0, TOKEN_LIMIT)."""
-        self.extend_packed(struct.pack(f"<{len(tokens)}i", *tokens))
+        self._tail += struct.pack(f"<{len(tokens)}i", *tokens)
 
     @staticmethod
     def of_packed(data: bytes, namespace: Hashable = None) -> RadixKey:

@@ -331,7 +331,7 @@ class PageManager:
             pages.lock = self.cache.lock(result, now_s=now_s)
         # The tree took over the pages that it did not have. For the others the request has
         # duplicates.
-        num_there = result.prefix_len // self.page_size
+        num_there = result.old_depth
         num_duplicates = num_there - pages.num_locked
         if not num_duplicates:
             self.allocator.cache_owned(owned, num_own)
