@@ -180,8 +180,8 @@ class Source:
     def committed(self, req: DecodeRequest, flight: Flight, now_s: float) -> None:
         """A request's KV is whole in the tree, under its lock; the engine runs it next."""
 
-    def leaving(self, req: DecodeRequest) -> None:
-        """A request's pages are in the tree, and its lock ends next."""
+    def leaving(self, req: DecodeRequest, key: RadixKey, now_s: float) -> None:
+        """A request leaves the whole pages of this key to the tree next, and its lock ends."""
 
     def dropped(self, req: DecodeRequest) -> None:
         """A request's pages, or those of its flight, go elsewhere than to the tree."""

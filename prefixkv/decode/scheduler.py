@@ -58,6 +58,7 @@ from prefixkv.pages.requests import (
     check_own,
     check_reason,
     not_done,
+    still_pending,
 )
 from prefixkv.paging import pages_for
 from prefixkv.protocol.commands import DecodeCommand, MeetPrefill, MoveWeights
@@ -169,9 +170,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         req = DecodeRequest(request, self.pages, now_s)
         # From here on something changes. The queue comes first since it calls a user's policy,
         # which may raise: nothing else is noted then, and nothing has to be undone.
-        self.waiting.add(req, now_s)
+        match = self.waiting.add(req, now_s)
         if request.prefill:
-            req.name_prompt(self.waiting.match_of(req))
+            req.name_prompt(match)
         self.requests[req.rid] = req
         self.rooms.add(req.room)
         self._note_deadline(req)
@@ -229,7 +230,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             req.become(DecodeState.TRANSFERRED)
             committed.append(req)
             # Before anything is evicted: under its lock, which has just grown over their pages.
-            self._own.committed(req, flight, now_s)
+            for source in self._organs:
+                source.committed(req, flight, now_s)
             self.counters["transferred"] += 1
             # `deadline_s` is about the arrival of the KV, which is over.
             self._deadlines.forget(req)
@@ -382,7 +384,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         else:
             for req, token in zip(reqs, tokens, strict=True):
                 req.output.append(token)
-        self._own.stepped(reqs, now_s)
+        for source in self._organs:
+            source.stepped(reqs, now_s)
 
     def reserve_many(self, reqs: Sequence[DecodeRequest], num_tokens: int) -> None:
         """Take pages for the KV of `num_tokens` tokens from each request's `kv_len` on, as far as
@@ -580,7 +583,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         """True if a `pop_*` call returns something, or may admit. O(1)."""
         # Admitted: by a call that raised.
         left = self._failed or self._admitted or self.prefill.asks or self.flights.complete
-        return bool(left or self.waiting.may_admit or self._own.has_new())
+        new = (source.has_new() for source in self._organs)
+        return bool(left or self.waiting.may_admit or any(new))
 
     @property
     def idle(self) -> bool:
@@ -663,8 +667,13 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.rooms.drained(key)
 
     def release_deferred(self, now_s: float) -> None:
-        """Release the pages of ended requests once the device is done with them."""
-        self._ending.release(now_s)
+        """Release the pages of ended requests once the device is done with them. O(requests that
+        wait for it)."""
+        for event, end in list(self.ledger.deferred.values()):
+            if (left := still_pending(event, self.pages.errors)) is None:
+                self._ending.release(end, now_s)
+            else:
+                self.ledger.deferred[end.req] = left, end
 
     def feeds(self, worker: PeerId) -> list[EventFeed]:
         # The pool's counts whatever checkpoints there are: prefill sends what belongs to the end.
@@ -773,7 +782,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if self.workers.gated and req.prefill and not worker.is_met:
             worker.is_met = True
             self._commands.append(MeetPrefill(req.prefill))
-        if self.workers.is_down(req.prefill):
+        if worker.is_down:
             self._stands_in(req)
 
     # --- other attempts ---------------------------------------------------------------------------
@@ -808,7 +817,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def _stands_in(self, req: DecodeRequest) -> bool:
         """Let a request ask no prefill worker, if other sources bring all of it, and may. Return
         whether."""
-        may = req.asks and (self._fails_over or self.workers.is_down(req.prefill))
+        may = req.asks and (self._fails_over or self.workers.of(req.prefill).is_down)
         if not may or not self._planner.needs_no_prefill(req, self.now_s):
             return False
         if req in self.waiting:  # its worker may have it, and be back before it is done

@@ -223,7 +223,7 @@ class PrefillRequest(PagedRequest[PrefillState]):
     @property
     def room_key(self) -> RoomKey:
         """With the decode worker's name."""
-        return RoomKey(self.request.room, self.generation, self.request.decode)
+        return RoomKey(self.room, self.generation, self.request.decode)
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]:
