@@ -103,7 +103,7 @@ MUTANTS = (
     ),
     Mutant(
         "6", "prefill begins before what decode has", "SendPlan.__init__",
-        "whole_pages(decode_prefix_len, page_size)", "0",
+        "decode_prefix_len // page_size", "0",
         "test_decode_gets_each_page_it_lacks_once_from_the_pages_the_engine_computed",
     ),
     Mutant(
@@ -348,7 +348,7 @@ MUTANTS = (
     ),
     Mutant(
         "H13", "a checkpoint stays locked on a path that is not", "PrefillScheduler._maybe_release",
-        "self._resume.dropped(req)", "pass",
+        "part.dropped(req)", "pass",
         "test_no_window_of_another_path_or_depth_is_ever_gone_on_from",
     ),
 )  # fmt: skip

@@ -223,7 +223,6 @@ class PageManager:
             evictable -= 0 if match is None else match.unprotected_pages
             if missing > evictable:
                 raise OutOfPagesError(num_new_pages, self.allocator.free_pages, evictable)
-        self.table.check_fits(num_locked + num_joined + num_new_pages)
         if start is not None:
             if (short := self.groups.short_of(start)) is not None:
                 needed = short.own_pages(start, self.groups.index(short))
@@ -232,7 +231,7 @@ class PageManager:
         elif self.groups and not is_load:
             raise CallerError("a request needs pages in the groups: start is None")
         # From here on only `lock` and `_take` could fail, and both undo below.
-        row = self.table.alloc_row(is_load)
+        row = self.table.alloc_row(num_locked + num_joined + num_new_pages, is_load)
         # A use of the cache is counted once, of all that was found: if the request joins another,
         # that is when it locks what it joined.
         visit = None if is_used else joined is None
@@ -325,7 +324,7 @@ class PageManager:
         own = self.table.packed(pages.row, pages.num_locked, num_whole)
         # The one check of these ids, so that the tree need not repeat it: a page that is OWNED is
         # in the pool, named once, and not in the tree.
-        owned, num_own = self.allocator.owned(own)
+        owned, num_own = self.allocator.checked(own)
         result = self.cache.insert_owned(key, own, owned, priority, now_s, pages.lock)
         # Nothing can evict between the insertion and this: one thread owns the tree.
         if pages.lock is None:

@@ -137,7 +137,7 @@ class PagedRequest(Generic[State]):
         """Page ids in order, int32; a read-only view, valid until the next call on the node."""
         if self.pages_held is None:
             return np.empty(0, dtype=np.int32)
-        return self.page_manager.pages(self.pages_held)
+        return self.page_manager.table.pages(self.pages_held.row)
 
     def window_pages(self, name: str) -> GroupPages:
         """Return what it has in a window group: a read-only view, valid until the next call on the
