@@ -405,7 +405,7 @@ class SharedPrefixes:
     def check_invariants(self) -> None:
         """Check every law. Raises InternalError with the state."""
         starts = self._starts
-        starts.check_invariants({req: (req.key, starts.page_of(req)) for req in starts})
+        starts.check_invariants({req: req.key for req in starts})
         laws = {
             "what is found leads": {*starts} <= self._leads.keys(),
             "only what is with the engine leads": all(

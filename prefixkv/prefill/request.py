@@ -90,10 +90,6 @@ class SendPlan(WindowPlan):
         page_size: int,
         firsts: Iterable[int] = (),
     ) -> None:
-        if not 0 <= decode_prefix_len <= num_tokens:
-            raise RequestError(
-                f"decode_prefix_len is {decode_prefix_len}, the request has {num_tokens} tokens"
-            )
         super().__init__(decode_prefix_len // page_size, page_size)
         self.num_tokens = num_tokens
         # By window group: from which page on.

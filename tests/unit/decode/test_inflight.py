@@ -94,7 +94,7 @@ def _chain() -> tuple[Air, list[Flight]]:
     [
         ("joined", None, "what waits for it knows that"),
         ("number", 0, "numbers count up"),
-        ("start_pages", 3, "what is found begins there"),
+        ("start_pages", 3, "no two begin alike"),
         ("end_pages", 0, "what is joined is brought"),
     ],
 )
