@@ -217,6 +217,10 @@ class Checkpoints(Saves):
         """Slots of `take` without a saved checkpoint, ascending; for audits."""
         return sorted(self._taken)
 
+    @property
+    def free_slots(self) -> list[int]:
+        return self._free.copy()
+
     def kept(self, number: int) -> list[tuple[Pages, bool]]:
         entered = [*self._at.values(), *self._kept.values()]
         found = [(one.windows[number], one.locks > 0) for one in entered if one.windows]

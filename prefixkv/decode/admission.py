@@ -481,11 +481,10 @@ class Admission:
     def _first_of_all(self) -> Waiter | None:
         """Return the waiter that nothing may overtake now: the last to come back, the oldest that
         is overdue, or the first where the policy lets none overtake it. O(workers)."""
-        turns = self._turns()
-        if not turns:
+        place = min((worker.order[0] for worker in self._turns()), default=None)
+        if place is None or (place[0] == RANKED and self._policy.overtakes):
             return None
-        place = min([worker.order[0] for worker in turns])
-        return None if place[0] == RANKED and self._policy.overtakes else place[-1]
+        return place[-1]  # type: ignore[no-any-return]
 
     def _in_turn(self) -> Iterator[Waiter]:
         """Iterate over those whose turn it is, in order, `MAX_WALK` at most."""

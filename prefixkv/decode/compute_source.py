@@ -184,7 +184,7 @@ class ComputeSource(MeasuringSource):
             self._note_unwritten(req, after)
         self._progressed(req, end)
         if end == req.fill_len:
-            flight = self._ledger.flights.of(req)
+            flight = self._ledger.flights.by_owner.get(req)
             assert flight is not None
             del self.open[flight]
             self.rule.computed_pages(req.pages[req.prefix_len // self._ledger.page_size :])

@@ -261,7 +261,7 @@ class Flights:
         self._page_bytes = page_size * TOKEN_BYTES
         self.starts: Starts[Flight] = Starts(page_size)  # of those that may be joined
         self._flights: dict[Flight, None] = {}
-        self._by_owner: dict[DecodeRequest, Flight] = {}
+        self.by_owner: dict[DecodeRequest, Flight] = {}
         self.complete: deque[Flight] = deque()  # those to be committed, in order
         self._count = 0
 
@@ -271,14 +271,6 @@ class Flights:
     def __iter__(self) -> Iterator[Flight]:
         """By number, of this moment: any thread may call it, the copy is made in one step."""
         return iter(list(self._flights))
-
-    @property
-    def num_owned(self) -> int:
-        """Number of flights with a request of their own."""
-        return len(self._by_owner)
-
-    def of(self, req: DecodeRequest) -> Flight | None:
-        return self._by_owner.get(req)
 
     # --- looking ----------------------------------------------------------------------------------
 
@@ -307,7 +299,7 @@ class Flights:
         self._count = flight.number = self._count + 1
         self._flights[flight] = None
         if flight.owner is not None:
-            self._by_owner[flight.owner] = flight
+            self.by_owner[flight.owner] = flight
         if flight.joined is not None:
             flight.joined.waiters[flight] = None
         # It can be found only if it brings a whole page: a partial one is never shared.
@@ -324,7 +316,7 @@ class Flights:
     def disown(self, flight: Flight) -> None:
         """Take a flight's owner from it: its request ends, it continues for its waiters."""
         if flight.owner is not None:
-            del self._by_owner[flight.owner]
+            del self.by_owner[flight.owner]
             flight.owner = flight.rest = None
 
     def commit(self, flight: Flight) -> list[Flight]:
@@ -389,7 +381,7 @@ class Flights:
     def _take_out(self, flight: Flight) -> None:
         del self._flights[flight]
         if flight.owner is not None:
-            del self._by_owner[flight.owner]
+            del self.by_owner[flight.owner]
         if not flight.is_open and flight in self.complete:
             self.complete.remove(flight)
         self.starts.discard(flight)
@@ -402,7 +394,7 @@ class Flights:
         self.starts.check_invariants({one: one.key for one in flights})
         laws = {
             "numbers count up": all(a.number < b.number for a, b in pairwise(flights)),
-            "a request has the flight that it owns": self._by_owner
+            "a request has the flight that it owns": self.by_owner
             == {one.owner: one for one in flights if one.owner is not None},
             "no two begin alike": all(
                 [*self.starts.at(one.key, one.start_pages)] == [one] for one in self.starts

@@ -134,7 +134,7 @@ class Ledger:
     @property
     def num_running(self) -> int:
         """Requests that run, or could: those whose KV is here. O(1)."""
-        return self.budget.active - self.flights.num_owned
+        return self.budget.active - len(self.flights.by_owner)
 
     def limits(self) -> tuple[int, int]:
         """Return the most pages that an admission may need now, and may ever need."""

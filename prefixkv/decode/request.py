@@ -92,8 +92,7 @@ class DecodeRequest(PagedRequest[DecodeState]):
         self.aux = b""
         # Until it is done, the device may write what the engine has computed of it here.
         self.unwritten: DeviceEvent | None = None
-        self.retries = 0
-        self.retractions = 0
+        self.retries = self.retractions = 0
         # Its journal: when each of these happened first; where the prompt's KV came
         # from, as of the last admission before the first token; and what was asked for, in sum.
         self.admitted_s: float | None = None

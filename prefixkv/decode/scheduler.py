@@ -342,7 +342,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._pump()
         check_rid(rid)
         req, error = self.requests.get(rid), TransferError(reason)
-        flight = None if req is None else self.flights.of(req)
+        flight = None if req is None else self.flights.by_owner.get(req)
         is_asked = req is not None and req in self.waiting and bool(req.asks)
         if flight is not None:
             if is_asked := flight.room_key in self.prefill.open:
@@ -680,11 +680,6 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         more = [feed for source in self._organs for feed in source.feeds(worker)]
         return [EventFeed(self.pages.cache, *worker), *more]
 
-    @property
-    def num_deferred(self) -> int:
-        """Number of ended requests with pages that the device may still touch."""
-        return len(self.ledger.deferred)
-
     def holders(self) -> list[tuple[str, RequestPages]]:
         """Return what holds pages, by name: requests, and flights. Any thread may call it."""
         return super().holders() + self._ending.holders()
@@ -729,8 +724,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         return {
             "what is queued holds nothing": req not in self.waiting
             or (pages is None and state in _WAITS),
-            "what is preallocated has a flight, and no other has": (self.flights.of(req) is None)
-            == (state is not DecodeState.PREALLOCATED),
+            "what is preallocated has a flight, and no other has": (req in self.flights.by_owner)
+            == (state is DecodeState.PREALLOCATED),
             "what waits for the device has ended, or was retracted, and holds its pages": not waits
             or (pages is not None and (state.ended or state is DecodeState.RETRACTED)),
             "no request has more pages than it may ever need": num_pages <= req.max_pages,
@@ -885,7 +880,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if error is not None:
             req.error = error
             self._failed.append(req)
-            if (flight := self.flights.of(req)) is not None:
+            if (flight := self.flights.by_owner.get(req)) is not None:
                 self._ending.leave(flight, error)
             elif req in self.waiting:
                 self.waiting.remove(req)
@@ -904,7 +899,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self._ending.release_after(after, end, self.now_s)
 
     def _too_late(self, req: DecodeRequest) -> None:
-        flight = self.flights.of(req)
+        flight = self.flights.by_owner.get(req)
         complete = self.flights.complete
         if flight is not None and flight in complete and flight.source.may_commit(flight):
             return

@@ -203,7 +203,7 @@ class Desk:
 
     def at_rest(self) -> None:
         assert_at_rest(self.scheduler)
-        assert not self.scheduler.num_deferred
+        assert not self.scheduler.ledger.deferred
         assert not len(self.scheduler.rooms), self.scheduler.rooms
         assert (self.scheduler.budget.active, self.scheduler.budget.private_pages) == (0, 0)
 

@@ -53,7 +53,7 @@ class Air:
             len(key) // PAGE_SIZE, joined,
         )  # fmt: skip
         self.flights.enter(flight, shareable)
-        assert self.flights.of(req) is flight
+        assert self.flights.by_owner.get(req) is flight
         if check:
             self.flights.check_invariants()
         return flight
