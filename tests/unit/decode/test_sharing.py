@@ -54,7 +54,7 @@ def end_well(desk: Desk, reqs: list[DecodeRequest]) -> None:
     """All of these arrive, run and finish; whoever was asked for again is admitted first."""
     desk.admit()
     for req in reqs:
-        flight = desk.scheduler.flights.of(req)
+        flight = desk.scheduler.flights.by_owner.get(req)
         if flight is not None and flight.is_open:
             desk.succeed(req.room_key)
     desk.transferred()
