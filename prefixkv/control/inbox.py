@@ -74,16 +74,6 @@ class ControlInbox(Generic[Input, E]):
                     self.say(FrameFailed(frame, error))
         return self._out
 
-    @property
-    def wake_s(self) -> float:
-        """Time at which the next Tick is wanted, infinity if never."""
-        raise NotImplementedError
-
-    @property
-    def num_rooms(self) -> int:
-        """Rooms that are open, or that a peer may write or speak for."""
-        raise NotImplementedError
-
     def lost_peers(self, now_s: float) -> LostPeers:
         """Return the peers that are suspect or over and still hold something of ours, and what is
         wrong with each. Any thread may ask."""

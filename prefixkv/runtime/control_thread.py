@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 from prefixkv.config import ControlConfig
+from prefixkv.control.decode.control import DecodeControl
 from prefixkv.control.effects import (
     AddPeer,
     AgentDestroyed,
@@ -42,8 +43,8 @@ from prefixkv.control.effects import (
     Settle,
     Tick,
 )
-from prefixkv.control.inbox import ControlInbox
 from prefixkv.control.lives import PeerChange
+from prefixkv.control.prefill.control import PrefillControl
 from prefixkv.errors import ClosedError, ConfigError
 from prefixkv.protocol.events import HostCopyDone, RoomEvent
 from prefixkv.protocol.ids import PeerId
@@ -66,7 +67,7 @@ _RETRY_PAUSE_S = 0.01  # pause after a step that failed as a whole, lest it fail
 Effect = DecodeEffect | PrefillEffect
 
 Command = TypeVar("Command")
-Control: TypeAlias = ControlInbox[Any, Any]  # DecodeControl or PrefillControl
+Control: TypeAlias = DecodeControl | PrefillControl
 Channel: TypeAlias = DealerChannel | RouterChannel
 
 
@@ -217,7 +218,7 @@ class ControlThread(Generic[Command]):
         if isinstance(what, Settled) and not self.transports.settled(what.token):
             return ()
         try:
-            effects = self.control.on(what, now_s)
+            effects: Sequence[Effect] = self.control.on(cast(Any, what), now_s)
         except Exception as error:
             self._failed(error)
             return ()
