@@ -207,6 +207,9 @@ class ControlThread(Generic[Command]):
             if self.control.news.kept:
                 self._log(self._peer_log.write, self.control.news.take(), now_s)
 
+    def _log_error(self, error: Exception, text: str, *args: object) -> None:
+        self._log(partial(_log.error, exc_info=error), text, *args)
+
     def _log(self, write: Callable[..., None], *what: object) -> None:
         try:
             write(*what)
@@ -250,8 +253,7 @@ class ControlThread(Generic[Command]):
                 if source is None:
                     self._failed(error)
                 else:
-                    write = partial(_log.error, exc_info=error)
-                    self._log(write, "a frame from %r raised", source)
+                    self._log_error(error, "a frame from %r raised", source)
             case WriteJob():
                 self.transports.write(effect)
             case Expect():

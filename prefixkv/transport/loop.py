@@ -277,6 +277,9 @@ class ThreadedTransport(Generic[L]):
 
     thread_name: ClassVar[str]
     loop_type: Callable[..., L]
+    # What peers need, as it was at the start. A later `renew` does not change it: only a side that
+    # peers do not write to is renewed.
+    metadata: bytes
 
     def __init__(
         self, me: PeerId, memory: RankMemory, sink: Sink, config: TransportConfig = _DEFAULTS
@@ -302,7 +305,7 @@ class ThreadedTransport(Generic[L]):
         # start comes back through `started`, so that the caller gets it as its own exception.
         try:
             self._thread.start()
-            self._metadata = started.result(_START_TIMEOUT_S)
+            self.metadata = started.result(_START_TIMEOUT_S)
         except BaseException as error:
             self._closed = True
             self._inbox.put(None)
@@ -316,12 +319,6 @@ class ThreadedTransport(Generic[L]):
                 why = f"the transport did not start within {_START_TIMEOUT_S} s"
                 raise TransferTimeoutError(why) from None
             raise
-
-    @property
-    def metadata(self) -> bytes:
-        """What peers need, as it was at the start. A later `renew` does not change it: only a side
-        that peers do not write to is renewed."""
-        return self._metadata
 
     def _run(
         self, memory: RankMemory, sink: Sink, config: TransportConfig,

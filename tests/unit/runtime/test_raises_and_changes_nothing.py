@@ -77,8 +77,8 @@ class Story:
         self.reqs: list[Any] = []
         self.commands = self.events = 0
         for node in (decode, prefill):
-            node._take = self._counting("events", node._take)  # type: ignore[method-assign]
-            node._command = self._counting("commands", node.transfers.submit)
+            node.leader.on = self._counting("events", node.leader.on)  # type: ignore[method-assign]
+            node._command = self._counting("commands", node.transfers.thread.submit)
         self.hold(True)
 
     def _counting(self, what: str, call: Callable[..., Any]) -> Callable[..., Any]:
