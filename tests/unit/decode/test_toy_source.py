@@ -64,7 +64,6 @@ def test_a_request_has_from_the_file_what_the_tree_lacks(tmp_path: Path) -> None
     assert KV[req.pages[1:4]].ravel().tolist() == [7 * token for token in tokens[4:16]]
     desk.finish(req)
     desk.commands()
-    desk.at_rest()
 
 
 def test_without_a_spare_row_prefill_sends_all(tmp_path: Path) -> None:
@@ -99,8 +98,6 @@ def test_a_request_fails_whose_source_raises_as_it_begins(tmp_path: Path) -> Non
     desk.drain(refused.key)
     desk.succeed(other.room_key)
     assert desk.transferred() == ["c"]
-    desk.finish(other)
-    desk.at_rest()
 
 
 def test_a_source_that_raises_is_asked_no_more_and_prefill_sends_all(tmp_path: Path) -> None:
