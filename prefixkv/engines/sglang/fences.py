@@ -91,8 +91,8 @@ class FenceFolder:
         for line in text.decode(errors="replace").splitlines():
             if not line.strip() or line.startswith("#"):
                 continue
-            if found := _FENCE.fullmatch(line.strip()):
-                peers.append(PeerId(found[1], int(found[2], 16)))
+            if fence := _FENCE.fullmatch(line.strip()):
+                peers.append(PeerId(fence[1], int(fence[2], 16)))
             else:
                 _log.warning("%s: %r is no name and life", path, line[:200])
         return peers
