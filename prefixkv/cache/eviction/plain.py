@@ -220,8 +220,8 @@ class Guard:
         try:
             marks = list(self.asked.insertion_marks(use))
             # One outside the new pages would break the staircase: steps rise, inside their node.
-            is_inside = marks[-1][0] == use.num_pages and marks[0][0] >= use.old_pages
-            if is_inside and all(mark is not None for _, mark in marks):
+            new = range(use.old_pages, use.num_pages + 1)
+            if marks[-1][0] == new[-1] and all(d in new and m is not None for d, m in marks):
                 return marks
             raise ValueError(f"insertion_marks of {use.num_pages} pages are {marks}")
         except Exception as error:

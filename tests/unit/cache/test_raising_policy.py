@@ -164,7 +164,10 @@ class Marks(LeastRecentlyUsed):
         return None if use.tick == self.tick else super().mark(use)
 
 
-@pytest.mark.parametrize("said", [(), ((1, 3),), ((0, 3), (3, 3)), None, ((2, None),)])
+@pytest.mark.parametrize(
+    "said",
+    [(), ((1, 3),), ((0, 3), (3, 3)), None, ((2, None),), ((3, 3), (2, 3)), ((1.5, 3), (2, 3))],
+)
 def test_after_what_no_policy_may_say_the_cache_is_lru(said: Any) -> None:
     lines: list[str] = []
     errors = UserErrors(lines.append)
