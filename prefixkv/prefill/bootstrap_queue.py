@@ -221,11 +221,7 @@ class SharedPrefixes:
     """
 
     def __init__(
-        self,
-        page_size: int,
-        counters: MutableMapping[str, int],
-        stall_s: float,
-        resume: Resume,
+        self, page_size: int, counters: MutableMapping[str, int], stall_s: float, resume: Resume
     ) -> None:
         self._resume = resume
         self._counters = counters  # "followed": requests that waited; "overtaken": waits cut short

@@ -84,11 +84,7 @@ class SendPlan(WindowPlan):
     __slots__ = ("computed", "ended", "num_tokens", "windows")
 
     def __init__(
-        self,
-        num_tokens: int,
-        decode_prefix_len: int,
-        page_size: int,
-        firsts: Iterable[int] = (),
+        self, num_tokens: int, decode_prefix_len: int, page_size: int, firsts: Iterable[int] = ()
     ) -> None:
         super().__init__(decode_prefix_len // page_size, page_size)
         self.num_tokens = num_tokens
