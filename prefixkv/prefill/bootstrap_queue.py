@@ -144,7 +144,7 @@ class PrefillBootstrapQueue:
         if pages.windows:
             shared = () if found.more is None else found.more.windows
             start = GroupStart(prefix_len, req.max_pages, shared)
-            if not pages.windows.fit(start):
+            if pages.windows.short_of(start) is not None:
                 return False
         # First: an eviction for what is taken must not take what it goes on from.
         for part in self._resume.savers:
