@@ -18,7 +18,7 @@ from prefixkv.cache.results import MatchResult
 from prefixkv.decode.flights import Flight, Need, Release, Segment, Source
 from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.request import DecodeRequest, PrefillAsk
-from prefixkv.errors import check_laws
+from prefixkv.errors import CallerError, check_laws
 from prefixkv.pages.groups import GroupStart
 from prefixkv.pages.requests import reason_of
 from prefixkv.paging import pages_for
@@ -257,9 +257,15 @@ class Planner:
         return [segment for source in sources if (segment := self._reach(source, need))]
 
     def _reach(self, source: Source, need: Need) -> Segment | None:
-        """A source that raises brings nothing from then on; what it raises is said once."""
+        """A source that raises, or names what it cannot bring, brings nothing from then on; what it
+        raises is said once."""
         try:
-            return source.reach(need)
+            segment, size = source.reach(need), self._ledger.page_size
+            whole = range(need.start + size, len(need.key) + 1, size)
+            ends = whole if source.brings_pages_only else (need.end,)
+            if segment and not (0 <= segment.start <= need.start and segment.end in ends):
+                raise CallerError(f"it reaches {segment[1:3]}, of {need.start} to {need.end}")
+            return segment
         except Exception as error:
             error.add_note(f"raised by the source {source.name!r}, which is not asked any more")
             self._ledger.pages.errors.caught(error)

@@ -206,7 +206,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
                 self._admit(plan, now_s)
             else:
                 self._fail(plan.req, self._lacks_source(plan))
-        for req in self.waiting.unanswered(now_s):
+        for req in reversed(self.waiting.unanswered(now_s)):  # each goes to the front
             late = TransferTimeoutError(f"request {req.rid!r} {self.waiting.why(req, now_s)}")
             self._try_again(req, late)
         for req, why in self.waiting.expired(now_s):
@@ -646,7 +646,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
                 # Before the requests try again: one that comes back to this address has to ask for
                 # it once more.
                 worker.is_met = False
-                for req in self.waiting.at(address):
+                for req in reversed(self.waiting.at(address)):  # each goes to the front
                     self._try_again(req, event.error)
             case _:
                 # What was written may be what a request needs that its worker's share is too small

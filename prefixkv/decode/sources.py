@@ -232,9 +232,7 @@ class Sources:
         prefill worker cannot be asked."""
         if self.config is None:
             return -1
-        if is_down and self.fails_over:
-            return self.config.down_below
-        return self.config.below
+        return self.config.down_below if is_down and self.fails_over else self.config.below
 
     def is_here(
         self,
@@ -263,8 +261,7 @@ class Sources:
         self._request_s = now_s
         sent = (missing if num_sent is None else num_sent) + again
         is_here = self._is_sooner_here(missing, due, running, sent, address, now_s)
-        is_sent_on = goes_on and not is_here
-        self._sent_on += (is_sent_on - self._sent_on) * (1 - _KEPT_REQUESTS)
+        self._sent_on += ((goes_on and not is_here) - self._sent_on) * (1 - _KEPT_REQUESTS)
         return is_here
 
     def _is_sooner_here(
@@ -362,12 +359,10 @@ class MeasuringSource(Source):
         return self._ledger.pages.pages(flight.pages)[:end_pages]
 
     def asked(self, flight: Flight, end: int, now_s: float) -> None:
-        page_size, start, again = self._ledger.page_size, flight.start_pages, 0
-        if self.rule.unsent:
-            again = self.rule.again_pages(self._path(flight, start)) * page_size
-        tokens = end - start * page_size
-        room = self.rule.promised(flight.prefill, now_s, tokens, again)
-        self._awaited[flight.room_key] = room
+        page_size, start = self._ledger.page_size, flight.start_pages
+        again = self.rule.again_pages(self._path(flight, start)) if self.rule.unsent else 0
+        tokens, again = end - start * page_size, again * page_size
+        self._awaited[flight.room_key] = self.rule.promised(flight.prefill, now_s, tokens, again)
 
     def answered(self, flight: Flight, end: int, now_s: float) -> None:
         self.rule.arrived(self._awaited.pop(flight.room_key, None), now_s)

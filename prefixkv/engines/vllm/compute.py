@@ -57,7 +57,6 @@ class OwnCompute:
     ) -> None:
         config = ComputeConfig(below=below, chunk_tokens=step_tokens, itl_share=_UNBOUNDED_SHARE)
         self.is_on = below > 0
-        self.measures_prefill = self.is_on or loads
         self.now_s = now_s
         self.sources = Sources(config if self.is_on else None, loads=loads)
         self._prompts: dict[str, _Prompt] = {}
@@ -69,11 +68,10 @@ class OwnCompute:
         self._ended_s = 0.0  # when the last step ended
 
     def is_here(self, rid: str, missing: int, address: str) -> bool:
-        """Decide whether decode computes a request's `missing` tokens, or the prefill server. vLLM
-        asks in each step until it admits the request; it is decided again only where other tokens
-        are missing, since the rule counts decisions as requests. O(admitted requests)."""
-        if not self.is_on:
-            return False
+        """Decide whether decode, if `is_on`, computes a request's `missing` tokens,
+        or the prefill server. vLLM asks in each step until it admits the request; it is decided
+        again only where other tokens are missing, since the rule counts decisions as requests.
+        O(admitted requests)."""
         last = self._decided.get(rid)
         if last is None or last[0] != missing:
             prompts = self._prompts.values()
@@ -99,8 +97,7 @@ class OwnCompute:
         self._prompts.pop(rid, None)
 
     def promised(self, address: str, room: int, num_tokens: int) -> None:
-        if self.measures_prefill:
-            self._awaited[room] = self.sources.promised(address, self.now_s(), num_tokens)
+        self._awaited[room] = self.sources.promised(address, self.now_s(), num_tokens)
 
     def arrived(self, room: int) -> None:
         self.sources.arrived(self._awaited.pop(room, None), self.now_s())

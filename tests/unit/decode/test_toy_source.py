@@ -64,7 +64,6 @@ def test_a_request_has_from_the_file_what_the_tree_lacks(tmp_path: Path) -> None
     assert KV[req.pages[1:4]].ravel().tolist() == [7 * token for token in tokens[4:16]]
     desk.finish(req)
     desk.commands()
-    desk.at_rest()
 
 
 def test_without_a_spare_row_prefill_sends_all(tmp_path: Path) -> None:
@@ -99,8 +98,6 @@ def test_a_request_fails_whose_source_raises_as_it_begins(tmp_path: Path) -> Non
     desk.drain(refused.key)
     desk.succeed(other.room_key)
     assert desk.transferred() == ["c"]
-    desk.finish(other)
-    desk.at_rest()
 
 
 def test_a_source_that_raises_is_asked_no_more_and_prefill_sends_all(tmp_path: Path) -> None:
@@ -125,6 +122,32 @@ def test_a_source_that_raises_is_asked_no_more_and_prefill_sends_all(tmp_path: P
     desk.commands()
     desk.at_rest()
     assert Broken.looks == 1
+
+
+@pytest.mark.parametrize("is_load", [True, False])
+@pytest.mark.parametrize(
+    "said", [(0, 24), (0, 0), (4, 0), (0, 3), (8, 12), (-4, -1), (-4, 20), (0, None), "ab", True]
+)
+def test_a_source_that_says_what_no_source_can_is_asked_no_more(said: Any, is_load: bool) -> None:
+    """Outside what is needed, or not all of it: of a load whole pages, of others all."""
+
+    class Wild(FileSource):
+        brings_pages_only = is_load
+
+        def reach(self, need: Need) -> Segment | None:
+            return Segment(self, *said) if type(said) is tuple else said
+
+    kind = type("Scheduler", (DecodeScheduler,), {"source_makers": [Wild]})
+    desk = Desk(kind=kind, spare_rows=1)
+    req = desk.add("b", list(range(22)))
+    with pytest.raises(Exception, match=r"of 0 to 22|attribute|operand|<") as raised:
+        desk.admit()
+    assert "source 'read'" in raised.value.__notes__[0]
+    assert desk.admit() == ["b"]
+    desk.arrive(req)
+    desk.finish(req)
+    desk.commands()
+    desk.at_rest()
 
 
 @pytest.mark.parametrize("asked", [{"host_memory": HostConfig()}, {"compute": ComputeConfig()}])
