@@ -181,7 +181,7 @@ def test_what_was_retracted_is_protected_from_the_append_that_it_made_room_for()
     desk.finish(desk.start("c", 8, max_new=1))
     desk.token(old, young)
     desk.retract(young)
-    desk.pages.cache.evict(2)  # those of "c", which were used last
+    desk.evict(2)  # those of "c", which were used last
     assert desk.prefix_of(young) == 8
 
 
