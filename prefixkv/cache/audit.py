@@ -59,7 +59,8 @@ def _tree_laws(tree: RadixTree, orphans: list[TreeNode]) -> Iterator[str]:
                 f"a node has one page id a page, and ends that many pages below its parent: {node}"
             )
         # The shape is minimal: it must not depend on how the tree came about.
-        if len(node.children) == 1 and node.own_locks == 0:
+        only = node.only_child
+        if only is not None and node.lock_ref == (only.lock_ref > 0):
             yield f"a node with one child and no lock of its own is merged with it: {node}"
         lists = (node.steps, node.end - 1, "steps"), (node.hashes, node.end, "hashes")
         for marks, last, what in lists:

@@ -121,11 +121,6 @@ class TreeNode:
         """Pages of this node itself, at least 1 (0 for a root)."""
         return len(self.pages) // PAGE_ID_BYTES
 
-    @property
-    def own_locks(self) -> int:
-        """Locks that end on this node. O(children)."""
-        return self.lock_ref - sum(child.lock_ref > 0 for child in self.children.values())
-
     def __lt__(self, other: TreeNode) -> bool:
         return self.end < other.end  # for heaps only: among equal ranks at most one entry is live
 

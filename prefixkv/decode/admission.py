@@ -157,8 +157,9 @@ class Admission:
         """Queue a request, and return its match. With `first` it was admitted before: it goes
         before all others.
 
-        The tree evicts last what it has of it, once a pass begins that may leave it waiting. Cost:
-        O(log waiting), and a match. Raises what the policy raises, with nothing changed.
+        The tree evicts last what it has of it, of a new one once a pass begins that may leave it
+        waiting. Cost: O(log waiting), and a match. Raises what the policy raises, with nothing
+        changed.
         """
         arrival = next(self._arrivals)
         waiter = Waiter(req, arrival, first, now_s, -arrival if first else arrival)
@@ -173,7 +174,11 @@ class Admission:
         available = self._pages.available_pages
         self._enter(waiter, available if req.max_pages <= available else self.most_pages)
         if match is not None:
-            self._unwanted[waiter] = match
+            # What was retracted made room for an append that may evict it before the next pass.
+            if first:
+                waiter.want = self._pages.cache.want(match)
+            else:
+                self._unwanted[waiter] = match
         # Its own deadline_s was for its KV to come the first time.
         if req.request.deadline_s is None or req.committed_s is not None:
             self._late.wake(req, now_s + self._timeout_s)
@@ -185,8 +190,10 @@ class Admission:
         waiter = self._waiters[req]
         self._exit(waiter)
         self._late.forget(req)
-        if self._unwanted.pop(waiter, None) is None and waiter.want:
+        if waiter.want:
             self._pages.cache.unwant(waiter.want)
+        else:
+            self._unwanted.pop(waiter, None)
 
     def move(self, req: DecodeRequest, asks: str) -> None:
         """Let a request wait for another worker, or for none. It keeps its place in time."""

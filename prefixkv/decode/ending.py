@@ -22,7 +22,6 @@ from prefixkv.decode.flights import Flight, Release
 from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.request import CUT_SHORT, DecodeRequest, DecodeState
 from prefixkv.errors import AbortedError
-from prefixkv.pages.manager import RequestPages
 from prefixkv.paging import page_floor
 from prefixkv.request import NO_HINTS, DeviceEvent, Request
 from prefixkv.settings import Continues
@@ -122,13 +121,6 @@ class Ending:
     def untold(self) -> list[DecodeRequest]:
         """Return the requests that failed while the engine wrote their pages."""
         return [req for req, (event, _) in self.deferred.items() if event is UNTOLD]
-
-    def holders(self) -> list[tuple[str, RequestPages]]:
-        """Return what holds pages beside live requests, by name. Any thread may call it."""
-        held = [(req.rid, req.pages_held) for req in list(self.deferred)]
-        orphans = [one for one in self._ledger.flights if one.owner is None]
-        found = [(rid, pages) for rid, pages in held if pages is not None]
-        return found + [(f"{one.source.name} {one.room_key.room}", one.pages) for one in orphans]
 
     def coming_pages(self, releases: Releases) -> int:
         """Count the pages that come back by themselves. `releases` collects the locks that end with

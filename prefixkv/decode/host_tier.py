@@ -201,7 +201,7 @@ class HostTier(Generic[LockT]):
         self._found: MatchResult | None = None  # the last one
         self._copies: dict[int, _TierCopy[LockT]] = {}
         self._orders: list[HostCopy] = []  # not taken yet
-        self._due: OrderedDict[tuple[Hashable, bytes], _Due] = OrderedDict()
+        self.due: OrderedDict[tuple[Hashable, bytes], _Due] = OrderedDict()
         self._due_bytes = 0  # of their keys
         # How many paths that are due were looked at in vain, one after the other, and the least
         # pages that a write could have had then.
@@ -217,11 +217,6 @@ class HostTier(Generic[LockT]):
     def __len__(self) -> int:
         """Copies that are under way."""
         return len(self._copies)
-
-    @property
-    def has_due(self) -> bool:
-        """True if paths wait to be written."""
-        return bool(self._due)
 
     def ready(self, num_pages: int) -> None:
         """Note that the first `num_pages` can be used, no fewer than before."""
@@ -295,19 +290,19 @@ class HostTier(Generic[LockT]):
         name = key.namespace, key.data
         self._forget_due(name)
         copied = RadixKey.of_packed(key.data, key.namespace)
-        self._due[name] = _Due(copied, now_s, continues, keep_pages)
+        self.due[name] = _Due(copied, now_s, continues, keep_pages)
         self._due_bytes += len(key.data)
-        while len(self._due) > 1 and (
-            len(self._due) > _MOST_DUE or self._due_bytes > _MOST_DUE_BYTES
+        while len(self.due) > 1 and (
+            len(self.due) > _MOST_DUE or self._due_bytes > _MOST_DUE_BYTES
         ):
-            oldest = next(iter(self._due))
+            oldest = next(iter(self.due))
             self._forget_due(oldest)
             self._counters["host_missed_pages"] += len(oldest[1]) // self._page_bytes
         self._looked = 0
         self.write_due()
 
     def _forget_due(self, name: tuple[Hashable, bytes]) -> None:
-        if self._due.pop(name, None) is not None:
+        if self.due.pop(name, None) is not None:
             self._due_bytes -= len(name[1])
 
     def write_due(self) -> None:
@@ -316,14 +311,14 @@ class HostTier(Generic[LockT]):
         room = self.pages.available_pages - self._spare()
         if room > self._room or self._unwritten:
             self._looked = 0
-        for name in list(islice(self._due, _LOOKS)):
-            if self.num_writes >= _MOST_WRITES or self._looked >= len(self._due):
+        for name in list(islice(self.due, _LOOKS)):
+            if self.num_writes >= _MOST_WRITES or self._looked >= len(self.due):
                 return
-            if self._begin_write(self._due[name]):
+            if self._begin_write(self.due[name]):
                 self._forget_due(name)
             else:
                 # It may have to wait for long: others take their turns.
-                self._due.move_to_end(name)
+                self.due.move_to_end(name)
                 self._room = min(room, self._room) if self._looked else room
                 self._looked += 1
 
@@ -463,7 +458,7 @@ class HostTier(Generic[LockT]):
 
     def flush(self) -> None:
         """Empty host memory, after the device's tree. Copies under way end for nothing."""
-        self._due.clear()
+        self.due.clear()
         self._due_bytes = 0
         self._free(self.cache.reset())
 
@@ -528,10 +523,10 @@ class HostTier(Generic[LockT]):
             "T4 no page of a path is brought twice at once": len(set(brought)) == len(brought),
             "what is due is a path": all(
                 len(data) >= self._page_bytes and data == due.key.data
-                for (_, data), due in self._due.items()
+                for (_, data), due in self.due.items()
             ),
             "the bytes of what is due are counted": self._due_bytes
-            == sum(len(data) for _, data in self._due),
+            == sum(len(data) for _, data in self.due),
             "T6 without a copy nothing is protected": bool(copies)
             or not (self.cache.protected_pages or self.cache.orphan_pages),
         }
@@ -637,8 +632,7 @@ class HostSource(MeasuringSource):
     def new_pass(self, now_s: float) -> tuple[()]:
         if self._ready is not None:
             self.tier.ready(self._ready())
-        if self.tier.has_due:
-            self.tier.write_due()
+        self.tier.write_due()
         for pause in self._parked.due(now_s):
             if pause.due_s < now_s or self._load_ahead(pause, now_s):
                 self._end_pause(pause)

@@ -304,7 +304,7 @@ class Planner:
         if ledger.has_more:
             at = first.end if first.source.sends else first.start
             groups = GroupStart(at, req.max_pages, *(first.found.windows if first.found else ()))
-            if not ledger.pages.groups.fit(groups):
+            if ledger.pages.groups.short_of(groups) is not None:
                 return None
         return Plan(req, look, way, groups, look.match is not None and not is_found)
 

@@ -169,10 +169,6 @@ class Worker:
     line: OrderedDict[Any, None] = field(default_factory=OrderedDict)  # by the age of the last look
     order: Any = field(default_factory=SortedList)
 
-    @property
-    def is_needed(self) -> bool:
-        return bool(self.num_waiters or self.is_met or self.num_pages)
-
 
 class Workers:
     """All of them. Owned by the scheduler's thread.
@@ -202,7 +198,9 @@ class Workers:
         known, where there are many."""
         if (worker := self._workers.get(address)) is None:
             if len(self._workers) >= _MOST_IDLE:
-                self._workers = {one.address: one for one in self.all() if one.is_needed}
+                known = self._workers.values()
+                needed = [one for one in known if one.num_waiters or one.is_met or one.num_pages]
+                self._workers = {one.address: one for one in needed}
             worker = Worker(address, not (self.gated and address))
             self._workers[address] = worker
         return worker

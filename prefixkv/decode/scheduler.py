@@ -57,6 +57,7 @@ from prefixkv.pages.requests import (
     check_failure,
     check_own,
     check_reason,
+    holding,
     not_done,
     still_pending,
 )
@@ -682,7 +683,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def holders(self) -> list[tuple[str, RequestPages]]:
         """Return what holds pages, by name: requests, and flights. Any thread may call it."""
-        return super().holders() + self._ending.holders()
+        orphans = [one for one in self.flights if one.owner is None]
+        named = [(f"{one.source.name} {one.room_key.room}", one.pages) for one in orphans]
+        return super().holders() + holding(self.ledger.deferred) + named
 
     def check_invariants(self) -> None:
         """Check every part, and the parts against each other. Raises InternalError."""

@@ -307,12 +307,9 @@ class TailGroups(tuple[TailGroup, ...]):
         """Return the group of this name. Raises CallerError if there is none."""
         return of_window({group.name: group for group in self}, name)
 
-    def fit(self, start: GroupStart) -> bool:
-        """Return whether all groups have room; what the request shares could not be given up."""
-        return self.short_of(start) is None
-
     def short_of(self, start: GroupStart) -> TailGroup | None:
-        """Return the first group without room; None if all have room."""
+        """Return the first group without room; None if all have room. What the request shares
+        could not be given up."""
         for number, group in enumerate(self):
             available = group.available_pages(start.shared_in(number))
             if group.own_pages(start, number) > available:

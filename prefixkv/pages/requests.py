@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from enum import Enum
 from typing import Any, ClassVar, Final, Generic, TypeVar
 
@@ -206,6 +206,14 @@ def check_own(req: object, kind: type[PagedRequest[Any]], pages: PageManager) ->
         raise RequestError(f"request {req.rid!r} is another node's")
 
 
+def holding(reqs: Iterable[PagedRequest[Any]]) -> list[tuple[str, RequestPages]]:
+    """Return (request id, pages) of those that hold pages. Any thread may call it."""
+    # A copy first: the scheduler may add and remove requests meanwhile. Each request's field is
+    # read once, since it may become None.
+    held = [(req.rid, req.pages_held) for req in list(reqs)]
+    return [(rid, pages) for rid, pages in held if pages is not None]
+
+
 Req = TypeVar("Req", bound=PagedRequest[Any])
 Command = TypeVar("Command")
 
@@ -351,10 +359,7 @@ class PagedScheduler(ABC, Generic[Req, Command]):
 
     def holders(self) -> list[tuple[str, RequestPages]]:
         """Return (request id, pages) of all requests that hold pages. Any thread may call it."""
-        # A copy of the values first: the scheduler may add and remove requests meanwhile. Each
-        # request's field is read once, since it may become None.
-        held = [(req.rid, req.pages_held) for req in list(self.requests.values())]
-        return [(name, pages) for name, pages in held if pages is not None]
+        return holding(self.requests.values())
 
     def _check_new(self, request: Request, num_pages: int, needs: str) -> None:
         """Raise RequestError for a request that cannot be accepted. `num_pages` it may need in all;

@@ -144,7 +144,7 @@ class PrefillBootstrapQueue:
         if pages.windows:
             shared = () if found.more is None else found.more.windows
             start = GroupStart(prefix_len, req.max_pages, shared)
-            if not pages.windows.fit(start):
+            if pages.windows.short_of(start) is not None:
                 return False
         # First: an eviction for what is taken must not take what it goes on from.
         for part in self._resume.savers:
@@ -221,11 +221,7 @@ class SharedPrefixes:
     """
 
     def __init__(
-        self,
-        page_size: int,
-        counters: MutableMapping[str, int],
-        stall_s: float,
-        resume: Resume,
+        self, page_size: int, counters: MutableMapping[str, int], stall_s: float, resume: Resume
     ) -> None:
         self._resume = resume
         self._counters = counters  # "followed": requests that waited; "overtaken": waits cut short

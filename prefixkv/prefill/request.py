@@ -84,11 +84,7 @@ class SendPlan(WindowPlan):
     __slots__ = ("computed", "ended", "num_tokens", "windows")
 
     def __init__(
-        self,
-        num_tokens: int,
-        decode_prefix_len: int,
-        page_size: int,
-        firsts: Iterable[int] = (),
+        self, num_tokens: int, decode_prefix_len: int, page_size: int, firsts: Iterable[int] = ()
     ) -> None:
         super().__init__(decode_prefix_len // page_size, page_size)
         self.num_tokens = num_tokens
@@ -103,15 +99,10 @@ class SendPlan(WindowPlan):
         request; a last send before its end."""
         if self.ended:
             raise RequestError("a chunk after the last one")
-        if not self.computed <= end <= self.num_tokens:
-            raise RequestError(
-                f"a chunk ends at token {end}, it has to lie in [{self.computed}, "
-                f"{self.num_tokens}]"
-            )
-        if last and end != self.num_tokens:
-            raise RequestError(
-                f"the last chunk ends at token {end}, the request has {self.num_tokens}"
-            )
+        least = self.num_tokens if last else self.computed
+        if not least <= end <= self.num_tokens:
+            which = f"a {'last ' * last}chunk ends at token {end}"
+            raise RequestError(f"{which}, it has to lie in [{least}, {self.num_tokens}]")
         self.computed, self.ended = end, last
         return super().send(end, last)
 

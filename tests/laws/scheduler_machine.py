@@ -696,7 +696,7 @@ class SchedulerSim(EngineSim):
                 loads = self.decode.scheduler.wake_s <= self.now_s or len(
                     self.decode.scheduler.flights
                 )
-                if is_quiet and host is not None and (host.has_due or len(host) or loads):
+                if is_quiet and host is not None and (host.due or len(host) or loads):
                     # A write may wait for the next pass, or a load ahead of its request.
                     self.decode.schedule()
                     self._audit(_DECODE)

@@ -164,7 +164,7 @@ class Machine:
             needs.append(self.groups[number].own_pages(start, number))
             used, pinned = self.used(number)
             fits &= needs[-1] <= self.free(number) + len(used - pinned - has)
-        assert self.pages.windows.fit(start) == fits, f"{needs} of {start}"
+        assert (self.pages.windows.short_of(start) is None) == fits, f"{needs} of {start}"
         if not fits:
             self.seen["refused"] += 1
             return

@@ -70,12 +70,6 @@ class Ghosts:
     def __len__(self) -> int:
         return len(self._ghosts)
 
-    def clear(self) -> None:
-        self._ghosts.clear()
-        self._ends.clear()
-        self.num_pages = 0
-        self.last = None
-
     def add_ghosts(
         self, node: TreeNode, num_pages: int, path_pages: int, limit_pages: int, fold: Fold
     ) -> list[Ghost]:
@@ -292,7 +286,7 @@ class GhostPolicy(Policy):
         return self.remembered.add_ghosts(node, num_pages, path_pages, limit_pages, self.fold)
 
     def reset(self) -> None:
-        self.remembered.clear()
+        self.remembered = Ghosts(self._page_bytes, self.evicted_every_pages, self.stride_blocks)
 
     def broken_laws(self) -> list[str]:
         limit_pages = int(self.ghosts * self._capacity_pages)

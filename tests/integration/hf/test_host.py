@@ -39,7 +39,7 @@ def _written(world: World) -> None:
     """Until what has ended is in host memory."""
     host = world.decode.node.tier
     assert host is not None
-    world.until(lambda: not host.has_due and not len(host))
+    world.until(lambda: not host.due and not len(host))
 
 
 @pytest.mark.parametrize("below", [pytest.param(None, marks=pytest.mark.slow), 96])

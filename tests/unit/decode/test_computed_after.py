@@ -75,7 +75,7 @@ class ComputingDesk(HostDesk):
         assert len(self.orders()) == 1
         self.finish(self.run(rid + "2", prompt(rid, num_tokens)))
         assert self.orders() == []
-        assert self.host.has_due
+        assert self.host.due
         self.evict(self.pages.num_pages)
 
 

@@ -99,7 +99,7 @@ class HostDesk(Desk):
         assert not self.under_way
         assert not len(self.host)
         assert self.host.cache.protected_pages == self.host.allocator.owned_pages == 0
-        assert not self.host.has_due
+        assert not self.host.due
         assert self.scheduler.idle
 
 
@@ -222,7 +222,7 @@ def test_what_is_due_is_not_matched_again_before_a_write_could_begin(
     others = [desk.start(rid, 4, 1) for rid in "wxyz"]
     desk.finish(a)
     assert desk.orders() == []
-    assert desk.host.has_due
+    assert desk.host.due
     find, found = desk.pages.find, []
     monkeypatch.setattr(desk.pages, "find", lambda key: found.append(key) or find(key))
     for _ in range(3):
@@ -557,9 +557,9 @@ def test_what_is_due_is_forgotten_with_the_weights() -> None:
         desk.start(rid, 4, 1)
     desk.finish(a)
     assert desk.orders() == []
-    assert desk.host.has_due, "those that run may need its pages"
+    assert desk.host.due, "those that run may need its pages"
     desk.scheduler.flush()
-    assert not desk.host.has_due
+    assert not desk.host.due
 
 
 def test_a_second_rank_that_failed_ends_the_load() -> None:

@@ -175,6 +175,16 @@ def test_what_comes_in_the_same_pass_is_protected_from_its_evictions() -> None:
     assert desk.prefix_of(waits) == 8
 
 
+def test_what_was_retracted_is_protected_from_the_append_that_it_made_room_for() -> None:
+    desk = Desk(policy="lru")
+    old, young = desk.start("a", 7, max_new=40), desk.start("b", 8, max_new=4)
+    desk.finish(desk.start("c", 8, max_new=1))
+    desk.token(old, young)
+    desk.retract(young)
+    desk.evict(2)  # those of "c", which were used last
+    assert desk.prefix_of(young) == 8
+
+
 @pytest.mark.parametrize("end", ["admitted", "aborted", "flushed"])
 def test_a_request_that_waits_no_longer_protects_nothing(end: str) -> None:
     desk, waits = waiting_behind_a_hog("hit_aware")

@@ -152,9 +152,9 @@ def test_all_groups_admit_or_none() -> None:
     specs = [GroupSpec("a", 9, 12, 4), GroupSpec("b", 5, 3, 4)]
     groups = TailGroups(TailGroup(spec, 4, 3) for spec in specs)
     start = GroupStart(20, 9)
-    assert groups.fit(start)
+    assert groups.short_of(start) is None
     groups.open(0, start, list)
-    assert not groups.fit(start)
+    assert groups.short_of(start) is not None
     assert groups.short_of(start) is groups[1]
     before = [one.allocator.free_pages for one in groups]
     with pytest.raises(OutOfPagesError):
@@ -165,7 +165,7 @@ def test_all_groups_admit_or_none() -> None:
     groups.hold(0, "room")
     for one in groups:
         one.allocator.quarantine("room")
-    assert not groups.fit(start)
+    assert groups.short_of(start) is not None
     for one in groups:
         one.allocator.release("room")
-    assert groups.fit(start)
+    assert groups.short_of(start) is None
