@@ -357,8 +357,7 @@ class Usage(msgspec.Struct):
     def body(self) -> dict[str, Any]:
         """Return OpenAI's `usage`, with a field `prefixkv`."""
         parts = msgspec.structs.asdict(self)
-        names = ("prompt_tokens", "output_tokens", "cached_tokens")
-        prompt, output, cached = map(parts.pop, names)
+        prompt, output, cached = map(parts.pop, ("prompt_tokens", "output_tokens", "cached_tokens"))
         return {
             "prompt_tokens": prompt,
             "completion_tokens": output,

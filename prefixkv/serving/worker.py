@@ -401,11 +401,10 @@ class DecodeWorker(Worker):
     def _after_step(self) -> None:
         super()._after_step()
         jobs = self.engine.take_prefill_jobs()
-        outputs = [*self._outputs]
-        self._outputs.clear()
-        if jobs or outputs:
+        if jobs or self._outputs:
             # One wakeup of the loop per step, however many outputs the step has.
-            self._asyncio.call_soon_threadsafe(self._dispatch_step, jobs, outputs)
+            self._asyncio.call_soon_threadsafe(self._dispatch_step, jobs, [*self._outputs])
+            self._outputs.clear()
 
     def _dispatch_step(self, jobs: list[Any], outputs: list[Any]) -> None:
         """Send jobs to prefill workers, and outputs to the requests that wait for them."""

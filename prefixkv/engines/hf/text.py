@@ -27,7 +27,7 @@ _NO_CHARACTER: Final = "\ufffd"  # replaces bytes that are no character, and is 
 # one before the newest (a space between words), byte-level ones at three (a character of 4 bytes).
 _CONTEXT: Final = 4
 _MOST_UNITS: Final = 2 * _CONTEXT
-_PROMPT_END: Final = 64  # tokens of a prompt that are looked at, with and without a text
+_PROMPT_END: Final = 32  # tokens of a prompt that are looked at, with and without a text
 _BYTE: Final = re.compile("<0x([0-9A-Fa-f]{2})>")  # name of a token that is a byte
 
 
@@ -132,13 +132,8 @@ class AnswerText:
     # --- tokens to units --------------------------------------------------------------------------
 
     def _read_prompt(self, prompt: _Tokens) -> None:
-        tokens: list[int] = []
-        for token in reversed(prompt[-_PROMPT_END:]):
-            if not self._silent(int(token)):
-                tokens.append(int(token))
-                if len(tokens) == _CONTEXT:
-                    break
-        for token in reversed(tokens):
+        last = map(int, prompt[-_PROMPT_END:])
+        for token in [token for token in last if not self._silent(token)][-_CONTEXT:]:
             self._take(token)
         self._whole = self._decode()
         # The prompt's text by itself has U+FFFD for a character that is not complete.
