@@ -14,11 +14,7 @@ import torch
 from sglang.srt.disaggregation.base.conn import KVPoll, StateType
 from sglang.srt.disaggregation.common.conn import KVTransferError
 from sglang.srt.disaggregation.utils import DisaggregationMode
-from sglang.srt.mem_cache.memory_pool import (
-    DSATokenToKVPool,
-    HybridLinearKVPool,
-    MambaPool,
-)
+from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, HybridLinearKVPool, MambaPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from prefixkv.engines.sglang import plugin
