@@ -233,6 +233,7 @@ class Desk:
         scheduler.pop_needs_prefill()
         for key in list(scheduler.prefill.open):
             self.succeed(key)
+            assert key not in scheduler.rooms.undrained(), f"{key} has succeeded"
         for req in scheduler.pop_local():
             scheduler.computed(req, req.fill_len)
         scheduler.pop_transferred()
