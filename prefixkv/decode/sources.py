@@ -18,7 +18,7 @@ import math
 import statistics
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final
 
 from prefixkv.config import ComputeConfig
 from prefixkv.decode.flights import Flight, Source
@@ -41,15 +41,6 @@ _LOAD_FACTOR: Final = 2.0  # a load may take so many times as long as to have al
 _LOAD_S: Final = 0.02  # and so much longer
 _KEPT_REQUESTS: Final = 0.95
 _MAX_WORKERS: Final = 256  # prefill workers that are remembered
-
-
-class Lack(NamedTuple):
-    """What a request lacks: `missing` tokens, to be computed or sent, and `loaded` ones, which are
-    here in `load_s` seconds."""
-
-    missing: int
-    loaded: int = 0
-    load_s: float = 0.0
 
 
 class Rate:
@@ -241,9 +232,7 @@ class Sources:
         prefill worker cannot be asked."""
         if self.config is None:
             return -1
-        if is_down and self.fails_over:
-            return self.config.down_below
-        return self.config.below
+        return self.config.down_below if is_down and self.fails_over else self.config.below
 
     def is_here(
         self,
@@ -272,8 +261,7 @@ class Sources:
         self._request_s = now_s
         sent = (missing if num_sent is None else num_sent) + again
         is_here = self._is_sooner_here(missing, due, running, sent, address, now_s)
-        is_sent_on = goes_on and not is_here
-        self._sent_on += (is_sent_on - self._sent_on) * (1 - _KEPT_REQUESTS)
+        self._sent_on += ((goes_on and not is_here) - self._sent_on) * (1 - _KEPT_REQUESTS)
         return is_here
 
     def _is_sooner_here(
@@ -300,15 +288,17 @@ class Sources:
             rate.declined += 1
         return is_here
 
-    def worth_loading(self, sent: Lack, loaded: Lack, address: str, now_s: float) -> bool:
-        """Return whether to load what host memory has (`loaded`), rather than have all sent
-        (`sent`). Without own compute alone: with it both are about as good, and what is loaded
-        makes prompts short enough to be computed here."""
-        if not (loaded.load_s and self.config is None and self._sent.is_known):
+    def worth_loading(
+        self, missing: int, num_loaded: int, load_s: float, address: str, now_s: float
+    ) -> bool:
+        """Return whether to load `num_loaded` of the `missing` tokens from host memory, in `load_s`
+        seconds (0: not known), rather than have all sent. Without own compute alone: with it both
+        are about as good, and what is loaded makes prompts short enough to be computed here."""
+        if not (load_s and self.config is None and self._sent.is_known):
             return True
         worker = self._workers.get(address) or PrefillLoad()
-        sent_s = self._sent_s(sent.missing, worker, now_s)
-        loaded_s = max(loaded.load_s, self._sent_s(loaded.missing, worker, now_s))
+        sent_s = self._sent_s(missing, worker, now_s)
+        loaded_s = max(load_s, self._sent_s(missing - num_loaded, worker, now_s))
         return loaded_s <= _LOAD_FACTOR * sent_s + _LOAD_S
 
     def chunk_tokens(self, running: int) -> int:
@@ -369,12 +359,10 @@ class MeasuringSource(Source):
         return self._ledger.pages.pages(flight.pages)[:end_pages]
 
     def asked(self, flight: Flight, end: int, now_s: float) -> None:
-        page_size, start, again = self._ledger.page_size, flight.start_pages, 0
-        if self.rule.unsent:
-            again = self.rule.again_pages(self._path(flight, start)) * page_size
-        tokens = end - start * page_size
-        room = self.rule.promised(flight.prefill, now_s, tokens, again)
-        self._awaited[flight.room_key] = room
+        page_size, start = self._ledger.page_size, flight.start_pages
+        again = self.rule.again_pages(self._path(flight, start)) if self.rule.unsent else 0
+        tokens, again = end - start * page_size, again * page_size
+        self._awaited[flight.room_key] = self.rule.promised(flight.prefill, now_s, tokens, again)
 
     def answered(self, flight: Flight, end: int, now_s: float) -> None:
         self.rule.arrived(self._awaited.pop(flight.room_key, None), now_s)

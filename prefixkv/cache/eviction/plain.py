@@ -206,11 +206,11 @@ class Guard:
     def _ask(self, method: str, *args: Any) -> Any:
         try:
             said = getattr(self.asked, method)(*args)
-            if method in ("mark", "fold") and said is None:  # which stands for no use at all
-                raise ValueError(f"{method} has returned no mark")
+            no_mark = method in ("mark", "fold") and said is None  # it stands for no use at all
+            no_tick = method == "last_tick" and said < 0  # what is no number raises here
             # Above the first step it may be outside the leaf, below the last it may take nothing.
-            if method == "floor" and said not in (None, *(depth for depth, _ in args[0])):
-                raise ValueError(f"floor of the steps {args[0]} is {said!r}")
+            if no_mark or no_tick or (method == "floor" and said not in (None, *dict(args[0]))):
+                raise ValueError(f"{method} has returned {said!r}")
             return said
         except Exception as error:
             self.fall(error)
@@ -220,8 +220,8 @@ class Guard:
         try:
             marks = list(self.asked.insertion_marks(use))
             # One outside the new pages would break the staircase: steps rise, inside their node.
-            is_inside = marks[-1][0] == use.num_pages and marks[0][0] >= use.old_pages
-            if is_inside and all(mark is not None for _, mark in marks):
+            new = range(use.old_pages, use.num_pages + 1)
+            if marks[-1][0] == new[-1] and all(d in new and m is not None for d, m in marks):
                 return marks
             raise ValueError(f"insertion_marks of {use.num_pages} pages are {marks}")
         except Exception as error:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import stat
 import time
 from pathlib import Path
@@ -22,6 +23,7 @@ from prefixkv.spi import PeerId
 _log = logging.getLogger("prefixkv.sglang")
 
 FENCES: Final = "fences"
+_FENCE: Final = re.compile(r"(.*\S) +((?:0x)?[0-9a-f]{1,16})", re.IGNORECASE)
 POLL_EVERY_S: Final = 1.0
 MAX_BYTES: Final = 1 << 20
 """Limit of bytes of `fences` that are read; later lines are ignored."""
@@ -89,14 +91,11 @@ class FenceFolder:
         for line in text.decode(errors="replace").splitlines():
             if not line.strip() or line.startswith("#"):
                 continue
-            name, _, life = line.strip().rpartition(" ")
-            try:
-                peers.append(PeerId(name.strip(), int(life, 16)))
-            except ValueError:
-                name = ""
-            if not name:
+            if fence := _FENCE.fullmatch(line.strip()):
+                peers.append(PeerId(fence[1], int(fence[2], 16)))
+            else:
                 _log.warning("%s: %r is no name and life", path, line[:200])
-        return [peer for peer in peers if peer.name]
+        return peers
 
     def _write_lost(self, lost: dict[PeerId, tuple[str, int]]) -> None:
         text = json.dumps(

@@ -64,16 +64,16 @@ def host_events(events: Iterable[HostEvent], block_size: int) -> list[Any]:
             found.append(BlockRemoved(block_hashes=hashes, medium=MEDIUM_CPU))
             continue
         first = event.blocks[0]
-        lora_id, lora_name = first.lora or (None, None)
         found.append(
             BlockStored(
                 block_hashes=hashes,
                 parent_block_hash=None if first.parent is None else convert(first.parent),
                 token_ids=event.tokens,
                 block_size=block_size,
-                lora_id=lora_id,
+                lora_id=first.adapter and first.adapter.adapter_id,
                 medium=MEDIUM_CPU,
-                lora_name=lora_name,
+                lora_name=first.adapter and first.adapter.name,
+                extra_keys=[block.extra_keys for block in event.blocks],
             )
         )
     return found

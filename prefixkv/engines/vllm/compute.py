@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from prefixkv import ComputeConfig
 from prefixkv.errors import check_laws
-from prefixkv.spi import Lack, Sources
+from prefixkv.spi import Sources
 
 _UNBOUNDED_SHARE: Final = 100.0
 """`ComputeConfig.itl_share` at its most: vLLM alone says how long a step may become."""
@@ -57,7 +57,6 @@ class OwnCompute:
     ) -> None:
         config = ComputeConfig(below=below, chunk_tokens=step_tokens, itl_share=_UNBOUNDED_SHARE)
         self.is_on = below > 0
-        self.measures_prefill = self.is_on or loads
         self.now_s = now_s
         self.sources = Sources(config if self.is_on else None, loads=loads)
         self._prompts: dict[str, _Prompt] = {}
@@ -69,11 +68,10 @@ class OwnCompute:
         self._ended_s = 0.0  # when the last step ended
 
     def is_here(self, rid: str, missing: int, address: str) -> bool:
-        """Decide whether decode computes a request's `missing` tokens, or the prefill server. vLLM
-        asks in each step until it admits the request; it is decided again only where other tokens
-        are missing, since the rule counts decisions as requests. O(admitted requests)."""
-        if not self.is_on:
-            return False
+        """Decide whether decode, if `is_on`, computes a request's `missing` tokens,
+        or the prefill server. vLLM asks in each step until it admits the request; it is decided
+        again only where other tokens are missing, since the rule counts decisions as requests.
+        O(admitted requests)."""
         last = self._decided.get(rid)
         if last is None or last[0] != missing:
             prompts = self._prompts.values()
@@ -85,8 +83,7 @@ class OwnCompute:
     def is_worth_loading(self, missing: int, num_loaded: int, load_s: float, address: str) -> bool:
         """Return whether to load `num_loaded` of the `missing` tokens from host memory, in
         `load_s`, rather than have prefill send them all."""
-        loaded = Lack(missing - num_loaded, num_loaded, load_s)
-        return self.sources.worth_loading(Lack(missing), loaded, address, self.now_s())
+        return self.sources.worth_loading(missing, num_loaded, load_s, address, self.now_s())
 
     def admitted(self, rid: str, prompt_len: int, due: int) -> None:
         """`due` tokens of the prompt are computed here. Its steps say so too, but a request that is
@@ -100,8 +97,7 @@ class OwnCompute:
         self._prompts.pop(rid, None)
 
     def promised(self, address: str, room: int, num_tokens: int) -> None:
-        if self.measures_prefill:
-            self._awaited[room] = self.sources.promised(address, self.now_s(), num_tokens)
+        self._awaited[room] = self.sources.promised(address, self.now_s(), num_tokens)
 
     def arrived(self, room: int) -> None:
         self.sources.arrived(self._awaited.pop(room, None), self.now_s())

@@ -22,7 +22,8 @@ class HostBlock(NamedTuple):
     block_hash: bytes
     parent: bytes | None
     tokens: bytes  # packed as int32
-    lora: tuple[int, str] | None  # the adapter's id and name
+    adapter: Any  # of LoRA, as vLLM has it
+    extra_keys: tuple[Any, ...] | None  # what tells the block apart beside its tokens
 
 
 class HostEvent(NamedTuple):
@@ -58,12 +59,12 @@ class HostEvents:
         is that of the `tokens`."""
         size = self._name_bytes
         packed = np.asarray(tokens, np.int32).reshape(len(hashes), -1)
-        adapter = request.lora_request
-        lora = None if adapter is None else (int(adapter.adapter_id), str(adapter.name))
+        adapter, num_tokens = request.lora_request, packed.shape[1]
         for i in range(self._cache.match_prefix(key).depth, len(hashes)):
             parent = hashes[i - 1] if i else None
             name = key.data[i * size : (i + 1) * size]
-            self._left[name] = HostBlock(hashes[i], parent, packed[i].tobytes(), lora)
+            keys = _extra_keys(request, i * num_tokens, (i + 1) * num_tokens)
+            self._left[name] = HostBlock(hashes[i], parent, packed[i].tobytes(), adapter, keys)
             self._left.move_to_end(name)
         while len(self._left) > _MOST_LEFT:
             self._left.popitem(last=False)
@@ -82,17 +83,26 @@ class HostEvents:
     def _stored(self, change: Inserted) -> list[HostEvent]:
         """More than one event where what is said of some blocks has been forgotten."""
         size, runs = self._name_bytes, list[list[HostBlock]]()
-        last = None
         for i, page in enumerate(np.frombuffer(change.pages, np.int32).tolist()):
             block = self._left.pop(change.tokens[i * size : (i + 1) * size], None)
             if block is not None:
                 self._there[page] = block
-                if last is None:
+                if not runs or runs[-1][-1].block_hash != block.parent:
                     runs.append([])
                 runs[-1].append(block)
-            last = block
         return [HostEvent(True, run) for run in runs]
 
     def _removed(self, pages: Sequence[int]) -> list[HostEvent]:
         gone = [block for page in pages if (block := self._there.pop(page, None)) is not None]
         return [HostEvent(False, gone)] if gone else []
+
+
+def _extra_keys(request: Any, start: int, end: int) -> tuple[Any, ...] | None:
+    """Return what vLLM keys the block of these tokens by besides, in the words of its events."""
+    adapter, salt = request.lora_request, None if start else request.cache_salt
+    keys = [] if adapter is None else [adapter.lora_name]
+    for one in request.mm_features:
+        at = one.mm_position
+        if at.offset < end and start < at.offset + at.length:
+            keys.append((one.identifier, at.offset - start))
+    return (*keys, *([salt] if salt else [])) or None

@@ -10,6 +10,7 @@ more. So neither a client that leaves nor a preemption frees a block into which 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,10 +126,10 @@ class ScheduledLoads:
         self.ledger.orders.abort_loads[rid] = "decode's request ended"
         return True
 
-    def flush(self) -> None:
-        for rid, load in self.pending.items():
-            if not load.over:
-                self.ledger.orders.abort_loads[rid] = "the cache is being reset"
+    def flush(self, others: Iterable[str] = ()) -> None:
+        """`others` are loaded from host memory alone."""
+        under_way = *others, *(rid for rid, load in self.pending.items() if not load.over)
+        self.ledger.orders.abort_loads |= dict.fromkeys(under_way, "the cache is being reset")
 
     def could_fit(self, num_blocks: int) -> bool:
         return self.most_blocks is None or num_blocks <= self.most_blocks

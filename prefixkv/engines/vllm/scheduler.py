@@ -307,8 +307,7 @@ class SchedulerSide:
         # The shadow first: it needs the blocks' hashes, which are there until vLLM frees them.
         if self._shadow is not None and request.prompt_token_ids is not None:
             blocks = self._cached(request, pages)
-            namespace = namespace_of(request)
-            self._shadow.ended(rid, request.all_token_ids, blocks, namespace, continues)
+            self._shadow.ended(rid, request.all_token_ids, blocks, namespace_of(request), continues)
         self._asked.pop(rid, None)
         self._turns.ended(rid)
         self.compute.ended(rid)
@@ -499,10 +498,8 @@ class SchedulerSide:
 
     def flush(self) -> None:
         """Fail the loads and end all sends: KV of the former weights must not arrive any more."""
-        self.loads.flush()
+        self.loads.flush(self.host.loading)
         self.sends.flush()
-        for rid in self.host.loading:
-            self.ledger.orders.abort_loads[rid] = "the cache is being reset"
         self.host.flush()
         if self._shadow is not None:
             self._shadow.flush()

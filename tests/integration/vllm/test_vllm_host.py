@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -77,7 +78,8 @@ def test_cache_events_say_what_is_in_host_memory(pair: HostPair) -> None:
     with zmq.Context() as context, context.socket(zmq.SUB) as socket:
         socket.setsockopt_string(zmq.SUBSCRIBE, "")
         socket.connect(f"tcp://127.0.0.1:{pair.events_port}")
-        stored: dict[str, list[int]] = {"GPU": [], "CPU": []}
+        stored: dict[str, list[Any]] = {"GPU": [], "CPU": []}
+        keys: dict[str, list[Any]] = {"GPU": [], "CPU": []}
         prompt = prompt_of(26, 5 * BLOCK)
         its_own = [prompt[at : at + BLOCK] for at in range(0, len(prompt), BLOCK)]
 
@@ -88,6 +90,7 @@ def test_cache_events_say_what_is_in_host_memory(pair: HostPair) -> None:
                     # Others may be of what was asked for before, and come late.
                     if event["type"] == "BlockStored" and event["token_ids"][:BLOCK] in its_own:
                         stored[event["medium"]] += event["token_ids"]
+                        keys[event["medium"]] += event["extra_keys"]
             return stored["CPU"] == stored["GPU"] == prompt
 
         def is_connected() -> bool:
@@ -96,8 +99,9 @@ def test_cache_events_say_what_is_in_host_memory(pair: HostPair) -> None:
             return bool(socket.poll(100))
 
         until(is_connected)
-        pair.decode.complete(prompt, 1)
+        pair.decode.complete(prompt, 1, cache_salt="a tenant")
         until(hear)
+        assert keys["CPU"] == keys["GPU"] == [["a tenant"], *[None] * 4]
 
 
 def test_prefill_is_killed(pair: HostPair) -> None:

@@ -164,7 +164,10 @@ class Marks(LeastRecentlyUsed):
         return None if use.tick == self.tick else super().mark(use)
 
 
-@pytest.mark.parametrize("said", [(), ((1, 3),), ((0, 3), (3, 3)), None, ((2, None),)])
+@pytest.mark.parametrize(
+    "said",
+    [(), ((1, 3),), ((0, 3), (3, 3)), None, ((2, None),), ((3, 3), (2, 3)), ((1.5, 3), (2, 3))],
+)
 def test_after_what_no_policy_may_say_the_cache_is_lru(said: Any) -> None:
     lines: list[str] = []
     errors = UserErrors(lines.append)
@@ -198,6 +201,9 @@ class Says(LeastRecentlyUsed):
 
     def floor(self, steps: Sequence[tuple[int, Mark]], mark: Mark, low: int) -> int | None:
         return self.said if self.what == "floor" else super().floor(steps, mark, low)
+
+    def last_tick(self, history: Mark) -> int:
+        return self.said if self.what == "tick" else super().last_tick(history)
 
     def make_queue(self) -> LeafHeap:
         return self.said(self.rank) if self.what == "queue" else LeafHeap(self.rank)
@@ -255,3 +261,19 @@ def test_an_eviction_ends_and_takes_each_page_once_whatever_a_policy_says(
         cache.check_invariants()
     assert sorted(taken) == [*range(10, 15), *range(20, 25), *range(30, 35)]
     assert (cache.policy.error is None) is (what == "rank")
+
+
+@pytest.mark.parametrize("said", [None, "7", [7], object()])
+def test_what_a_request_waits_for_goes_last_whatever_a_policy_says_of_its_last_use(
+    said: Any,
+) -> None:
+    cache = full_cache(Says("tick", said))
+    wants = [cache.want(cache.match_prefix(range(10 * one, 10 * one + 5))) for one in (1, 2)]
+    assert sorted(cache.evict(5).tolist()) == [*range(30, 35)]
+    assert len(cache.evict(3)) == 3
+    cache.check_invariants()
+    for want in wants:
+        cache.unwant(want)
+    assert len(cache.evict(20)) == 7
+    cache.check_invariants()
+    assert cache.policy.error is not None

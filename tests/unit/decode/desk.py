@@ -15,7 +15,7 @@ from prefixkv.pages.allocator import PageState
 from prefixkv.pages.groups import GroupSpec
 from prefixkv.pages.manager import PageManager
 from prefixkv.protocol.commands import AbortRoom, DecodeCommand, OpenRoom, RefuseRoom
-from prefixkv.protocol.events import RoomEnded
+from prefixkv.protocol.events import PrefillAway, PrefillReady, RoomEnded
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.request import Request
 from tests.laws.auditor import assert_at_rest
@@ -133,6 +133,12 @@ class Desk:
     def pop_failed(self) -> list[DecodeRequest]:
         return self._checked(self.scheduler.pop_failed())
 
+    def down(self, address: str = "p") -> None:
+        self._checked(self.scheduler.hear(PrefillAway(address), self.now_s))
+
+    def up(self, address: str = "p") -> None:
+        self._checked(self.scheduler.hear(PrefillReady(address), self.now_s))
+
     # --- several at once --------------------------------------------------------------------------
 
     def start(self, rid: str, tokens: int | list[int] = 8, max_new: int = 4, *, outputs: int = 0,
@@ -214,7 +220,7 @@ class Desk:
         for flight in [one for one in self.scheduler.flights if one.source.name == "computed"]:
             self.scheduler.abort(flight.request.rid)
         self._go_on_for_long()
-        if self.scheduler.num_deferred:
+        if self.scheduler.ledger.deferred:
             return
         for req in list(self.scheduler.requests.values()):
             is_away = not self.scheduler.workers.of(req.prefill).is_open
@@ -247,7 +253,7 @@ class Desk:
 
     def at_rest(self) -> None:
         assert_at_rest(self.scheduler)
-        assert not self.scheduler.num_deferred
+        assert not self.scheduler.ledger.deferred
         assert not len(self.scheduler.rooms), self.scheduler.rooms
         assert (self.scheduler.budget.active, self.scheduler.budget.private_pages) == (0, 0)
 

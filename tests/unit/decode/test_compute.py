@@ -20,7 +20,6 @@ from prefixkv.errors import (
     TransferError,
     TransferTimeoutError,
 )
-from prefixkv.protocol.events import PrefillAway, PrefillReady
 from tests.unit.decode.desk import PAGE_SIZE, AbortRoom, Desk, OpenRoom, RefuseRoom
 
 
@@ -64,12 +63,6 @@ class Alone(Desk):
     def asked(self) -> list[tuple[str, int]]:
         asks = self.scheduler.pop_needs_prefill()
         return self._checked([(ask.rid, ask.generation) for ask in asks])
-
-    def down(self, address: str = "p") -> None:
-        self._checked(self.scheduler.hear(PrefillAway(address), self.now_s))
-
-    def up(self, address: str = "p") -> None:
-        self._checked(self.scheduler.hear(PrefillReady(address), self.now_s))
 
 
 def kinds(desk: Desk) -> list[type]:

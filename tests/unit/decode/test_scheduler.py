@@ -187,7 +187,7 @@ def test_an_abort_of_what_runs_waits_for_the_device() -> None:
     assert desk.pop_failed() == [req]
     assert desk.states() == {"FREE": 13, "OWNED": 1, "CACHED": 2}
     desk.admit()
-    assert desk.scheduler.num_deferred == 1
+    assert len(desk.scheduler.ledger.deferred) == 1
     event.done = True
     desk.admit()
     assert desk.states() == {"FREE": 14, "CACHED": 2}
@@ -460,10 +460,10 @@ def test_nothing_is_released_before_the_device_is_done(how: str) -> None:
     for _ in range(2):
         assert desk.admit() == []
         assert desk.states() == before
-    assert desk.scheduler.num_deferred == 1
+    assert len(desk.scheduler.ledger.deferred) == 1
     event.done = True
     assert desk.admit() == (["a"] if how == "retract" else [])
-    assert desk.scheduler.num_deferred == 0
+    assert len(desk.scheduler.ledger.deferred) == 0
 
 
 # --- the cache ------------------------------------------------------------------------------------
@@ -602,11 +602,11 @@ def test_an_event_that_raises_later_keeps_its_pages_and_stops_nothing_else(how: 
     assert other.state is DecodeState.PREALLOCATED
     for _ in range(4):
         desk.admit()
-    assert (desk.scheduler.num_deferred, desk.pages.errors.num) == (1, 1)
+    assert (len(desk.scheduler.ledger.deferred), desk.pages.errors.num) == (1, 1)
     assert event.num_asked > 4, "it is asked again"
     event.lost = False
     desk.admit()
-    assert desk.scheduler.num_deferred == 0
+    assert len(desk.scheduler.ledger.deferred) == 0
 
 
 def test_a_log_handler_that_raises_costs_no_page() -> None:

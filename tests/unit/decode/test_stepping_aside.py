@@ -4,6 +4,7 @@ reason, and end in time; all others go on."""
 from __future__ import annotations
 
 import math
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -267,6 +268,25 @@ def test_requests_to_an_address_without_an_answer_fail_at_once_and_prefill_is_to
     assert again.error is None
 
 
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_those_that_a_worker_has_failed_are_asked_for_again_in_the_order_of_arrival(
+    is_lost: bool,
+) -> None:
+    """All at once: the last of them would go first, each time."""
+    desk = gated(1, max_retries=1)
+    reqs = [desk.add(rid, 4, 1) for rid in "abc"]
+    if is_lost:
+        desk.scheduler.hear(PrefillLost("p", PeerLostError("refused")), 1.0)
+    else:
+        assert desk.admit(at_s=30.0) == []
+    assert [req.retries for req in reqs] == [1, 1, 1]
+    ready(desk, "p")
+    for req in reqs:
+        assert desk.admit() == [req.rid]
+        desk.abort(req)
+        desk.carry_out_aborts()
+
+
 @pytest.mark.parametrize("answered", [True, False])
 def test_the_wait_for_a_worker_that_goes_away_begins_then(answered: bool) -> None:
     """However long a request has waited before: for pages, or for its first answer."""
@@ -284,7 +304,7 @@ def test_the_wait_for_a_worker_that_goes_away_begins_then(answered: bool) -> Non
     for now_s, failed in ((30.0, []), (49.9, []), (50.0, old), (54.9, []), (55.0, [late])):
         desk.now_s = now_s
         assert desk.admit() == []
-        assert desk.pop_failed() == failed
+        assert sorted(desk.pop_failed(), key=attrgetter("rid")) == failed
 
 
 def test_the_end_of_one_wait_for_an_answer_costs_no_look_at_the_others(

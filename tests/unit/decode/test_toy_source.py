@@ -11,6 +11,7 @@ import pytest
 from prefixkv.config import ComputeConfig, DecodeConfig, HostConfig
 from prefixkv.decode.flights import Flight, Need, Segment, Source
 from prefixkv.decode.ledger import Ledger
+from prefixkv.decode.rooms import Workers
 from prefixkv.decode.scheduler import DecodeParts, DecodeScheduler
 from prefixkv.errors import ConfigError, TransferError
 from tests.unit.decode.desk import PAGE_SIZE, Desk, OpenRoom, RefuseRoom
@@ -123,6 +124,32 @@ def test_a_source_that_raises_is_asked_no_more_and_prefill_sends_all(tmp_path: P
     assert Broken.looks == 1
 
 
+@pytest.mark.parametrize("is_load", [True, False])
+@pytest.mark.parametrize(
+    "said", [(0, 24), (0, 0), (4, 0), (0, 3), (8, 12), (-4, -1), (-4, 20), (0, None), "ab", True]
+)
+def test_a_source_that_says_what_no_source_can_is_asked_no_more(said: Any, is_load: bool) -> None:
+    """Outside what is needed, or not all of it: of a load whole pages, of others all."""
+
+    class Wild(FileSource):
+        brings_pages_only = is_load
+
+        def reach(self, need: Need) -> Segment | None:
+            return Segment(self, *said) if type(said) is tuple else said
+
+    kind = type("Scheduler", (DecodeScheduler,), {"source_makers": [Wild]})
+    desk = Desk(kind=kind, spare_rows=1)
+    req = desk.add("b", list(range(22)))
+    with pytest.raises(Exception, match=r"of 0 to 22|attribute|operand|<") as raised:
+        desk.admit()
+    assert "source 'read'" in raised.value.__notes__[0]
+    assert desk.admit() == ["b"]
+    desk.arrive(req)
+    desk.finish(req)
+    desk.commands()
+    desk.at_rest()
+
+
 @pytest.mark.parametrize("asked", [{"host_memory": HostConfig()}, {"compute": ComputeConfig()}])
 def test_what_no_source_answers_for_is_refused(
     asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -130,3 +157,50 @@ def test_what_no_source_answers_for_is_refused(
     monkeypatch.setattr(DecodeScheduler, "source_makers", [])
     with pytest.raises(ConfigError, match="this installation has no part for it"):
         Desk(8, **asked)
+
+
+class WholeSource(FileSource):
+    """It brings a prompt of whole pages to its end."""
+
+    name, brings_pages_only = "whole", False
+
+    def reach(self, need: Need) -> Segment | None:
+        segment = super().reach(need)
+        return segment if segment is not None and segment.end == need.end else None
+
+    def is_best(self, need: Need, segment: Segment) -> bool:
+        return not need.can_ask
+
+
+@pytest.mark.parametrize("when", ["before it comes", "while it waits", "on its way", "and is back"])
+def test_a_source_that_brings_all_stands_in_for_a_worker_that_is_away(
+    tmp_path: Path, when: str
+) -> None:
+    FileSource.path = tmp_path / "kv"
+    np.array([range(16), range(16)], np.int32).tofile(FileSource.path)
+    kind = type("Scheduler", (DecodeScheduler,), {"source_makers": [WholeSource]})
+    desk = Desk(kind=kind, workers=Workers(gated=True))
+    if when == "before it comes":
+        desk.up()
+        desk.down()
+    req, more = desk.add("a", list(range(16))), desk.add("b", list(range(20, 40)))
+    if when != "before it comes":
+        desk.up()
+        if when == "on its way":
+            assert desk.admit() == ["a", "b"]
+        desk.down()
+    if when == "on its way":
+        assert desk.admit() == []  # its room may still succeed, and nothing says to fail over
+        desk.fail(req.room_key, drained=True)
+    if when == "and is back":
+        desk.up()
+        assert desk.admit() == ["a", "b"]
+        desk.arrive(req)
+    else:
+        assert desk.admit() == ["a"]
+        assert desk.transferred() == ["a"]
+        assert KV[req.pages].ravel().tolist() == list(range(16))
+    desk.finish(req)
+    desk.abort(more)
+    desk.carry_out_aborts()
+    desk.at_rest()

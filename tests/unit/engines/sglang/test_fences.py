@@ -112,11 +112,12 @@ def test_lines_are_taken_once_and_what_is_none_is_passed_over(
     assert json.loads((folder / "tp_1.lost").read_text()) == [
         {"peer": "p one/1", "life": "3f", "why": "suspect", "held": 7}
     ]
-    file.write_text("\n# all of rack 3\np one/1   3f\nprefill-1\nprefill-2 soon\n\xff\n")
+    bad = ["prefill-1", "prefill-2 soon", "\xff", "prefill-3 -3f", f"prefill-4 {2**64:x}"]
+    file.write_text("\n".join(["", "# all of rack 3", "p one/1   3f", *bad, ""]))
     place.poll(asked)
     assert asked.fenced == [PeerId("p one/1", 0x3F)]
     assert [line for line in caplog.messages if "is no name and life" in line] == [
-        f"{file}: {bad!r} is no name and life" for bad in ("prefill-1", "prefill-2 soon", "\xff")
+        f"{file}: {line!r} is no name and life" for line in bad
     ]
     with file.open("a") as more:
         more.write("p one/1 40\n")

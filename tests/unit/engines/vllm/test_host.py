@@ -366,8 +366,8 @@ def two_ranks() -> tuple[SchedulerSide, BlockPool]:
     return side_of(ServerSetup(False, True, 2), num_blocks=32, host_memory="4x")
 
 
-def finished(side: SchedulerSide, pool: BlockPool, rid: str) -> Request:
-    request = Request(rid, [int(rid), *PROMPT[:15]])
+def finished(side: SchedulerSide, pool: BlockPool, rid: str, **more: Any) -> Request:
+    request = Request(rid, [int(rid), *PROMPT[:15]], **more)
     side.on_new_request(request)
     blocks = pool.new_blocks(4) or []
     side.allocated(request, ([one.block_id for one in blocks],), 0)
@@ -432,6 +432,35 @@ def test_cache_events_follow_what_is_in_host_memory() -> None:
     side.flush()
     hear()
     assert there == {}
+
+
+def test_cache_events_say_what_tells_a_block_apart_beside_its_tokens() -> None:
+    """Else a router takes one tenant's blocks, or another image's, for those of a plain prompt."""
+    setup = ServerSetup(False, True, publishes=True)
+    side, pool = side_of(setup, num_blocks=16, host_memory="4x")
+    side.take_reports(WorkerReport(host_pages={0: (10, 10)}), [])
+    adapter = SimpleNamespace(adapter_id=7, name="legal", lora_name="legal")
+    places = [SimpleNamespace(offset=offset, length=6) for offset in (3, 12)]
+    images = [SimpleNamespace(identifier=f"at {at.offset}", mm_position=at) for at in places]
+    told: list[list[Any]] = []
+    for rid, more in (
+        ("1", {"cache_salt": "s", "lora_request": adapter, "mm_features": images}), ("2", {})
+    ):  # fmt: skip
+        finished(side, pool, rid, **more)
+        (order,) = side.orders(step_of()).copies
+        done = HostCopyDone(order.copy.number, None, 1, 0.1)
+        side.take_reports(WorkerReport(copied=[done]), [])
+        (event,) = side.host.take_events()
+        told.append([(block.adapter, block.extra_keys) for block in event.blocks])
+    assert told == [
+        [
+            (adapter, ("legal", ("at 3", 3), "s")),
+            (adapter, ("legal", ("at 3", -1))),
+            (adapter, ("legal", ("at 3", -5))),
+            (adapter, ("legal", ("at 12", 0))),
+        ],
+        [(None, None)] * 4,
+    ]
 
 
 # --- the worker's side ----------------------------------------------------------------------------
