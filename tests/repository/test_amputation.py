@@ -27,16 +27,9 @@ ORGANS = {
     "death": ["runtime/death.py"],
     "ranks": ["ranks", "runtime/ranks.py"],
     "staging": ["staging", "runtime/staging.py"],
-    "checksums": [
-        "memory/page_sums.py",
-        "control/decode/looks.py",
-        "runtime/looks.py",
-    ],
+    "checksums": ["memory/page_sums.py", "control/decode/looks.py", "runtime/looks.py"],
     "compute": ["decode/compute_source.py"],
-    "checkpoints": [
-        "cache/checkpoints.py",
-        "pages/request_checkpoints.py",
-    ],
+    "checkpoints": ["cache/checkpoints.py", "pages/request_checkpoints.py"],
     "host": [
         "decode/host_tier.py",
         "memory/host_pool.py",

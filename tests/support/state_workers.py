@@ -126,7 +126,4 @@ class StatePair(MeshPair):
         self.until(lambda: not self.p.handed)
         assert all(memory.canaries_live() for memory in (*self.p.sources, *self.d.targets))
         stats = self.decode.stats()
-        assert (stats["slots_free"], stats["slots_held"]) == (
-            self.d.targets[0].layout.num_slots,
-            0,
-        )
+        assert (stats["slots_free"], stats["slots_held"]) == (self.d.targets[0].layout.num_slots, 0)

@@ -15,12 +15,7 @@ from prefixkv.admission import make_admission
 from prefixkv.cache.eviction.adaptive import Adaptive
 from prefixkv.cache.eviction.policy import make_policy
 from prefixkv.cache.radix_cache import RadixCache
-from prefixkv.config import (
-    ControlConfig,
-    CurveConfig,
-    DecodeConfig,
-    PrefillConfig,
-)
+from prefixkv.config import ControlConfig, CurveConfig, DecodeConfig, PrefillConfig
 from prefixkv.errors import CallerError, ConfigError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.pages.allocator import PageAllocator

@@ -143,20 +143,13 @@ class Fleet:
         return Worker(number, self.chats, self.folder, queue_batches, **config)
 
     def run(
-        self,
-        per_second: float = AS_FAST_AS_IT_GOES,
-        rounds: int = ROUNDS,
-        flushes: float = 0.003,
+        self, per_second: float = AS_FAST_AS_IT_GOES, rounds: int = ROUNDS, flushes: float = 0.003
     ) -> None:
         """Operations of both workers at once."""
         for worker in self.workers:
             seed = self.num_operations + worker.number
             worker.begin(
-                do="run",
-                num_operations=rounds,
-                seed=seed,
-                per_second=per_second,
-                flushes=flushes,
+                do="run", num_operations=rounds, seed=seed, per_second=per_second, flushes=flushes
             )
         for worker in self.workers:
             self.evicted_pages += worker.end()

@@ -36,10 +36,7 @@ class Worker:
         self.publisher.tiers[1].listen(self.host)
         self.indexer = stack.enter_context(Indexer(PYTHON, folder))
         self.selector = stack.enter_context(Selector(PYTHON, folder))
-        where = {
-            "endpoint": self.publisher.endpoint,
-            "replay": self.publisher.replay_endpoint,
-        }
+        where = {"endpoint": self.publisher.endpoint, "replay": self.publisher.replay_endpoint}
         for service in (self.indexer, self.selector):
             service.register(1, where, PAGE_SIZE)
 
@@ -49,10 +46,7 @@ class Worker:
         known = self.indexer.post("/query", asked)["instances"].get("1", {"gpu": 0, "cpu": 0})
         [one] = self.selector.post("/overlap_scores", asked)["workers"]
         blocks = one["device_blocks"], one["host_pinned_blocks"]
-        return [
-            (known["gpu"], known["cpu"]),
-            (blocks[0] * PAGE_SIZE, blocks[1] * PAGE_SIZE),
-        ]
+        return [(known["gpu"], known["cpu"]), (blocks[0] * PAGE_SIZE, blocks[1] * PAGE_SIZE)]
 
     def agrees(self) -> None:
         """What the services say comes to be what the trees have."""

@@ -140,8 +140,7 @@ def _texts() -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("family", "size"),
-    [*((name, 8) for name in (*SERVED, *FURTHER)), *product(WINDOWED, (1, 16))],
+    ("family", "size"), [*((name, 8) for name in (*SERVED, *FURTHER)), *product(WINDOWED, (1, 16))]
 )
 def test_logits_of_chunks_and_steps_are_those_of_one_forward(family: str, size: int) -> None:
     """Whatever the chunks (longer and shorter than a window, and than the kernels' own), whichever

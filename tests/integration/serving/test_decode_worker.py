@@ -26,10 +26,7 @@ from prefixkv.serving.config import (
 )
 from prefixkv.serving.http import ApiError, App, HttpServer
 from prefixkv.serving.tracing import NodeSpans, Tracing
-from prefixkv.serving.wire import (
-    Ask,
-    TokenEvent,
-)
+from prefixkv.serving.wire import Ask, TokenEvent
 from prefixkv.serving.worker import DecodeWorker
 from tests.support.patience import NEVER_S, PATIENCE_S
 from tests.support.scenes import played_by, until

@@ -140,9 +140,7 @@ def test_each_process_has_its_own_metrics(serve: Serve, exposed: dict[str, Label
         promtool("check", "metrics", given=text_of(f"{status}/metrics"))
 
 
-def test_a_worker_that_is_killed_stays_a_target_and_is_back_at_another_port(
-    guarded: Serve,
-) -> None:
+def test_a_worker_that_is_killed_stays_a_target_and_is_back_at_another_port(guarded: Serve) -> None:
     before = guarded.workers()["decode-0"]
     old = before["status_url"].removeprefix("http://")
 
@@ -152,10 +150,7 @@ def test_a_worker_that_is_killed_stays_a_target_and_is_back_at_another_port(
         return str(found)
 
     os.kill(before["pid"], signal.SIGKILL)
-    until(
-        lambda: guarded.workers().get("decode-0", before)["pid"] != before["pid"],
-        step=target,
-    )
+    until(lambda: guarded.workers().get("decode-0", before)["pid"] != before["pid"], step=target)
     after = guarded.workers()["decode-0"]
     assert target() == after["status_url"].removeprefix("http://") != old
 

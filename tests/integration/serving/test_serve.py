@@ -12,15 +12,7 @@ import openai
 import pytest
 
 from tests.support.patience import NEVER_S, until
-from tests.support.served import (
-    ROOT,
-    Expected,
-    Serve,
-    at_rest,
-    client_of,
-    get,
-    greedy,
-)
+from tests.support.served import ROOT, Expected, Serve, at_rest, client_of, get, greedy
 
 # No other module begins so: the first hits nothing.
 HELLO = [{"role": "user", "content": "Please, tell me something about cats and boats."}]
@@ -187,10 +179,7 @@ def test_sigterm_lets_a_stream_end_and_leaves_no_process(expected: Expected) -> 
 
 def test_a_second_sigterm_ends_at_once() -> None:
     patient = {"PREFIXKV_LIMITS_WRITE_TIMEOUT_S": str(NEVER_S)}
-    with (
-        Serve("--drain-timeout-s", str(NEVER_S), **patient) as serve,
-        client_of(serve) as client,
-    ):
+    with Serve("--drain-timeout-s", str(NEVER_S), **patient) as serve, client_of(serve) as client:
         stream = greedy(client, HELLO, 3000, stream=True, extra_body={"ignore_eos": True})
         next(stream)
         pids = [worker["pid"] for worker in serve.workers().values()]

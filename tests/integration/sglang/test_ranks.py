@@ -79,10 +79,7 @@ def run_ranks(shared: bool, operations: int) -> list[list[str]]:
         return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, **pipes)
 
     told = []
-    with (
-        start(0, stdout=subprocess.PIPE) as first,
-        start(1, stdin=first.stdout) as second,
-    ):
+    with start(0, stdout=subprocess.PIPE) as first, start(1, stdin=first.stdout) as second:
         for process in (first, second):
             assert process.stderr is not None
             text = process.stderr.read().decode()

@@ -25,13 +25,7 @@ import pytest
 
 from benchmarks.serve import cpu_share
 from benchmarks.servers import NotStartedError
-from benchmarks.vllm_servers import (
-    TINY,
-    Server,
-    make_model,
-    token_ids,
-    transfer_config,
-)
+from benchmarks.vllm_servers import TINY, Server, make_model, token_ids, transfer_config
 from tests.support import patience
 from tests.support.ports import free_port
 

@@ -150,12 +150,7 @@ class Laws:
     # --- what follows -----------------------------------------------------------------------------
 
     def _take(
-        self,
-        draft: Draft,
-        slot: int,
-        name: Any,
-        build: Any,
-        adding: int | None = None,
+        self, draft: Draft, slot: int, name: Any, build: Any, adding: int | None = None
     ) -> None:
         """`adding` is the use that the input adds."""
         before = draft.actors[slot]

@@ -12,12 +12,7 @@ import pytest
 
 from benchmarks import against
 from benchmarks.__main__ import run
-from benchmarks.against import (
-    ROOT,
-    Side,
-    row_of,
-    tree_of,
-)
+from benchmarks.against import ROOT, Side, row_of, tree_of
 from benchmarks.against.today import CALLS, Order
 from prefixkv.errors import ConfigError
 

@@ -15,12 +15,7 @@ from prefixkv.cache.node import PAGE_ID_BYTES, Mark
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.cache.results import Releases
-from prefixkv.errors import (
-    CallerError,
-    InternalError,
-    LockError,
-    PageStateError,
-)
+from prefixkv.errors import CallerError, InternalError, LockError, PageStateError
 
 
 def filled(*runs: str, page_size: int = 1, policy: str = "lru") -> RadixCache:
@@ -180,11 +175,7 @@ def test_an_insertion_goes_on_only_from_a_lock_that_is_held_in_this_tree():
     given_back = cache.lock(cache.match_prefix(tokens("abc")))
     cache.unlock(given_back)
     longer = cache.lock(cache.match_prefix(tokens("abc")))
-    for lock, run, pages in (
-        (foreign, "abcd", [9]),
-        (given_back, "abcd", [9]),
-        (longer, "ab", []),
-    ):
+    for lock, run, pages in ((foreign, "abcd", [9]), (given_back, "abcd", [9]), (longer, "ab", [])):
         for extend_lock in (False, True):
             more = {"lock": lock, "extend_lock": extend_lock}
             fails_unchanged(cache, LockError, cache.insert, tokens(run), pages, **more)

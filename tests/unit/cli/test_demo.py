@@ -13,14 +13,7 @@ from hypothesis import strategies as st
 
 from prefixkv.cli.demo import HERE, LinkRate, link_of
 from prefixkv.cli.demo.command import compare
-from prefixkv.cli.demo.report import (
-    DemoPass,
-    DemoReport,
-    Split,
-    draw,
-    picture,
-    table,
-)
+from prefixkv.cli.demo.report import DemoPass, DemoReport, Split, draw, picture, table
 from prefixkv.cli.demo.workers import ChatAnswer, ModelWorkerError
 from prefixkv.cli.demo.workload import Played, Run, Turn, Vocabulary, Workload, chat, play
 from prefixkv.engines.hf.requests import AnswerToken
@@ -93,8 +86,7 @@ def test_one_that_fails_ends_the_others_and_says_why():
 def answer(prompt, tokens, hit, prefill_hit, ttft_s, shared=0):
     usage = Usage(prompt)
     usage.add_prompt(
-        prompt,
-        AnswerToken(hit_tokens=hit, prefill_hit_tokens=prefill_hit, shared_tokens=shared),
+        prompt, AnswerToken(hit_tokens=hit, prefill_hit_tokens=prefill_hit, shared_tokens=shared)
     )
     return ChatAnswer(list(range(prompt)), 4, usage, tokens, ttft_s, [0.01])
 

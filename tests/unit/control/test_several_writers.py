@@ -8,12 +8,7 @@ import msgspec
 import pytest
 
 from prefixkv.control.effects import AgentDestroyed, Connect
-from prefixkv.errors import (
-    AbortedError,
-    HandshakeError,
-    PeerLostError,
-    TransferTimeoutError,
-)
+from prefixkv.errors import AbortedError, HandshakeError, PeerLostError, TransferTimeoutError
 from prefixkv.memory.kv_layout import BLOCK_BYTES
 from prefixkv.protocol.commands import AbortRoom, Fence, MeetPrefill
 from prefixkv.protocol.events import PrefillReady, RoomDrained, RoomEnded
@@ -225,10 +220,7 @@ def test_a_grant_goes_to_all_writers_and_a_lease_is_scattered_by_their_sections(
     assert scatter.units.tolist() == [3]
     assert [
         (part.first_head, part.num_heads) for _, part in sorted(scatter.plan.parts.items())
-    ] == [
-        (0, 2),
-        (2, 2),
-    ]
+    ] == [(0, 2), (2, 2)]
     assert [section.rank for section in scatter.sections] == [0, 1]
 
 
@@ -246,9 +238,7 @@ def test_restarted_writers_without_staging_write_directly() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad",
-    [{"count": 4}, {"first": 1}, {"count": 3}],
-    ids=["many", "gap", "large"],
+    "bad", [{"count": 4}, {"first": 1}, {"count": 3}], ids=["many", "gap", "large"]
 )
 def test_an_ask_that_cannot_be_fails_its_room_alone(bad: dict[str, int]) -> None:
     pair = staged()

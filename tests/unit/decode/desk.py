@@ -214,18 +214,24 @@ class Desk:
         return {name: count for name, count in counts.items() if count}
 
     def settle(self) -> None:
-        """All that lives goes on without a fault; what waits or is computed then is aborted. Then
-        nothing may be held, but for a device that is never done."""
-        for _ in range(3 * len(self.scheduler.requests) + 9):
-            self._go_on()
+        """All that lives goes on without a fault; what is computed here, or waits for a worker that
+        is away, is aborted. Then nothing may be held, but for a device that is never done."""
+        self._go_on_for_long()
+        for flight in [one for one in self.scheduler.flights if one.source.name == "computed"]:
+            self.scheduler.abort(flight.request.rid)
+        self._go_on_for_long()
+        if self.scheduler.ledger.deferred:
+            return
         for req in list(self.scheduler.requests.values()):
-            flight = self.scheduler.flights.by_owner.get(req)
-            is_sent = flight is not None and flight.source.name != "computed"
-            assert not is_sent, f"{req} does not run, though its pages have arrived"
+            is_away = not self.scheduler.workers.of(req.prefill).is_open
+            assert is_away, f"{req} does not run, though nothing else does"
             self.abort(req)
         self._go_on()
-        if not self.scheduler.ledger.deferred:
-            self.at_rest()
+        self.at_rest()
+
+    def _go_on_for_long(self) -> None:
+        for _ in range(3 * len(self.scheduler.requests) + 9):
+            self._go_on()
 
     def _go_on(self) -> None:
         scheduler = self.scheduler
@@ -233,6 +239,7 @@ class Desk:
         scheduler.pop_needs_prefill()
         for key in list(scheduler.prefill.open):
             self.succeed(key)
+            assert key not in scheduler.rooms.undrained(), f"{key} has succeeded"
         for req in scheduler.pop_local():
             scheduler.computed(req, req.fill_len)
         scheduler.pop_transferred()

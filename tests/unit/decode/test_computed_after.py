@@ -169,6 +169,7 @@ def test_an_abort_before_it_is_popped_waits_for_the_device(joined: bool) -> None
         assert desk.scheduler.pop_local() == [other]
         desk.abort(other)
         desk.pop_failed()
+    desk.at_rest()
 
 
 @pytest.mark.parametrize("is_broken", [False, True])

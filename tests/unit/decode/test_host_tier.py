@@ -151,6 +151,7 @@ def test_what_the_pool_forgets_is_loaded_again() -> None:
     desk.end_all_copies()
     assert desk.host.cache.num_pages == 5
     assert counters["host_written_pages"] == 5, "what is there already is not written again"
+    desk.at_rest()
 
 
 def test_a_page_that_nothing_waits_for_is_not_written() -> None:
@@ -199,6 +200,7 @@ def test_a_write_leaves_a_page_to_each_that_runs() -> None:
     assert len(write.device_pages) == 2
     desk.end_copy()
     assert desk.host.cache.match_prefix(prompt("a", 16)).prefix_len == 16
+    desk.at_rest()
 
 
 def test_what_goes_on_behind_a_write_is_written_when_that_has_ended() -> None:
@@ -212,6 +214,7 @@ def test_what_goes_on_behind_a_write_is_written_when_that_has_ended() -> None:
     assert len(rest.host_pages) == 2
     desk.end_copy()
     assert desk.host.cache.match_prefix(prompt("a", 24)).depth == 6
+    desk.at_rest()
 
 
 def test_what_is_due_is_not_matched_again_before_a_write_could_begin(
@@ -241,6 +244,7 @@ def test_what_is_due_is_not_matched_again_before_a_write_could_begin(
         desk.admit()
         desk.end_all_copies()
     assert desk.host.cache.match_prefix(prompt("a", 16)).prefix_len == 16
+    desk.at_rest()
 
 
 def test_what_is_due_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,6 +261,7 @@ def test_what_is_due_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> Non
     desk.end_all_copies()
     there = [desk.host.cache.match_prefix(prompt(rid, 16)).prefix_len for rid in "abcd"]
     assert there == [0, 0, 16, 16]
+    desk.at_rest()
 
 
 def test_no_eviction_takes_what_a_copy_reads() -> None:
@@ -364,6 +369,7 @@ def test_an_aborted_load_keeps_its_pages_until_the_copy_has_ended() -> None:
     assert desk.scheduler.idle
     assert desk.pages.allocator.held_pages == 0
     assert desk.prefix_of(req) == 0, "nothing vouches for what no request waits for"
+    desk.at_rest()
 
 
 def test_a_load_goes_on_for_the_one_that_joined_it() -> None:
@@ -399,6 +405,7 @@ def test_a_write_that_fails_leaves_nothing_in_host_memory() -> None:
     desk.finish(desk.start("a", 16))
     desk.end_copy(error=OSError("a bad page"))
     assert desk.host.cache.num_pages == desk.host.allocator.cached_pages == 0
+    desk.at_rest()
 
 
 def test_a_flush_between_order_and_end_of_a_write() -> None:
@@ -410,6 +417,7 @@ def test_a_flush_between_order_and_end_of_a_write() -> None:
     desk.end_copy()
     assert desk.host.cache.num_pages == 0
     assert desk.pages.allocator.free_pages == 16
+    desk.at_rest()
 
 
 def test_a_flush_between_order_and_end_of_a_load() -> None:
@@ -694,6 +702,7 @@ def test_a_load_has_no_pages_in_window_groups_and_no_slot() -> None:
     assert desk.states()["HELD"] == 2
     desk.carry_out_aborts()
     assert group.allocator.free_pages == 9
+    desk.at_rest()
 
 
 def test_a_retracted_request_is_loaded_and_its_window_and_state_are_sent() -> None:
@@ -774,6 +783,7 @@ def test_a_session_that_pauses_is_parked_and_loaded_ahead_of_its_next_turn(how: 
     assert desk.prefix_of(parked) == (8 if how == "never" else 16)
     assert desk.prefix_of(other) == 16
     assert desk.scheduler.counters["host_hit_tokens"] == 0, "no prompt was admitted for it"
+    desk.at_rest()
 
 
 @pytest.mark.parametrize("is_announced", [True, False])
@@ -788,6 +798,7 @@ def test_what_the_device_still_has_is_parked_no_longer_once_its_next_turn_is_nea
     desk.admit(desk.now_s + (1 if is_announced else 31))
     desk.evict(2)
     assert (desk.prefix_of(parked), desk.prefix_of(other)) == (16, 8)
+    desk.at_rest()
 
 
 def test_a_path_is_loaded_ahead_only_where_that_takes_nothing_of_worth() -> None:
@@ -805,6 +816,7 @@ def test_a_path_is_loaded_ahead_only_where_that_takes_nothing_of_worth() -> None
     desk.end_all_copies()
     desk.transferred()
     assert [desk.prefix_of(req) for req in (parked, *others)] == [16, 16, 8]
+    desk.at_rest()
 
 
 def test_a_load_ahead_waits_for_a_row() -> None:
@@ -823,6 +835,7 @@ def test_a_load_ahead_waits_for_a_row() -> None:
     desk.end_all_copies()
     desk.transferred()
     assert desk.prefix_of(parked) == 16
+    desk.at_rest()
 
 
 def test_a_session_that_goes_on_at_an_unknown_time_is_not_parked() -> None:
@@ -833,6 +846,7 @@ def test_a_session_that_goes_on_at_an_unknown_time_is_not_parked() -> None:
     other = leave(desk, "o")
     desk.evict(2)
     assert (desk.prefix_of(goes_on), desk.prefix_of(other)) == (16, 8)
+    desk.at_rest()
 
 
 def test_no_request_is_retracted_for_pages_of_a_load_ahead() -> None:
@@ -850,6 +864,9 @@ def test_no_request_is_retracted_for_pages_of_a_load_ahead() -> None:
     desk.end_all_copies()
     desk.transferred()
     desk.token(*reqs)
+    for req in reqs:
+        desk.finish(req)
+    desk.at_rest()
 
 
 def test_what_other_sessions_begin_with_stays_when_its_session_ends() -> None:
@@ -862,6 +879,7 @@ def test_what_other_sessions_begin_with_stays_when_its_session_ends() -> None:
     desk.evict(4)
     assert (desk.prefix_of(ended), desk.prefix_of(other)) == (8, 8)
     assert desk.host.cache.match_prefix(ended.key).prefix_len == 8
+    desk.at_rest()
 
 
 @pytest.mark.parametrize("is_announced", [False, True])
@@ -880,6 +898,7 @@ def test_what_other_sessions_begin_with_stays_while_its_session_is_parked(
     desk.evict(6 if is_announced else 4)
     kept = (8, 0) if is_announced else (8, 8)
     assert (desk.prefix_of(parked), desk.prefix_of(other)) == kept
+    desk.at_rest()
 
 
 def test_what_is_parked_goes_last_from_host_memory() -> None:
@@ -888,6 +907,7 @@ def test_what_is_parked_goes_last_from_host_memory() -> None:
     leave(desk, "p", 8)
     found = [desk.host.cache.match_prefix(req.key).prefix_len for req in (parked, other)]
     assert found == [16, 8]
+    desk.at_rest()
 
 
 def test_a_million_sessions_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

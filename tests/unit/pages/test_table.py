@@ -5,11 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from prefixkv.errors import (
-    CallerError,
-    CapacityError,
-    InternalError,
-)
+from prefixkv.errors import CallerError, CapacityError, InternalError
 from prefixkv.pages.table import PageTable
 
 

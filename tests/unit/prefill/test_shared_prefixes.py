@@ -274,11 +274,7 @@ def test_one_that_does_not_fit_keeps_time_from_waking_those_behind_it() -> None:
 
 @pytest.mark.parametrize(
     ("desk", "fields"),
-    [
-        (desk_of(), {"cacheable": False}),
-        (desk_of(caching=False), {}),
-        (Desk(64, rows=80), {}),
-    ],
+    [(desk_of(), {"cacheable": False}), (desk_of(caching=False), {}), (Desk(64, rows=80), {})],
     ids=["not cacheable", "no cache", "follow_s of 0"],
 )
 def test_where_nothing_would_be_found_nothing_is_waited_for(

@@ -20,9 +20,7 @@ from prefixkv.errors import (
     TransferError,
     WeightsVersionError,
 )
-from prefixkv.protocol.commands import (
-    AbortRoom,
-)
+from prefixkv.protocol.commands import AbortRoom
 from prefixkv.protocol.events import (
     MAX_ERROR_CHARS,
     Bootstrapped,

@@ -9,12 +9,7 @@ import pytest
 
 from prefixkv import DecodeNode, PrefillNode
 from prefixkv.config import DecodeConfig, ModelConfig, PrefillConfig
-from prefixkv.errors import (
-    DrainingError,
-    HandshakeError,
-    PeerLostError,
-    RequestError,
-)
+from prefixkv.errors import DrainingError, HandshakeError, PeerLostError, RequestError
 from prefixkv.request import Request
 from tests.support.node_pair import NodePair, make_pool, tokens_of
 from tests.support.patience import until

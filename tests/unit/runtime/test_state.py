@@ -25,10 +25,7 @@ ONE = Mesh(4, 4)
 
 def configs(transport: TransportConfig | None = None, **prefill: Any) -> dict[str, Any]:
     of = {"transport": transport or TransportConfig(), "control": QUICK}
-    return {
-        "prefill_config": PrefillConfig(**of, **prefill),
-        "decode_config": DecodeConfig(**of),
-    }
+    return {"prefill_config": PrefillConfig(**of, **prefill), "decode_config": DecodeConfig(**of)}
 
 
 def test_prefill_goes_on_from_its_own_prefix_only_as_far_as_the_engine_has_the_state() -> None:

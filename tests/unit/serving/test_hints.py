@@ -52,10 +52,7 @@ def test_24_hours_are_the_longest_class_where_nothing_else_is_said(
 
 @pytest.mark.parametrize(
     ("header", "said", "param"),
-    [
-        ("x" * 257, {}, HEADER),
-        ("", {"ends": True, "returns_after": 30}, "kv_hints.returns_after"),
-    ],
+    [("x" * 257, {}, HEADER), ("", {"ends": True, "returns_after": 30}, "kv_hints.returns_after")],
 )
 def test_what_cannot_be_is_refused_by_name(header: str, said: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError) as raised:

@@ -6,13 +6,7 @@ import numpy as np
 import pytest
 
 from prefixkv.config import TransportConfig
-from prefixkv.errors import (
-    AbortedError,
-    ClosedError,
-    HandshakeError,
-    PeerLostError,
-    TransferError,
-)
+from prefixkv.errors import AbortedError, ClosedError, HandshakeError, PeerLostError, TransferError
 from prefixkv.protocol.ids import PeerId
 from prefixkv.transport.base import (
     PeerMemory,

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import gc
 import logging
-import pkgutil
 from array import array
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,9 +14,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import KVTransferError
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
 from sglang.srt.disaggregation.utils import KVClassType
-from sglang.srt.plugins.hook_registry import HookRegistry
 
-from prefixkv.engines.sglang import internals as sgl
 from prefixkv.engines.sglang import plugin, sends, transfer
 from prefixkv.engines.sglang.transfer import CLASSES
 from tests.integration.sglang.inside.pair import PAGE, Pair, request
@@ -28,18 +24,7 @@ from tests.support.patience import until
 ALL = [1, 2, 3, 4, 5, 6]
 
 
-@pytest.fixture(autouse=True)
-def this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_HOST_IP", "127.0.0.1")
-    monkeypatch.delenv("PREFIXKV_TRANSFER", raising=False)
-    plugin.load()
-
-
-@pytest.fixture
-def pair() -> Iterator[Pair]:
-    made = Pair()
-    yield made
-    made.close()
+pytestmark = pytest.mark.usefixtures("this_machine")
 
 
 def receiver(pair: Pair, req: Any) -> Any:
@@ -191,22 +176,6 @@ def test_a_bootstrap_server_that_is_not_there_is_asked_now_and_then(
 
 
 # --- hooks ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "target",
-    [
-        sgl.DECODE_ADD,
-        sgl.DECODE_CAPACITY,
-        sgl.POP_BOOTSTRAPPED,
-        sgl.PREFILL_ADD,
-        sgl.WAITING_ABORT,
-    ],
-)
-def test_what_is_hooked_is_there(target: str) -> None:
-    owner, _, name = target.rpartition(".")
-    assert callable(getattr(pkgutil.resolve_name(owner), name))
-    assert target in HookRegistry._hooks
 
 
 def test_a_prefill_that_polls_nothing_hears_decode(

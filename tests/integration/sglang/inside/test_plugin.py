@@ -120,9 +120,7 @@ def test_sessions_and_pages_of_two_sizes_are_refused() -> None:
         create_tree_cache(wide)
 
 
-def test_the_policy_is_prefixkvs_by_name_or_sglangs_option(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_policy_is_prefixkvs_by_name_or_sglangs_option(monkeypatch: pytest.MonkeyPatch) -> None:
     built = context()
     built.params.eviction_policy = "lfu"
     assert create_tree_cache(built).tree.policy.name == "lfu"

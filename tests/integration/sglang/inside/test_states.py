@@ -14,11 +14,7 @@ import torch
 from sglang.srt.disaggregation.base.conn import KVPoll, StateType
 from sglang.srt.disaggregation.common.conn import KVTransferError
 from sglang.srt.disaggregation.utils import DisaggregationMode
-from sglang.srt.mem_cache.memory_pool import (
-    DSATokenToKVPool,
-    HybridLinearKVPool,
-    MambaPool,
-)
+from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, HybridLinearKVPool, MambaPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from prefixkv.engines.sglang import plugin
@@ -30,11 +26,7 @@ WINDOW, SIZE = 40, 64 * PAGE
 PROMPT = 87  # 6 pages of 16; the window behind it begins with the last token of page 2
 
 
-@pytest.fixture(autouse=True)
-def this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_HOST_IP", "127.0.0.1")
-    monkeypatch.delenv("PREFIXKV_TRANSFER", raising=False)
-    plugin.load()
+pytestmark = pytest.mark.usefixtures("this_machine")
 
 
 # --- SGLang's pools -------------------------------------------------------------------------------

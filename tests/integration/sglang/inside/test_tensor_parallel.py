@@ -28,11 +28,7 @@ Bytes = npt.NDArray[np.uint8]
 Make = Callable[..., Servers]
 
 
-@pytest.fixture(autouse=True)
-def this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_HOST_IP", "127.0.0.1")
-    monkeypatch.delenv("PREFIXKV_TRANSFER", raising=False)
-    plugin.load()
+pytestmark = pytest.mark.usefixtures("this_machine")
 
 
 def heads_of(rank: int, size: int) -> list[int]:

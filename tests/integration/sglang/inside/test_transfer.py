@@ -35,19 +35,7 @@ from tests.integration.sglang.inside.pair import PAGE, PAGE_BYTES, SERVER, Pair,
 from tests.integration.sglang.stubs import CONTEXT
 from tests.support.patience import until
 
-
-@pytest.fixture(autouse=True)
-def this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_HOST_IP", "127.0.0.1")
-    monkeypatch.delenv("PREFIXKV_TRANSFER", raising=False)
-    plugin.load()
-
-
-@pytest.fixture
-def pair() -> Iterator[Pair]:
-    made = Pair()
-    yield made
-    made.close()
+pytestmark = pytest.mark.usefixtures("this_machine")
 
 
 def test_sglang_knows_the_backend_by_its_name() -> None:
@@ -66,13 +54,11 @@ def test_sglang_knows_the_backend_by_its_name() -> None:
 @pytest.mark.parametrize(
     "target",
     [
-        sgl.GET_KV_CLASS,
-        sgl.MAKE_PREFILL,
-        sgl.MAKE_DECODE,
-        sgl.CREATE_SENDER,
-        sgl.CREATE_RECEIVER,
+        sgl.GET_KV_CLASS, sgl.MAKE_PREFILL, sgl.MAKE_DECODE, sgl.CREATE_SENDER, sgl.CREATE_RECEIVER,
+        sgl.DECODE_ADD, sgl.DECODE_CAPACITY, sgl.POP_BOOTSTRAPPED, sgl.PREFILL_ADD,
+        sgl.WAITING_ABORT,
     ],
-)
+)  # fmt: skip
 def test_what_is_hooked_is_there(target: str) -> None:
     owner, _, name = target.rpartition(".")
     assert callable(getattr(pkgutil.resolve_name(owner), name))

@@ -167,9 +167,7 @@ class Server:
         self.memory = torch.zeros(num_blocks, BLOCK, 1)
         self.address = self.connector._options.bind
         self.worker = WorkerSide(
-            self.connector._options,
-            self.connector._setup,
-            prefixkv_config.ModelConfig(model="m"),
+            self.connector._options, self.connector._setup, prefixkv_config.ModelConfig(model="m")
         )
         pool = KVPool.from_tensors([self.memory])
         windows = self.connector._groups.windows

@@ -67,10 +67,7 @@ class World(Play):
         Thread.world = self
         put_in_place()
         self.random = random.Random(self.case.seed)
-        self.fabric = FakeFabric(
-            self.case.seed,
-            guard=self._guard,
-        )
+        self.fabric = FakeFabric(self.case.seed, guard=self._guard)
         self._wires: dict[tuple[Any, Any], deque[bytes]] = {}
         self._tickets = 0
         self.counters: Counter[str] = Counter()

@@ -154,7 +154,7 @@ class Request:
 
 def options(name: str, **more: Any) -> ConnectorOptions:
     said: dict[str, Any] = {
-        "control": ControlConfig(heartbeat_s=0.1, resend_s=0.05, fence_settle_s=0.05),
+        "control": ControlConfig(heartbeat_s=0.1, resend_s=0.05, fence_settle_s=0.05)
     }
     return ConnectorOptions(name, **({"bind": "tcp://127.0.0.1:*"} | said | more))
 

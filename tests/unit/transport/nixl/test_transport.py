@@ -16,12 +16,7 @@ import numpy as np
 import pytest
 
 from prefixkv.config import TransportConfig
-from prefixkv.errors import (
-    ClosedError,
-    InternalError,
-    TransferError,
-    TransferTimeoutError,
-)
+from prefixkv.errors import ClosedError, InternalError, TransferError, TransferTimeoutError
 from prefixkv.protocol.ids import ChunkTag, PeerId
 from prefixkv.transport.base import (
     PeerMemory,
