@@ -10,6 +10,7 @@ more. So neither a client that leaves nor a preemption frees a block into which 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -119,8 +120,7 @@ class ScheduledLoads:
         # Never admitted: no block was promised, and a refusal is all that prefill needs.
         if (wanted := self.wanted.pop(rid, None)) is not None:
             self.refuse(wanted[0], "decode's request ended before it was admitted")
-        load = self.pending.get(rid)
-        if load is None or load.over:
+        if (load := self.pending.get(rid)) is None or load.over:
             return False
         load.left = True
         self.ledger.orders.abort_loads[rid] = "decode's request ended"
@@ -155,11 +155,12 @@ class ScheduledLoads:
     def take(self, report: WorkerReport) -> None:
         """A rank reports, once, why a load has failed, that no peer writes into its blocks any
         more, or that it has waited for the proof of that beyond its time."""
+        settled, overdue = Counter(report.settled), {*report.overdue}
         for rid, load in self.pending.items() if report else ():
             if rid in report.failed:
                 load.error, load.refused = report.failed[rid], rid in report.refused
-            load.unsettled -= report.settled.count(rid)
-            load.overdue |= rid in report.overdue
+            load.unsettled -= settled[rid]
+            load.overdue |= rid in overdue
 
     def received(self, rid: str) -> _PendingLoad | None:
         if (load := self.pending.get(rid)) is not None:
