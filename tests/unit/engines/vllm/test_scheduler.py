@@ -350,15 +350,16 @@ def test_a_prompt_that_is_not_sent_stays_whole() -> None:
     assert plain.prompt_token_ids == PROMPT
 
 
+class Waiting(dict[str, Any]):
+    def _none(self) -> Any:
+        raise AssertionError("all of them are looked at")
+
+    items = values = __iter__ = _none
+
+
 def test_to_ask_of_one_request_looks_at_no_other_that_waits() -> None:
     """vLLM asks at each step of each that waits: where decode's pool is full that is most of them,
     and a step was as long as their number squared."""
-
-    class Waiting(dict[str, Any]):
-        def _none(self) -> Any:
-            raise AssertionError("all of them are looked at")
-
-        items = values = __iter__ = _none
 
     made, _ = side_of(PREFILL, num_blocks=64)
     for rid in range(1, 30):
@@ -371,4 +372,20 @@ def test_to_ask_of_one_request_looks_at_no_other_that_waits() -> None:
     assert made.count_loadable(Request("2", PROMPT), 0) == (0, False)
     assert made.count_loadable(Request("3", PROMPT), 0) == (None, False)
     made.sends.sends = sends
+    made.check_invariants()
+
+
+def test_to_ask_of_a_load_looks_at_no_other_under_way() -> None:
+    """Of a server of both roles, which keeps blocks back for prompts that it computes."""
+    made, pool = side_of(BOTH, num_blocks=65)
+    under_way = load("1", 1)
+    made.on_new_request(under_way)
+    assert made.count_loadable(under_way, 0) == (30, True)
+    made.allocated(under_way, ([block.block_id for block in pool.new_blocks(8) or []],), 30)
+    for rid in range(2, 6):
+        made.on_new_request(load(str(rid), rid, [rid, *PROMPT]))
+    pending, made.loads.pending = made.loads.pending, Waiting(made.loads.pending)
+    assert made.count_loadable(load("2", 2, [2, *PROMPT]), 0) == (31, True)
+    made.loads.pending = pending
+    made.take_reports(WorkerReport(failed={"1": "lost"}, settled=["1"]), ["1"])
     made.check_invariants()
