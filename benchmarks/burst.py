@@ -112,6 +112,16 @@ class Prefill(stand_in.Prefill):
                 self.pipe.send((self.node.stats()["bytes_sent"], self.tokens))
         return message is not None
 
+    def step(self) -> bool:
+        was_stopped = self.stopped
+        busy = super().step()
+        if self.stopped and not was_stopped:
+            # What a request has computed since its last pass is lost where it fails. Without this
+            # pass a chunk is lost or not, by how fast decode answers.
+            super().step()
+            self.pipe.send("midway")
+        return busy
+
     def due(self) -> list[Any]:
         return [] if self.stopped else super().due()
 
@@ -123,7 +133,6 @@ class Prefill(stand_in.Prefill):
         self.tokens += end - start
         if req.rid == self.first and start < self.midway <= end < req.num_tokens:
             self.stopped = True
-            self.pipe.send("midway")
 
 
 def prefill_side(

@@ -41,7 +41,6 @@ from prefixkv.decode.scheduler import DecodeParts, DecodeScheduler
 from prefixkv.errors import ConfigError
 from prefixkv.kv_events.publisher import KVEventPublisher
 from prefixkv.pages.manager import PageManager
-from prefixkv.paging import whole_pages
 from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.protocol.events import Bootstrapped, HostCopyDone, RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, PeerId
@@ -171,7 +170,7 @@ class Worker:
         self.succeed(req)
         commit(self.scheduler.pop_transferred)
         self.generate([req], OUTPUT_TOKENS)
-        left = whole_pages(req.kv_len - CACHED_TOKENS, PAGE_SIZE)
+        left = (req.kv_len - CACHED_TOKENS) // PAGE_SIZE
         finish(self.scheduler.finish, req)
         return cached, left
 

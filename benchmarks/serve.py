@@ -5,7 +5,9 @@
 `burst`: how long each of many chats waits for its first token. A burst goes to a server of the
 small model that has answered one chat. There are two in a row: the second meets what the first has
 left behind, such as idle connections. Sides run turn about, each with a server of its own: this
-tree, this tree once more, and with `--against` another commit's between them.
+tree, this tree once more, and with `--against` another commit's between them. Beside it of each
+server the seconds from its start to the end of its first answer, the processor time of front and
+workers a request, and the front's memory in the end.
 
 `agents`: seconds to the first token of later turns. Each agent pauses between its turns, for a tool
 or a user, and has helpers of one turn. Side "hints" says in each request whether and when its
@@ -33,7 +35,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from random import Random
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
 import typer
@@ -125,17 +127,34 @@ async def chat(
     return first_s
 
 
-async def bursts(url: str, num_chats: int, num_tokens: int) -> dict[str, list[float]]:
-    """Send two bursts to one server; return the seconds to the first token of the chats that were
-    answered, by burst."""
-    at = _place(url)
-    await chat(at, "Rain.", num_tokens)
-    found = {}
-    for name in BURSTS:
-        asked = (chat(at, f"{name} {i} Rain.", num_tokens) for i in range(num_chats))
-        async with asyncio.timeout(PATIENCE_S):
-            waits = await asyncio.gather(*asked)
-        found[name] = sorted(wait for wait in waits if wait is not None)
+class Burst(NamedTuple):
+    waits_s: list[float]  # to the first token of each chat that was answered, sorted
+    cpu_ms: float  # of the front and its workers, a chat
+    front_mib: float  # resident, after it
+    start_s: float  # of the server, to the end of its first answer
+
+
+async def bursts(tree: Path, num_chats: int, num_tokens: int) -> dict[str, Burst]:
+    """Send two bursts to one server of a tree."""
+    import psutil
+
+    begin_s = time.monotonic()
+    with serving(tree) as (process, url, _status):
+        at = _place(url)
+        await chat(at, "Rain.", num_tokens)
+        start_s = time.monotonic() - begin_s
+        front = psutil.Process(process.pid)
+        pids = [process.pid, *(child.pid for child in front.children(recursive=True))]
+        found = {}
+        for name in BURSTS:
+            before_s = sum(map(_cpu_s, pids))
+            asked = (chat(at, f"{name} {i} Rain.", num_tokens) for i in range(num_chats))
+            async with asyncio.timeout(PATIENCE_S):
+                waits = await asyncio.gather(*asked)
+            cpu_ms = 1e3 * (sum(map(_cpu_s, pids)) - before_s) / num_chats
+            front_mib = front.memory_info().rss / 2**20
+            waits_s = sorted(wait for wait in waits if wait is not None)
+            found[name] = Burst(waits_s, cpu_ms, front_mib, start_s)
     return found
 
 
@@ -156,25 +175,30 @@ def chats_at_once(commit: str | None, chats: list[int], tokens: int, rounds: int
             from benchmarks.against import tree_of
 
             trees = {"ours": ROOT, "theirs": stack.enter_context(tree_of(commit)), "again": ROOT}
-        found: dict[tuple[int, str, str], list[list[float]]] = {}
+        found: dict[tuple[int, str, str], list[Burst]] = {}
         sides = [*trees]
         for turn in range(rounds):
             for num in chats:
                 # Each side is as often the first.
                 for side in turn_about(sides, turn):
-                    with serving(trees[side]) as (_, url, _status):
-                        for burst, waits in asyncio.run(bursts(url, num, tokens)).items():
-                            found.setdefault((num, burst, side), []).append(waits)
+                    for burst, one in asyncio.run(bursts(trees[side], num, tokens)).items():
+                        found.setdefault((num, burst, side), []).append(one)
     for num in chats:
         for burst in BURSTS:
             row: Row = {"part": "burst", "chats": num, "burst": burst}
             for side in sides:
                 each = found[num, burst, side]
-                row[side] = {"answered": min(map(len, each))} | {
+                row[side] = {"answered": min(len(one.waits_s) for one in each)} | {
                     f"ttft_p{percent}_s": _median(
-                        one[int(len(one) * percent / 100)] for one in each if one
+                        one.waits_s[int(len(one.waits_s) * percent / 100)]
+                        for one in each
+                        if one.waits_s
                     )
                     for percent in (50, 99)
+                }
+                row[side] |= {
+                    name: _median(getattr(one, name) for one in each)
+                    for name in ("cpu_ms", "front_mib", "start_s")
                 }
             yield row
 

@@ -40,15 +40,6 @@ def page_floor(num_tokens: int, page_size: int) -> int:
     return num_tokens - num_tokens % page_size
 
 
-def whole_pages(num_tokens: int, page_size: int) -> int:
-    """Return how many whole pages `num_tokens` fill.
-
-    >>> whole_pages(130, page_size=64)
-    2
-    """
-    return num_tokens // page_size
-
-
 def pages_for(num_tokens: int, page_size: int) -> int:
     """Return how many pages hold `num_tokens`, a partial last page included.
 

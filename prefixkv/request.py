@@ -126,7 +126,9 @@ class Request:
         _check_text("rid", self.rid)
         if not len(key):
             raise RequestError(f"request {self.rid!r} has no tokens")
-        _check_namespace(key.namespace)
+        if key.namespace is not None:
+            _check_namespace(key.namespace)
+            begin_hash(key.namespace)  # raises unless it has the same bytes everywhere
         _check_text("prefill", self.prefill)
         _check_text("decode", self.decode)
         # Values are made plain Python objects: numpy's do not travel in a frame.
@@ -136,10 +138,8 @@ class Request:
             self.cacheable = bool(self.cacheable)
         if type(self.may_compute) is not bool:
             raise RequestError(f"may_compute is {shown(self.may_compute)}, True or False is needed")
-        _check_hints(self.hints)
-        # After the namespace was checked: the digest needs one that has the same bytes everywhere,
-        # and this raises for another.
-        begin_hash(key.namespace)
+        if self.hints is not NO_HINTS:
+            _check_hints(self.hints)
         self.max_new_tokens = whole_number("max_new_tokens", self.max_new_tokens, 1, MAX_INDEX + 1)
         self.room = whole_number("room", self.room, 0, 2**64)
         self.generation = whole_number("generation", self.generation, 0, MAX_INDEX + 1)
@@ -200,8 +200,6 @@ def check_session(session: object, namespace: Hashable) -> None:
 
 
 def _check_hints(hints: Any) -> None:
-    if hints is NO_HINTS:
-        return
     if not isinstance(hints, Hints):
         raise RequestError(f"hints is a {type(hints).__name__}, a Hints is needed")
     try:

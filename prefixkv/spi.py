@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from prefixkv.config import check_environ as check_environ
     from prefixkv.config import check_version as check_version
     from prefixkv.decode.host_tier import HostTier as HostTier
-    from prefixkv.decode.sources import Lack as Lack
     from prefixkv.decode.sources import Sources as Sources
     from prefixkv.kv_events.publisher import default_topic as default_topic
     from prefixkv.memory.kv_layout import ITEMSIZE as ITEMSIZE
@@ -104,7 +103,7 @@ _HOMES = homes_of(
         "transport.base": "Transport",
         "runtime.transfers": "secret_number",
         # A source of what a request lacks; host memory is one.
-        "decode.sources": "Lack Sources",
+        "decode.sources": "Sources",
         "decode.host_tier": "HostTier",
         "runtime.host_copies": "HostMemory",
         "protocol.events": "HostCopy HostCopyDone",

@@ -104,11 +104,9 @@ class Checkpoints(Saves):
         """Keep these pinned pages of the window groups with a slot of `take`."""
         self._taken[slot] = windows
 
-    def make_room(self, needs: Sequence[int]) -> bool:
-        while is_short := self._keeper.lacks(needs):
-            if not self._evict_one():
-                break
-        return not is_short
+    def make_room(self, needs: Sequence[int]) -> None:
+        while self._keeper.lacks(needs) and self._evict_one():
+            pass
 
     def give_back(self, slot: int) -> None:
         windows = self._taken.pop(slot)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 Mark: TypeAlias = Any
@@ -30,6 +31,7 @@ memory."""
 DEAD = -1
 
 
+@dataclass(slots=True, eq=False)
 class Want:
     """A prefix that a request waits for, attached at the deepest page of it that the tree holds:
     page `depth` of `node`'s path.
@@ -43,15 +45,11 @@ class Want:
     prefix. So an insertion finds the wants that it serves in one look-up, however many there are.
     """
 
-    __slots__ = ("data", "namespace", "node", "page_bytes", "place")
-
-    node: TreeNode | None
-    place: tuple[int, bytes]
-
-    def __init__(self, data: bytes, namespace: Hashable, page_bytes: int) -> None:
-        self.data = data  # packed tokens, of which whole pages count
-        self.namespace = namespace
-        self.page_bytes = page_bytes
+    data: bytes  # packed tokens, of which whole pages count
+    namespace: Hashable
+    page_bytes: int
+    node: TreeNode | None = None
+    place: tuple[int, bytes] = (0, b"")
 
     @property
     def depth(self) -> int:

@@ -209,7 +209,8 @@ class RadixCache(RadixTree):
         # in the lock, because others may use the page before this request inserts.
         if depth and visit is not None:
             use = self._next_use(result.data, node, depth, depth, visit, None, now_s)
-            self._leave_mark(node, depth, use)
+            policy = self.policy
+            node.leave_mark(depth, policy.mark(use), policy.fold, policy.supersedes)
         prefix_len = depth * self.page_size
         lock = PrefixLock(self, node, prefix_len, self._epoch, now_s, NO_PAGES, True, node.mark)
         self._locks.add(lock)
@@ -280,10 +281,6 @@ class RadixCache(RadixTree):
         use.tree_pages = self.evictable_pages + self.protected_pages
         return use
 
-    def _leave_mark(self, node: TreeNode, depth: int, use: Use) -> None:
-        policy = self.policy
-        node.leave_mark(depth, policy.mark(use), policy.fold, policy.supersedes)
-
     # --- adding ----------------------------------------------------------------------------------
 
     def insert(
@@ -346,58 +343,39 @@ class RadixCache(RadixTree):
                 )
         pages = as_page_ids(pages, num_pages - held_pages)
         check_page_ids(pages)
-        place = self._walk_behind(key, lock)
-        # 2. The last check. Ids of pages that the tree has already are not taken over, so only the
-        #    new ones may not be in the tree.
-        self._check_new(pages, place[1] // self._page_bytes - held_pages)
-        # Less than a page: nothing to share, and no use.
-        if not num_pages:
-            return InsertResult(self, key.data, key.namespace, place[0], 0, self.version, 0)
-        return self._insert(
-            key, place, pages.tobytes(), None, priority, now_s, visit, lock, extend_lock
+        return self.insert_owned(
+            key, pages.tobytes(), None, priority, now_s, lock, visit, extend_lock
         )
 
     def insert_owned(
-        self, key: RadixKey, pages: bytes, where: Where, priority: int, now_s: float,
-        lock: PrefixLock | None,
+        self, key: RadixKey, pages: bytes, where: Where | None, priority: int, now_s: float,
+        lock: PrefixLock | None, visit: bool | None = None, extend_lock: bool = True,
     ) -> InsertResult:  # fmt: skip
-        """`insert` with `extend_lock` for a `PageManager`, which has checked all.
+        """`insert` of what was checked, for a `PageManager`.
 
-        `pages`: packed ids, one for each whole page of the key behind what the lock holds, at least
-        one. `where`: the same as an index array. None is in the tree.
+        `pages`: packed ids, one for each whole page of the key behind what the lock holds. `where`:
+        the same as an index array, and none is in the tree; None: that is looked at here.
         """
-        place = self._walk_behind(key, lock)
-        return self._insert(key, place, pages, where, priority, now_s, None, lock, lock is not None)
-
-    def _walk_behind(self, key: RadixKey, lock: PrefixLock | None) -> tuple[TreeNode | None, int]:
-        """What the caller holds need not be walked again: its node ends where the lock ends. That
-        the tokens are the same is the caller's promise."""
-        if lock is not None:
-            return self._walk(lock.node, key.data, lock.node.end * self._page_bytes)
-        root = self._roots.get(key.namespace)
-        return (None, 0) if root is None else self._walk(root, key.data)
-
-    def _insert(
-        self,
-        key: RadixKey,
-        place: tuple[TreeNode | None, int],
-        pages: bytes,
-        where: Where | None,
-        priority: int,
-        now_s: float,
-        visit: bool | None,
-        lock: PrefixLock | None,
-        extend_lock: bool,
-    ) -> InsertResult:
-        """Insert at a place of `_walk_behind` the pages behind the lock, packed, and as an index if
-        that is at hand. All was checked."""
         data, page_bytes = key.data, self._page_bytes
-        node, matched = place
+        # What the caller holds need not be walked again: its node ends where the lock ends. That
+        # the tokens are the same is the caller's promise.
+        node: TreeNode | None = self._roots.get(key.namespace)
+        matched = held_pages = 0
+        if lock is not None:
+            held_pages = lock.node.end
+            node, matched = self._walk(lock.node, data, held_pages * page_bytes)
+        elif node is not None:
+            node, matched = self._walk(node, data)
+        num_pages, old_pages = len(data) // page_bytes, matched // page_bytes
+        # Less than a page: nothing to share, and no use.
+        if not num_pages:
+            return InsertResult(self, data, key.namespace, node, 0, self.version, 0)
+        # 2. The last check. Ids of pages that the tree has already are not taken over, so only the
+        #    new ones may not be in the tree.
+        if where is None:
+            self._check_new(np.frombuffer(pages, np.int32), old_pages - held_pages)
         if node is None:
             node = self._root(key.namespace)
-        num_pages, old_pages = len(data) // page_bytes, matched // page_bytes
-        # Those that the tree has already are not taken over.
-        held_pages = 0 if lock is None else lock.prefix_len // self.page_size
         if old_pages > held_pages:
             pages, where = pages[(old_pages - held_pages) * PAGE_ID_BYTES :], None
         # 3. The use, as the policy is to see it. `lock_ref` is read before `_attach` changes the
@@ -411,7 +389,8 @@ class RadixCache(RadixTree):
         # 4. The change: only a mark if all pages were there, else new pages below.
         extended = lock if extend_lock else None
         if old_pages == num_pages:
-            self._leave_mark(node, num_pages, use)
+            policy = self.policy
+            node.leave_mark(num_pages, policy.mark(use), policy.fold, policy.supersedes)
             # A mark at the very end of an evictable leaf changes its rank. A mark above its last
             # page does not, since a page's history is what lies at it or below.
             if num_pages == node.end and not node.lock_ref and not node.children:

@@ -92,7 +92,7 @@ class RadixKey:
 
     def extend_checked(self, tokens: Sequence[int]) -> None:
         """Add tokens that the caller has checked to be ints in [0, TOKEN_LIMIT)."""
-        self.extend_packed(struct.pack(f"<{len(tokens)}i", *tokens))
+        self._tail += struct.pack(f"<{len(tokens)}i", *tokens)
 
     @staticmethod
     def of_packed(data: bytes, namespace: Hashable = None) -> RadixKey:
@@ -232,10 +232,6 @@ class Starts(Generic[T]):
         at = page * self._page_bytes
         return key.namespace, page, key.data[at : at + self._page_bytes]
 
-    def page_of(self, one: T) -> int:
-        """Return the page that it begins at."""
-        return self._starts[one][1]
-
     def add(self, one: T, key: RadixKey, page: int) -> None:
         """Enter what begins at this whole page of `key`, and is not here."""
         start = self._starts[one] = self._start(key, page)
@@ -255,16 +251,17 @@ class Starts(Generic[T]):
             if key.data.startswith(memoryview(other.data)[: (page + 1) * self._page_bytes]):
                 yield one
 
-    def check_invariants(self, starts: Mapping[T, tuple[RadixKey, int]]) -> None:
-        """Check that all begin where `starts` says, a key and a page. Raises InternalError."""
+    def check_invariants(self, keys: Mapping[T, RadixKey]) -> None:
+        """Check that all begin at a page of these keys. Raises InternalError."""
         found = {one: start for start, ones in self._found.items() for one in ones}
         laws = {
             "what is found begins there": found == self._starts
             and all(
-                one in starts and self._start(*starts[one]) == start for one, start in found.items()
+                one in keys and self._start(keys[one], start[1]) == start
+                for one, start in found.items()
             ),
         }
-        check_laws(laws, found, starts)
+        check_laws(laws, found, keys)
 
 
 def _pack_array(values: npt.NDArray[Any]) -> bytes:

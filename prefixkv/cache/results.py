@@ -224,9 +224,8 @@ class Saves:
     def __len__(self) -> int:
         return 0
 
-    def make_room(self, needs: Sequence[int]) -> bool:
-        """Evict until each window group has as many free pages as it needs. Return whether."""
-        return True
+    def make_room(self, needs: Sequence[int]) -> None:
+        """Evict until each window group has as many free pages as it needs, or nothing is left."""
 
     def dropped(self, pages: PageIds) -> None:
         """These pages have left the tree."""

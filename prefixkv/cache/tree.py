@@ -292,9 +292,9 @@ class RadixTree:
                 forget(node)
             # Wants that are attached here and ask for these pages move down.
             for want in parent.pop_wants(depth, key[:page_bytes]):
-                high = min(num_pages, len(want.data) // page_bytes - depth)
                 at = depth * page_bytes
-                want.attach(node, depth + common_pages(want.data, key, 1, high, page_bytes, at))
+                same = common_pages(want.data, key, 1, num_pages, page_bytes, at)
+                want.attach(node, depth + same)
         # A node that grew under `lock` is held already. A new node is not, and `_extend` moves its
         # pages from evictable to protected; it stays out of the queue, which it would leave at
         # once.

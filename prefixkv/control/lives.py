@@ -102,12 +102,12 @@ class PeerChanges:
 
     def __init__(self) -> None:
         # Bounded, since peers cause the entries and nothing may take them for a while.
-        self._kept: deque[PeerChange] = deque(maxlen=KEPT)
+        self.kept: deque[PeerChange] = deque(maxlen=KEPT)
         # Peers last reported as silent, so that only a change is reported.
         self._silent: set[PeerId] = set()
 
     def say(self, kind: str, peer: PeerId | str, why: str = "") -> None:
-        self._kept.append(PeerChange(kind, peer, why))
+        self.kept.append(PeerChange(kind, peer, why))
 
     def silent(self, peer: PeerId, is_silent: bool) -> bool:
         """Record a change to silent, or to heard again; return whether it is one. May be called on
@@ -131,8 +131,8 @@ class PeerChanges:
         taken = []
         # One by one, so that an entry added meanwhile by another thread is neither lost nor
         # doubled.
-        while self._kept:
-            taken.append(self._kept.popleft())
+        while self.kept:
+            taken.append(self.kept.popleft())
         return taken
 
 

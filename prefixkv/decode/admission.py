@@ -74,6 +74,7 @@ class Waiter:
     arrival: int
     is_returned: bool
     since_s: float
+    turn: int  # those that came back are first, the last of them before the others
     worker: Worker = field(init=False)
     blocked_by: str = ""  # a reason of its own, PAGES or SHARE; "": it stands in its worker's line
     look: Any = None
@@ -82,11 +83,6 @@ class Waiter:
     is_overdue: bool = False
     seen_at: int = -1
     want: int = 0  # number of its want in the tree; 0: it is not entered
-
-    @property
-    def turn(self) -> int:
-        """Those that came back are first, the last of them before the others."""
-        return -self.arrival if self.is_returned else self.arrival
 
     @property
     def place(self) -> tuple[int, tuple[float, ...], int, Waiter]:
@@ -126,6 +122,8 @@ class Admission:
         self._policy = make_admission(config.admission)
         self._patience_s, self._timeout_s = config.admission_patience_s, config.admission_wait_s
         self._waiters: dict[DecodeRequest, Waiter] = {}
+        # Those that no pass has left waiting: nothing in the tree is wanted for them.
+        self._unwanted: dict[Waiter, MatchResult] = {}
         # Those aside, by reason: (pages it may need, arrival, waiter).
         self._aside: dict[str, SortedList] = {PAGES: SortedList(), SHARE: SortedList()}
         self._shares_at = -1  # version of `workers` at which those over their share were tried
@@ -155,32 +153,30 @@ class Admission:
 
     # --- the scheduler's calls --------------------------------------------------------------------
 
-    def add(self, req: DecodeRequest, now_s: float, *, first: bool = False) -> None:
-        """Queue a request. With `first` it was admitted before: it goes before all others.
+    def add(self, req: DecodeRequest, now_s: float, *, first: bool = False) -> MatchResult | None:
+        """Queue a request, and return its match. With `first` it was admitted before: it goes
+        before all others.
 
-        The tree evicts last what it has of it. Cost: O(log waiting), and a match. Raises what the
-        policy raises, with nothing changed.
+        The tree evicts last what it has of it, once a pass begins that may leave it waiting. Cost:
+        O(log waiting), and a match. Raises what the policy raises, with nothing changed.
         """
-        waiter = Waiter(req, next(self._arrivals), first, now_s)
+        arrival = next(self._arrivals)
+        waiter = Waiter(req, arrival, first, now_s, -arrival if first else arrival)
         match = self._look(waiter, now_s).match
         # Ranks are the user's code: they come before the first change. One that comes back has no
         # rank: the order among those is by return, which no policy changes.
         if not first:
-            waiter.rank = self._rank(waiter)
+            waiter.rank = rank_as_tuple(self._policy.rank(req, waiter.look.new_pages))
         self._spent_at = -1
         waiter.worker = self._workers.of(req.asks)
         # What could be taken now can come back in any case.
         available = self._pages.available_pages
         self._enter(waiter, available if req.max_pages <= available else self.most_pages)
         if match is not None:
-            waiter.want = self._pages.cache.want(match)
+            self._unwanted[waiter] = match
         # Its own deadline_s was for its KV to come the first time.
         if req.request.deadline_s is None or req.committed_s is not None:
             self._late.wake(req, now_s + self._timeout_s)
-
-    def match_of(self, req: DecodeRequest) -> MatchResult | None:
-        """Return the last match of a request; None if it is not cached."""
-        match: MatchResult | None = self._waiters[req].look.match
         return match
 
     def remove(self, req: DecodeRequest) -> None:
@@ -189,7 +185,7 @@ class Admission:
         waiter = self._waiters[req]
         self._exit(waiter)
         self._late.forget(req)
-        if waiter.want:
+        if self._unwanted.pop(waiter, None) is None and waiter.want:
             self._pages.cache.unwant(waiter.want)
 
     def move(self, req: DecodeRequest, asks: str) -> None:
@@ -306,6 +302,9 @@ class Admission:
         if (plan := self._of_one(now_s)) is not None:
             yield plan
         elif self._waiters:
+            for waiter, match in self._unwanted.items():
+                waiter.want = self._pages.cache.want(match)
+            self._unwanted.clear()
             # Something has changed since the last pass: forget what that one had found out, and let
             # those aside return that now have prospects, before anything is tried.
             all_back = self._spent_at == self._version or self._bring_back(self.most_pages)
@@ -428,7 +427,8 @@ class Admission:
         worker.order.add(waiter.place)
         if not (waiter.is_returned or waiter.is_overdue):
             self._overdue.wake(waiter, waiter.req.arrived_s + self._patience_s)
-        self._time_answer(waiter)
+        if not worker.is_open:
+            self._time_answer(waiter)
 
     def _leave_line(self, waiter: Waiter) -> None:
         worker = waiter.worker
@@ -448,12 +448,12 @@ class Admission:
 
     def opens(self, worker: Worker, max_tokens: int) -> None:
         """A worker answers, and its pool holds `max_tokens`: its line has its turn."""
-        worker.is_open, worker.max_tokens = True, max_tokens
+        worker.is_open, worker.is_down, worker.max_tokens = True, False, max_tokens
         self._workers.version += 1
 
     def closes(self, worker: Worker, now_s: float) -> None:
         """A worker has stopped answering: those in its line wait for it from now on."""
-        worker.is_open, worker.away_s = False, now_s
+        worker.is_open, worker.is_down, worker.away_s = False, True, now_s
         self._workers.version += 1
         for waiter in worker.line:
             self._time_answer(waiter)
@@ -462,8 +462,7 @@ class Admission:
         return max(waiter.since_s, waiter.worker.away_s) + self._workers.patience_s
 
     def _time_answer(self, waiter: Waiter) -> None:
-        if not waiter.worker.is_open:
-            self._unanswered.wake(waiter, self._answer_due_s(waiter))
+        self._unanswered.wake(waiter, self._answer_due_s(waiter))
 
     # --- whose turn it is -------------------------------------------------------------------------
 
@@ -482,20 +481,16 @@ class Admission:
     def _first_of_all(self) -> Waiter | None:
         """Return the waiter that nothing may overtake now: the last to come back, the oldest that
         is overdue, or the first where the policy lets none overtake it. O(workers)."""
-        turns = self._turns()
-        if not turns:
+        place = min((worker.order[0] for worker in self._turns()), default=None)
+        if place is None or (place[0] == RANKED and self._policy.overtakes):
             return None
-        place = min([worker.order[0] for worker in turns])
-        return None if place[0] == RANKED and self._policy.overtakes else place[-1]
+        return place[-1]  # type: ignore[no-any-return]
 
     def _in_turn(self) -> Iterator[Waiter]:
         """Iterate over those whose turn it is, in order, `MAX_WALK` at most."""
         orders = [islice(worker.order, MAX_WALK) for worker in self._turns()]
         places = orders[0] if len(orders) == 1 else islice(heapq.merge(*orders), MAX_WALK)
         return (place[-1] for place in places)
-
-    def _rank(self, waiter: Waiter) -> tuple[float, ...]:
-        return rank_as_tuple(self._policy.rank(waiter.req, waiter.look.new_pages))
 
     def _renew(self, waiter: Waiter) -> bool:
         """Rank a waiter in line, that did not come back, by its new estimate. Return True if its
@@ -505,7 +500,7 @@ class Admission:
         # all looks.
         worker.line.move_to_end(waiter)
         try:
-            rank = self._rank(waiter)
+            rank = rank_as_tuple(self._policy.rank(waiter.req, waiter.look.new_pages))
         except Exception as error:
             self._pages.errors.caught(error)
             return False
@@ -589,9 +584,11 @@ class Admission:
         removed. O(1) if there are none."""
         late = []
         for waiter in sorted(self._unanswered.due(now_s), key=attrgetter("arrival")):
-            if not waiter.worker.is_open and self._answer_due_s(waiter) <= now_s:
+            if waiter.worker.is_open:
+                continue
+            if self._answer_due_s(waiter) <= now_s:
                 late.append(waiter.req)
-            else:  # the worker answers, or has stopped again since
+            else:  # it has answered, and stopped again since
                 self._time_answer(waiter)
         return late
 
@@ -614,8 +611,13 @@ class Admission:
                 for why, places in self._aside.items()
             ),
             "deadlines are of waiting requests": len(self._late) <= len(waiters),
-            "what waits here is wanted": self._pages.cache.num_wants
-            == sum(self._pages.caching and one.request.cacheable for one in self._waiters),
+            "what a pass has left waiting is wanted": self._pages.cache.num_wants
+            == sum(one.want > 0 for one in waiters)
+            and all(
+                (one.want > 0) != (one in self._unwanted)
+                for one in waiters
+                if self._pages.caching and one.req.request.cacheable
+            ),
             "a wait for an answer ends in time": all(
                 self._answer_due_s(waiter) >= self._unanswered.next_s
                 for one, line in lines.items()

@@ -19,12 +19,11 @@ from prefixkv.config import DecodeConfig
 from prefixkv.decode.flights import Flight, Need, Release, Segment
 from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.request import DecodeRequest
-from prefixkv.decode.scheduler import DecodeParts, DecodeScheduler
+from prefixkv.decode.scheduler import DecodeParts
 from prefixkv.decode.sources import MeasuringSource, Sources
 from prefixkv.errors import (
     CallerError,
     ConfigError,
-    PeerLostError,
     RequestError,
     check_laws,
     shown,
@@ -185,7 +184,7 @@ class ComputeSource(MeasuringSource):
             self._note_unwritten(req, after)
         self._progressed(req, end)
         if end == req.fill_len:
-            flight = self._ledger.flights.of(req)
+            flight = self._ledger.flights.by_owner.get(req)
             assert flight is not None
             del self.open[flight]
             self.rule.computed_pages(req.pages[req.prefix_len // self._ledger.page_size :])
@@ -251,47 +250,6 @@ class ComputeSource(MeasuringSource):
     def _has_work(self, now_s: float) -> None:
         """Note that the engine gets something to do: its next pass begins no earlier."""
         self._pass_s = max(self._pass_s, now_s)
-
-    # --- what a prefill worker was to send --------------------------------------------------------
-
-    def prefill_away(self, kernel: DecodeScheduler, address: str) -> None:
-        error = PeerLostError(f"prefill worker {address} does not answer")
-        # 1. What is on its way. Each goes to the front of the queue, so the last one first. It may
-        # have ended with one before it. Those that joined one without an owner ask again; what is
-        # more than may be computed here waits for its end.
-        rooms = kernel.prefill.open
-        for flight in reversed(list(rooms.values())) if self.fails_over else ():
-            is_open = flight.prefill == address and rooms.get(flight.room_key) is flight
-            req = flight.owner
-            if is_open and (req is None or self._has_all(kernel, req, joins=False)):
-                kernel.fail_room(flight, error, error)
-        # 2. What waits for it.
-        for req in kernel.waiting.at(address):
-            self.stands_in(kernel, req)
-
-    def prefill_back(self, kernel: DecodeScheduler, address: str) -> None:
-        # Those that were not admitted since need not be computed here.
-        for req in kernel.waiting.at(""):
-            if req.prefill == address:
-                kernel.waiting.move(req, address)
-
-    def stands_in(self, kernel: DecodeScheduler, req: DecodeRequest) -> bool:
-        may = req.asks and (self.fails_over or kernel.workers.is_down(req.prefill))
-        if not may or not self._has_all(kernel, req):
-            return False
-        if req in kernel.waiting:  # its worker may have it, and be back before it is done
-            kernel.move(req, "", "is computed by decode")
-        req.asks = ""
-        kernel.counters["failovers"] += 1
-        return True
-
-    def _has_all(self, kernel: DecodeScheduler, req: DecodeRequest, joins: bool = True) -> bool:
-        """Tell whether the plan of a request would be whole with prefill closed. `joins`: whether
-        it may wait for other flights."""
-        planner, now_s = kernel.planner, kernel.now_s
-        look = planner.look(req, None, now_s, can_ask=False, joins=joins)
-        need = Need(req, look.key, look.match, look.start, req.kv_len, False, now_s)
-        return bool(planner.ways(need))
 
     # --- laws -------------------------------------------------------------------------------------
 

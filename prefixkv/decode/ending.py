@@ -23,8 +23,8 @@ from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.request import CUT_SHORT, DecodeRequest, DecodeState
 from prefixkv.errors import AbortedError
 from prefixkv.pages.manager import RequestPages
-from prefixkv.pages.requests import still_pending
-from prefixkv.request import DeviceEvent, Request
+from prefixkv.paging import page_floor
+from prefixkv.request import NO_HINTS, DeviceEvent, Request
 from prefixkv.settings import Continues
 
 _MOST_SESSIONS: Final = 1 << 14  # whose shared prompts are remembered
@@ -147,41 +147,32 @@ class Ending:
         if after is not None:
             self.deferred[req] = after, end
         else:
-            self._release(end, now_s)
+            self.release(end, now_s)
 
-    def release(self, now_s: float) -> None:
-        """Release what the device is done with. O(requests that wait for it)."""
-        for event, end in list(self.deferred.values()):
-            if (left := still_pending(event, self._pages.errors)) is None:
-                self._release(end, now_s)
-            else:
-                self.deferred[end.req] = left, end
-
-    def _release(self, end: End, now_s: float) -> None:
+    def release(self, end: End, now_s: float) -> None:
+        """Release what an ended request holds: the device is done with it."""
         req, continues, keep_tokens = end
         self.deferred.pop(req, None)
-        own = self._ledger.own
         # 1. A request that finished, or was retracted, leaves its whole pages to the cache; one
         # that was aborted or has failed, also since it was retracted, leaves nothing (law 10).
         if req.pages_held is not None:
             if req.state not in CUT_SHORT and req.request.cacheable:
-                keep = self._shared_tokens(req.request)
+                key, keep, organs = req.key, 0, self._ledger.organs
+                if keep_tokens is not None:
+                    key = key.prefix(page_floor(keep_tokens, self._pages.page_size))
+                if req.request.hints is not NO_HINTS:
+                    keep = self._shared_tokens(req.request)
+                for source in organs:
+                    source.leaving(req, key, now_s)
                 self._pages.cache_finished(
-                    req.pages_held,
-                    req.key,
-                    now_s,
-                    priority=req.request.priority,
-                    continues=continues,
-                    shared_tokens=keep,
-                    keep_tokens=keep_tokens,
-                    on_cached=lambda: own.leaving(req),
-                )
+                    req.pages_held, key, now_s, priority=req.request.priority,
+                    continues=continues, shared_tokens=keep,
+                )  # fmt: skip
                 # Behind the device's work, so that no copy reads what is still to be written.
-                for source in self._ledger.organs:
-                    key = req.key if keep_tokens is None else req.key.prefix(keep_tokens)
+                for source in organs:
                     source.left(req.request, key, now_s, continues, keep)
             else:
-                own.dropped(req)
+                self._ledger.own.dropped(req)
                 self._pages.drop(req.pages_held)
             req.pages_held = req.unwritten = None
         # 2. Only now may a retracted request queue again: it must hold nothing, and the next match

@@ -80,7 +80,7 @@ class Source:
     brings_pages_only = False  # and no token to go on with: something else has to come behind it
     outlives_request = True  # goes on for those that joined, when the request ends
     is_own = False  # the engine computes it: it has the calls that are for that
-    fails_over = False  # takes requests that name no prefill worker
+    fails_over = False  # takes requests from a prefill worker that fails, or that name none
     most_alone = -1  # most tokens that it brings of a request without prefill; -1: none
     asks_late = False  # the engine submits a request to prefill once `pop_needs_prefill` returns it
 
@@ -180,8 +180,8 @@ class Source:
     def committed(self, req: DecodeRequest, flight: Flight, now_s: float) -> None:
         """A request's KV is whole in the tree, under its lock; the engine runs it next."""
 
-    def leaving(self, req: DecodeRequest) -> None:
-        """A request's pages are in the tree, and its lock ends next."""
+    def leaving(self, req: DecodeRequest, key: RadixKey, now_s: float) -> None:
+        """A request leaves the whole pages of this key to the tree next, and its lock ends."""
 
     def dropped(self, req: DecodeRequest) -> None:
         """A request's pages, or those of its flight, go elsewhere than to the tree."""
@@ -190,18 +190,6 @@ class Source:
         """Return the event of all that the device may still write of a request that is cut short:
         `after`, and what it has computed of it."""
         return after
-
-    # It may also take what a prefill worker was to send. `kernel`: the `DecodeScheduler`.
-
-    def prefill_away(self, kernel: Any, address: str) -> None:
-        """A worker does not answer any more."""
-
-    def prefill_back(self, kernel: Any, address: str) -> None:
-        """A worker answers."""
-
-    def stands_in(self, kernel: Any, req: DecodeRequest) -> bool:
-        """Let a request ask no prefill worker, if it may. Return whether."""
-        return False
 
     def pop_local(self, now_s: float) -> Sequence[DecodeRequest]:
         return ()
@@ -273,7 +261,7 @@ class Flights:
         self._page_bytes = page_size * TOKEN_BYTES
         self.starts: Starts[Flight] = Starts(page_size)  # of those that may be joined
         self._flights: dict[Flight, None] = {}
-        self._by_owner: dict[DecodeRequest, Flight] = {}
+        self.by_owner: dict[DecodeRequest, Flight] = {}
         self.complete: deque[Flight] = deque()  # those to be committed, in order
         self._count = 0
 
@@ -283,14 +271,6 @@ class Flights:
     def __iter__(self) -> Iterator[Flight]:
         """By number, of this moment: any thread may call it, the copy is made in one step."""
         return iter(list(self._flights))
-
-    @property
-    def num_owned(self) -> int:
-        """Number of flights with a request of their own."""
-        return len(self._by_owner)
-
-    def of(self, req: DecodeRequest) -> Flight | None:
-        return self._by_owner.get(req)
 
     # --- looking ----------------------------------------------------------------------------------
 
@@ -319,7 +299,7 @@ class Flights:
         self._count = flight.number = self._count + 1
         self._flights[flight] = None
         if flight.owner is not None:
-            self._by_owner[flight.owner] = flight
+            self.by_owner[flight.owner] = flight
         if flight.joined is not None:
             flight.joined.waiters[flight] = None
         # It can be found only if it brings a whole page: a partial one is never shared.
@@ -336,7 +316,7 @@ class Flights:
     def disown(self, flight: Flight) -> None:
         """Take a flight's owner from it: its request ends, it continues for its waiters."""
         if flight.owner is not None:
-            del self._by_owner[flight.owner]
+            del self.by_owner[flight.owner]
             flight.owner = flight.rest = None
 
     def commit(self, flight: Flight) -> list[Flight]:
@@ -401,7 +381,7 @@ class Flights:
     def _take_out(self, flight: Flight) -> None:
         del self._flights[flight]
         if flight.owner is not None:
-            del self._by_owner[flight.owner]
+            del self.by_owner[flight.owner]
         if not flight.is_open and flight in self.complete:
             self.complete.remove(flight)
         self.starts.discard(flight)
@@ -411,10 +391,10 @@ class Flights:
     def check_invariants(self) -> None:
         """Raise InternalError if a law of the flights or of the index is broken."""
         flights, size = self._flights, self._page_bytes
-        self.starts.check_invariants({one: (one.key, one.start_pages) for one in flights})
+        self.starts.check_invariants({one: one.key for one in flights})
         laws = {
             "numbers count up": all(a.number < b.number for a, b in pairwise(flights)),
-            "a request has the flight that it owns": self._by_owner
+            "a request has the flight that it owns": self.by_owner
             == {one.owner: one for one in flights if one.owner is not None},
             "no two begin alike": all(
                 [*self.starts.at(one.key, one.start_pages)] == [one] for one in self.starts

@@ -19,7 +19,7 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from itertools import combinations, islice
+from itertools import islice
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -34,7 +34,7 @@ from prefixkv.decode.flights import Flight, Need, Release, Segment
 from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.scheduler import DecodeParts
-from prefixkv.decode.sources import Lack, MeasuringSource, Sources
+from prefixkv.decode.sources import MeasuringSource, Sources
 from prefixkv.errors import UserErrors, check_laws
 from prefixkv.pages.allocator import PageAllocator
 from prefixkv.pages.requests import still_pending
@@ -508,6 +508,12 @@ class HostTier(Generic[LockT]):
         copies, pages, allocator = list(self._copies.values()), self.pages, self.allocator
         writes = [copy for copy in copies if not copy.is_load]
         owned = sum(len(copy.dst) for copy in writes) + allocator.num_pages - self.num_ready
+        brought = [
+            (copy.is_load, copy.key.namespace, copy.key.data[: (page + 1) * self._page_bytes])
+            for copy in copies
+            if copy.epoch == pages.epoch and not copy.is_given_up
+            for page in range(copy.start, copy.end)
+        ]
         laws = {
             "T1 host pages are free, owned or cached": not allocator.held_pages
             and not allocator.quarantined_pages,
@@ -519,9 +525,7 @@ class HostTier(Generic[LockT]):
             == sum(len(copy.dst) for copy in copies if copy.is_load),
             "every lock in the host's tree is a copy's": self.cache.locks
             == {copy.host_lock for copy in copies},
-            "T4 no page of a path is brought twice at once": not any(
-                self._overlap(one, other) for one, other in combinations(copies, 2)
-            ),
+            "T4 no page of a path is brought twice at once": len(set(brought)) == len(brought),
             "what is due is a path": all(
                 len(data) >= self._page_bytes and data == due.key.data
                 for (_, data), due in self._due.items()
@@ -548,20 +552,6 @@ class HostTier(Generic[LockT]):
                 or pages.holds_all(load_key(copy.number), copy.dst),
             }
             check_laws(laws, copy)
-
-    def _overlap(self, one: _TierCopy[LockT], other: _TierCopy[LockT]) -> bool:
-        if (
-            one.is_load is not other.is_load
-            or one.epoch != self.pages.epoch
-            or other.epoch != self.pages.epoch
-            or one.is_given_up
-            or other.is_given_up
-            or one.key.namespace != other.key.namespace
-        ):
-            return False
-        start, end = max(one.start, other.start), min(one.end, other.end)
-        same = common_pages(one.key.data, other.key.data, 0, end, self._page_bytes)
-        return same > start
 
 
 def load_key(number: int) -> RoomKey:
@@ -607,8 +597,7 @@ class HostSource(MeasuringSource):
             return True
         load_s = self.tier.load_s(num_tokens // self._ledger.page_size, need.now_s)
         missing = len(need.key) - need.start
-        loaded = Lack(missing - num_tokens, num_tokens, load_s)
-        return self.rule.worth_loading(Lack(missing), loaded, need.req.prefill, need.now_s)
+        return self.rule.worth_loading(missing, num_tokens, load_s, need.req.prefill, need.now_s)
 
     def begin(self, flight: Flight, segment: Segment, now_s: float) -> None:
         table = self._ledger.pages.table

@@ -88,14 +88,10 @@ class PreallocBudget:
         return len(self._pages)
 
     @property
-    def single(self) -> int:
-        """Pages kept for the neediest request."""
-        return max(0, self._reaches[-1] - self.private_pages) if self._reaches else 0
-
-    @property
     def kept_back(self) -> int:
         """Pages kept back from new admissions, for admitted requests to grow into."""
-        return max(self.reserved_pages, self.single)
+        single = self._reaches[-1] - self.private_pages if self._reaches else 0
+        return max(self.reserved_pages, single)
 
     def check_invariants(self) -> None:
         """Check the sums against the requests that they count. Raises InternalError."""
@@ -138,7 +134,7 @@ class Ledger:
     @property
     def num_running(self) -> int:
         """Requests that run, or could: those whose KV is here. O(1)."""
-        return self.budget.active - self.flights.num_owned
+        return self.budget.active - len(self.flights.by_owner)
 
     def limits(self) -> tuple[int, int]:
         """Return the most pages that an admission may need now, and may ever need."""
@@ -179,10 +175,11 @@ class Ledger:
         committed, unwritten = [], []
         while flights.complete:
             flight = flights.complete.popleft()
-            if not flight.source.may_commit(flight):
+            req, request = flight.owner, flight.request
+            is_written = req is None or req.unwritten is None
+            if not (is_written or flight.source.may_commit(flight)):
                 unwritten.append(flight)
                 continue
-            req, request = flight.owner, flight.request
             # 1. To the tree. A flight without an owner is there only for others, which find it in
             # the tree.
             if req is None or request.cacheable:

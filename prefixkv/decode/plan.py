@@ -94,11 +94,6 @@ class PrefillSource(Source):
         self.open: dict[RoomKey, Flight] = {}
         self.asks: list[PrefillAsk] = []
 
-    def sent(self, req: DecodeRequest, start: int) -> Segment | None:
-        """Return what it sends: all behind `start`, if it answers."""
-        is_open = req.prefill and self._ledger.workers.of(req.prefill).is_open
-        return Segment(self, start, req.kv_len) if is_open else None
-
     def may_have(self, req: DecodeRequest) -> bool:
         """True if prefill may have the present attempt before it is asked for it."""
         return not self.asks_late and req.generation == req.request.generation
@@ -144,7 +139,8 @@ class PrefillSource(Source):
         if flight is None:
             return None
         journal, rest = self._ledger.journal, flight.rest
-        journal.transferred(flight.prefill, flight.pages.num_own)
+        journal.transfer_ended(flight.prefill, "success")
+        journal.pages_received += flight.pages.num_own
         for source in self._ledger.organs:
             source.answered(flight, len(flight.key) if rest is None else rest.start, now_s)
         if flight.owner is not None:
@@ -232,11 +228,12 @@ class Planner:
     ) -> Plan | None:
         """Plan where a request gets what it lacks: the best way that fits, within the most pages
         needed and the most ever needed. None if none does; not whole if there is no way."""
-        sent = self._prefill.sent(req, look.start)
+        is_open = req.prefill and self._ledger.workers.of(req.prefill).is_open
+        sent = Segment(self._prefill, look.start, req.kv_len) if is_open else None
         if not self._makers and not req.output:  # there is no choice
             return self._fitting(req, look, (sent,), limits) if sent else Plan(req, look)
         need = Need(req, look.key, look.match, look.start, req.kv_len, bool(req.asks), now_s)
-        ways = self.ways(need)
+        ways = self._ways(need)
         if not ways and sent is None:
             return Plan(req, look)
         plans = (self._fitting(req, look, (way,), limits) for way in ways)
@@ -248,8 +245,14 @@ class Planner:
             plan = self._fitting(req, look, self._sent(need, sent), limits) or plan
         return plan
 
-    def ways(self, need: Need) -> list[Segment]:
-        """Return the ways without prefill."""
+    def needs_no_prefill(self, req: DecodeRequest, now_s: float, joins: bool = True) -> bool:
+        """Tell whether the plan of a request would be whole with prefill closed. `joins`: whether
+        it may wait for other flights."""
+        look = self.look(req, None, now_s, can_ask=False, joins=joins)
+        need = Need(req, look.key, look.match, look.start, req.kv_len, False, now_s)
+        return bool(self._makers and self._ways(need))
+
+    def _ways(self, need: Need) -> list[Segment]:
         sources = (self._cached, *self._makers) if need.req.resumed else self._makers
         return [segment for source in sources if (segment := self._reach(source, need))]
 
@@ -327,7 +330,8 @@ class Planner:
             ledger.flights.enter(joined, shareable=True)
             flights.append((joined, load))
         first, rest = plan.segments[0], plan.segments[1:]
-        first.source.opening(req, first)
+        if first.found is not None:
+            first.source.opening(req, first)
         row = pages.open(
             look.match, look.new_pages, now_s, above, shared_pages,
             is_used=bool(flights), start=plan.group_start,

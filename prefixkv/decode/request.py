@@ -60,7 +60,7 @@ class DecodeRequest(PagedRequest[DecodeState]):
     __slots__ = (
         "_key", "admitted_s", "asks", "aux", "brought", "committed_s",
         "first_token_s", "hit_tokens", "max_new_tokens",
-        "may_load", "new_pages", "output", "output_limit", "prefill", "prompt_len",
+        "may_load", "most_kv_len", "new_pages", "output", "output_limit", "prefill", "prompt_len",
         "retractions", "retries", "shared_tokens", "transferred_s", "unwritten",
     )  # fmt: skip
 
@@ -84,14 +84,15 @@ class DecodeRequest(PagedRequest[DecodeState]):
         self.may_load = True  # from host memory; False once such a copy has failed
         self.max_new_tokens = request.max_new_tokens
         self.prompt_len = self.fill_len  # tokens
+        # The largest `kv_len` that may be reached: the last token never gets KV.
+        self.most_kv_len = self.prompt_len + self.max_new_tokens - 1
         self.max_pages = pages_for(self.most_kv_len, pages.page_size)
         self.output: list[int] = []
         self.output_limit = 0
         self.aux = b""
         # Until it is done, the device may write what the engine has computed of it here.
         self.unwritten: DeviceEvent | None = None
-        self.retries = 0
-        self.retractions = 0
+        self.retries = self.retractions = 0
         # Its journal: when each of these happened first; where the prompt's KV came
         # from, as of the last admission before the first token; and what was asked for, in sum.
         self.admitted_s: float | None = None
@@ -112,11 +113,6 @@ class DecodeRequest(PagedRequest[DecodeState]):
         """Tokens with KV that is written, or promised by the transfer under way: the prompt and all
         output but the last token, which has no KV until the engine's next step writes it."""
         return self.prompt_len + max(0, len(self.output) - 1)
-
-    @property
-    def most_kv_len(self) -> int:
-        """Largest `kv_len` that may be reached: the last token never gets KV."""
-        return self.prompt_len + self.max_new_tokens - 1
 
     @property
     def key(self) -> RadixKey:
@@ -233,11 +229,6 @@ class DecodeJournal(Journal):
         req.admitted_s = now_s
         self.waited("pages", req.arrived_s, now_s)
         self.found(req.request.key.namespace, req.fill_len, req.hit_tokens, shared_tokens)
-
-    def transferred(self, prefill: str, num_pages: int) -> None:
-        """A prefill worker has sent all that it was asked for."""
-        self.transfer_ended(prefill, "success")
-        self.pages_received += num_pages
 
     def arrived(self, req: DecodeRequest, reason: str, now_s: float) -> None:
         """All that a request's own flight brings is there."""

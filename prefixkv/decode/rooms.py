@@ -156,6 +156,7 @@ class Worker:
 
     address: str
     is_open: bool  # it answers
+    is_down: bool = False  # it has stopped, or never did; not while it may be on its way
     away_s: float = -math.inf
     max_tokens: int = 0
     is_met: bool = False  # asked for by MeetPrefill, and not reported as lost
@@ -209,12 +210,6 @@ class Workers:
     def all(self) -> list[Worker]:
         """Return all workers. Any thread may call it."""
         return list(self._workers.values())
-
-    def is_down(self, address: str) -> bool:
-        """True if the worker has stopped answering, or never did; not while it may be on its
-        way."""
-        worker = self._workers.get(address)
-        return worker is not None and not worker.is_open and worker.away_s > -math.inf
 
     def check_holds(self, rid: str, num_tokens: int, address: str) -> None:
         """Raise RequestError where a worker is known to hold fewer tokens, all that the request may

@@ -58,6 +58,7 @@ from prefixkv.pages.requests import (
     check_own,
     check_reason,
     not_done,
+    still_pending,
 )
 from prefixkv.paging import pages_for
 from prefixkv.protocol.commands import DecodeCommand, MeetPrefill, MoveWeights
@@ -131,13 +132,14 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._organs = self.ledger.organs = [source for source in made if source is not None]
         self.sources: dict[str, Any] = {source.name: source for source in self._organs}
         self._own = self.ledger.own = next(filter(lambda one: one.is_own, self._organs), Source())
+        self._fails_over = any(source.fails_over for source in self._organs)
         for setting in config.source_settings - {source.setting for source in self._organs}:
             raise ConfigError(f"{setting}: this installation has no part for it")
         self.prefill = PrefillSource(self.ledger)
-        self.planner = Planner(self.ledger, self.prefill)
+        self._planner = Planner(self.ledger, self.prefill)
         self._ending = Ending(self.ledger, self._ask_again)
         self._growth = BatchGrowth(self.ledger, self._ending)
-        self.waiting = Admission(self.ledger, config, self.planner)
+        self.waiting = Admission(self.ledger, config, self._planner)
         self._max_retries, self._retarget = config.num_retries, config.retarget
         self._admitted: list[DecodeRequest] = []  # to be returned by `pop_preallocated`
 
@@ -168,9 +170,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         req = DecodeRequest(request, self.pages, now_s)
         # From here on something changes. The queue comes first since it calls a user's policy,
         # which may raise: nothing else is noted then, and nothing has to be undone.
-        self.waiting.add(req, now_s)
+        match = self.waiting.add(req, now_s)
         if request.prefill:
-            req.name_prompt(self.waiting.match_of(req))
+            req.name_prompt(match)
         self.requests[req.rid] = req
         self.rooms.add(req.room)
         self._note_deadline(req)
@@ -228,7 +230,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             req.become(DecodeState.TRANSFERRED)
             committed.append(req)
             # Before anything is evicted: under its lock, which has just grown over their pages.
-            self._own.committed(req, flight, now_s)
+            for source in self._organs:
+                source.committed(req, flight, now_s)
             self.counters["transferred"] += 1
             # `deadline_s` is about the arrival of the KV, which is over.
             self._deadlines.forget(req)
@@ -339,11 +342,11 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._pump()
         check_rid(rid)
         req, error = self.requests.get(rid), TransferError(reason)
-        flight = None if req is None else self.flights.of(req)
+        flight = None if req is None else self.flights.by_owner.get(req)
         is_asked = req is not None and req in self.waiting and bool(req.asks)
         if flight is not None:
             if is_asked := flight.room_key in self.prefill.open:
-                self.fail_room(flight, error, error)
+                self._fail_room(flight, error, error)
         elif is_asked and req is not None:
             self._try_again(req, error)
         self._tell()
@@ -381,7 +384,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         else:
             for req, token in zip(reqs, tokens, strict=True):
                 req.output.append(token)
-        self._own.stepped(reqs, now_s)
+        for source in self._organs:
+            source.stepped(reqs, now_s)
 
     def reserve_many(self, reqs: Sequence[DecodeRequest], num_tokens: int) -> None:
         """Take pages for the KV of `num_tokens` tokens from each request's `kv_len` on, as far as
@@ -502,7 +506,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self._check_still_holds(req, prefill)
             req.prefill = prefill
             if req in self.waiting:
-                self.move(req, prefill, "goes to another prefill worker")
+                self._move(req, prefill, "goes to another prefill worker")
                 self._meet(req)
             else:  # it enters under the new address when it queues, and the worker is met then
                 req.asks = prefill
@@ -579,7 +583,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         """True if a `pop_*` call returns something, or may admit. O(1)."""
         # Admitted: by a call that raised.
         left = self._failed or self._admitted or self.prefill.asks or self.flights.complete
-        return bool(left or self.waiting.may_admit or self._own.has_new())
+        new = (source.has_new() for source in self._organs)
+        return bool(left or self.waiting.may_admit or any(new))
 
     @property
     def idle(self) -> bool:
@@ -614,14 +619,16 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
                 if (flight := self.prefill.open.get(key)) is not None:
                     self.journal.transfer_ended(flight.prefill, "failed")
                     error = event.error or InternalError(f"{key} failed without a reason")
-                    self.fail_room(flight, error, None)
+                    self._fail_room(flight, error, None)
             case RoomDrained(key):
                 self.room_drained(key)
             case RoomOverdue(key):  # it is not drained by its deadline: its pages stay held
                 self.counters["quarantined_pages"] += self.pages.quarantine(key)
             case PrefillReady(address, max_tokens):
                 self.waiting.opens(self.workers.of(address), max_tokens)
-                self._own.prefill_back(self, address)
+                for req in self.waiting.at(""):  # not admitted since: nothing need stand in
+                    if req.prefill == address:
+                        self.waiting.move(req, address)
                 for req in self.waiting.at(address):
                     try:  # before any page is promised
                         self._check_still_holds(req, address)
@@ -629,7 +636,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
                         self._fail(req, error)
             case PrefillAway(address):  # its requests hold up no others
                 self.waiting.closes(self.workers.of(address), now_s)
-                self._own.prefill_away(self, address)
+                self._recall(address)
+                for req in self.waiting.at(address):
+                    self._stands_in(req)
             case PrefillLost(address):
                 worker = self.workers.of(address)
                 self.waiting.closes(worker, now_s)
@@ -658,18 +667,18 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.rooms.drained(key)
 
     def release_deferred(self, now_s: float) -> None:
-        """Release the pages of ended requests once the device is done with them."""
-        self._ending.release(now_s)
+        """Release the pages of ended requests once the device is done with them. O(requests that
+        wait for it)."""
+        for event, end in list(self.ledger.deferred.values()):
+            if (left := still_pending(event, self.pages.errors)) is None:
+                self._ending.release(end, now_s)
+            else:
+                self.ledger.deferred[end.req] = left, end
 
     def feeds(self, worker: PeerId) -> list[EventFeed]:
         # The pool's counts whatever checkpoints there are: prefill sends what belongs to the end.
         more = [feed for source in self._organs for feed in source.feeds(worker)]
         return [EventFeed(self.pages.cache, *worker), *more]
-
-    @property
-    def num_deferred(self) -> int:
-        """Number of ended requests with pages that the device may still touch."""
-        return len(self.ledger.deferred)
 
     def holders(self) -> list[tuple[str, RequestPages]]:
         """Return what holds pages, by name: requests, and flights. Any thread may call it."""
@@ -715,8 +724,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         return {
             "what is queued holds nothing": req not in self.waiting
             or (pages is None and state in _WAITS),
-            "what is preallocated has a flight, and no other has": (self.flights.of(req) is None)
-            == (state is not DecodeState.PREALLOCATED),
+            "what is preallocated has a flight, and no other has": (req in self.flights.by_owner)
+            == (state is DecodeState.PREALLOCATED),
             "what waits for the device has ended, or was retracted, and holds its pages": not waits
             or (pages is not None and (state.ended or state is DecodeState.RETRACTED)),
             "no request has more pages than it may ever need": num_pages <= req.max_pages,
@@ -734,7 +743,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def _admit(self, plan: Plan, now_s: float) -> None:
         """Carry out a plan."""
         req = plan.req
-        flights = self.planner.take(plan, now_s)
+        flights = self._planner.take(plan, now_s)
         req.become(DecodeState.PREALLOCATED)
         self.waiting.remove(req)
         self.journal.admitted(req, plan, now_s)
@@ -768,15 +777,15 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if self.workers.gated and req.prefill and not worker.is_met:
             worker.is_met = True
             self._commands.append(MeetPrefill(req.prefill))
-        if self.workers.is_down(req.prefill):
-            self._own.stands_in(self, req)
+        if worker.is_down:
+            self._stands_in(req)
 
     # --- other attempts ---------------------------------------------------------------------------
 
     # A worker that may have a request already is told when that request goes elsewhere, since it
     # waits for a promise; what it still answers then is of a former generation.
 
-    def move(self, req: DecodeRequest, asks: str, why: str) -> None:
+    def _move(self, req: DecodeRequest, asks: str, why: str) -> None:
         """Let a waiting request ask another worker, or none (""). `why`, to the former one."""
         if req.state is DecodeState.QUEUED:  # else it has no open attempt
             self._refuse_waiting(req, AbortedError(f"request {req.rid!r} {why}"))
@@ -787,7 +796,32 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if req.asks and not self.prefill.asks_late:
             self.rooms.refuse(req.room_key, req.asks, error, req.request.digest)
 
-    def fail_room(self, flight: Flight, cause: Exception, told: Exception | None) -> None:
+    def _recall(self, address: str) -> None:
+        """Take what is on its way from a worker that does not answer, if other sources bring it
+        all. What is more waits for its end."""
+        error, rooms = PeerLostError(f"prefill worker {address} does not answer"), self.prefill.open
+        # Each goes to the front of the queue, so the last one first. It may have ended with one
+        # before it. Those that joined one without an owner ask again.
+        for flight in reversed(list(rooms.values())) if self._fails_over else ():
+            req = flight.owner
+            if (flight.prefill == address and rooms.get(flight.room_key) is flight) and (
+                req is None or self._planner.needs_no_prefill(req, self.now_s, joins=False)
+            ):
+                self._fail_room(flight, error, error)
+
+    def _stands_in(self, req: DecodeRequest) -> bool:
+        """Let a request ask no prefill worker, if other sources bring all of it, and may. Return
+        whether."""
+        may = req.asks and (self._fails_over or self.workers.of(req.prefill).is_down)
+        if not may or not self._planner.needs_no_prefill(req, self.now_s):
+            return False
+        if req in self.waiting:  # its worker may have it, and be back before it is done
+            self._move(req, "", "is computed by decode")
+        req.asks = ""
+        self.counters["failovers"] += 1
+        return True
+
+    def _fail_room(self, flight: Flight, cause: Exception, told: Exception | None) -> None:
         """End a flight whose room has failed; `told`: what prefill is to be told."""
         req = flight.owner
         self.counters["transfers_failed"] += 1
@@ -821,7 +855,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             except RequestError as too_long:
                 error = too_long
         req.error = error
-        if self._own.stands_in(self, req):
+        if self._stands_in(req):
             return self._ask_again(req)
         return self._fail(req, error)
 
@@ -846,7 +880,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if error is not None:
             req.error = error
             self._failed.append(req)
-            if (flight := self.flights.of(req)) is not None:
+            if (flight := self.flights.by_owner.get(req)) is not None:
                 self._ending.leave(flight, error)
             elif req in self.waiting:
                 self.waiting.remove(req)
@@ -865,7 +899,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self._ending.release_after(after, end, self.now_s)
 
     def _too_late(self, req: DecodeRequest) -> None:
-        flight = self.flights.of(req)
+        flight = self.flights.by_owner.get(req)
         complete = self.flights.complete
         if flight is not None and flight in complete and flight.source.may_commit(flight):
             return
@@ -882,7 +916,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if request.room in self.rooms and (not to_refuse or self.rooms.is_live(request.room)):
             raise RequestError(f"room {request.room} is in use")
         # Decode may carry on without any prefill worker, where it is told so.
-        if request.prefill or to_refuse or not (self._own.fails_over and request.may_compute):
+        if request.prefill or to_refuse or not (self._fails_over and request.may_compute):
             check_prefill(request.rid, request.prefill)
         if request.decode not in ("", self.name):
             named = f"{request.decode!r}, this one is {self.name!r}"

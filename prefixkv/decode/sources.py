@@ -18,7 +18,7 @@ import math
 import statistics
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final
 
 from prefixkv.config import ComputeConfig
 from prefixkv.decode.flights import Flight, Source
@@ -41,15 +41,6 @@ _LOAD_FACTOR: Final = 2.0  # a load may take so many times as long as to have al
 _LOAD_S: Final = 0.02  # and so much longer
 _KEPT_REQUESTS: Final = 0.95
 _MAX_WORKERS: Final = 256  # prefill workers that are remembered
-
-
-class Lack(NamedTuple):
-    """What a request lacks: `missing` tokens, to be computed or sent, and `loaded` ones, which are
-    here in `load_s` seconds."""
-
-    missing: int
-    loaded: int = 0
-    load_s: float = 0.0
 
 
 class Rate:
@@ -297,15 +288,17 @@ class Sources:
             rate.declined += 1
         return is_here
 
-    def worth_loading(self, sent: Lack, loaded: Lack, address: str, now_s: float) -> bool:
-        """Return whether to load what host memory has (`loaded`), rather than have all sent
-        (`sent`). Without own compute alone: with it both are about as good, and what is loaded
-        makes prompts short enough to be computed here."""
-        if not (loaded.load_s and self.config is None and self._sent.is_known):
+    def worth_loading(
+        self, missing: int, num_loaded: int, load_s: float, address: str, now_s: float
+    ) -> bool:
+        """Return whether to load `num_loaded` of the `missing` tokens from host memory, in `load_s`
+        seconds (0: not known), rather than have all sent. Without own compute alone: with it both
+        are about as good, and what is loaded makes prompts short enough to be computed here."""
+        if not (load_s and self.config is None and self._sent.is_known):
             return True
         worker = self._workers.get(address) or PrefillLoad()
-        sent_s = self._sent_s(sent.missing, worker, now_s)
-        loaded_s = max(loaded.load_s, self._sent_s(loaded.missing, worker, now_s))
+        sent_s = self._sent_s(missing, worker, now_s)
+        loaded_s = max(load_s, self._sent_s(missing - num_loaded, worker, now_s))
         return loaded_s <= _LOAD_FACTOR * sent_s + _LOAD_S
 
     def chunk_tokens(self, running: int) -> int:

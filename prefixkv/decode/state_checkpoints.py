@@ -162,12 +162,14 @@ class CheckpointedCompute(RequestCheckpoints[DecodeRequest], ComputeSource):
             self.enter(req)
             self._give_back(req)
 
-    def leaving(self, req: DecodeRequest) -> None:
+    def leaving(self, req: DecodeRequest, key: RadixKey, now_s: float) -> None:
         """Enter the state and window that a request leaves, and give back the rest. Under its lock,
         which has all its cached pages."""
         held = req.pages_held
+        assert held is not None
+        self._pages.cache_unfinished(held, key, now_s, priority=req.request.priority)
         self._enter_sent(req)
-        if self._pages.windows and held is not None and self._may_save(req):
+        if self._pages.windows and self._may_save(req):
             left, saved = [], self._of(req)
             if self._has_state:
                 left, saved.slots = saved.slots, []

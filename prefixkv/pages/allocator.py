@@ -108,29 +108,24 @@ class PageAllocator:
 
     def free(self, pages: PageIds | bytes) -> None:
         """Free pages (OWNED -> FREE). Raises PageStateError, with nothing changed."""
-        where, num_pages = self._checked(pages, _OWNED)
+        where, num_pages = self.checked(pages)
         if num_pages:
             self._set(where, num_pages, _OWNED, _FREE)
             self._runs.add(where)
 
-    def owned(self, pages: PageIds | bytes) -> tuple[Where, int]:
-        """Where `pages` are, and how many. Raises PageStateError unless all are OWNED, each
-        once."""
-        return self._checked(pages, _OWNED)
-
     def cache(self, pages: PageIds | bytes) -> None:
         """Mark pages as the tree's (OWNED -> CACHED). Raises PageStateError, with nothing
         changed."""
-        self._set(*self._checked(pages, _OWNED), _OWNED, _CACHED)
+        self._set(*self.checked(pages), _OWNED, _CACHED)
 
     def cache_owned(self, where: Where, num_pages: int) -> None:
-        """As `cache`, without a check of what `owned` returned: no page may have changed since."""
+        """As `cache`, of what `checked` has returned: no page may have changed since."""
         self._set(where, num_pages, _OWNED, _CACHED)
 
     def uncache(self, pages: PageIds | bytes) -> None:
         """Take pages back from the tree (CACHED -> OWNED). Raises PageStateError, with nothing
         changed."""
-        self._set(*self._checked(pages, _CACHED), _CACHED, _OWNED)
+        self._set(*self.checked(pages, _CACHED), _CACHED, _OWNED)
 
     def hold(self, pages: PageIds | bytes, owner: Hashable) -> None:
         """Let `owner`, a room, keep pages that a peer may still write (OWNED -> HELD), until
@@ -141,7 +136,7 @@ class PageAllocator:
         """
         # First: it raises for an owner without a hash, which must change nothing.
         hash(owner)
-        where, _ = self._checked(pages, _OWNED)
+        where, _ = self.checked(pages)
         ascending: Index = np.arange(where.start, where.stop) if type(where) is slice else where
         self._held.setdefault(owner, []).append(ascending)
         self._set(ascending, len(ascending), _OWNED, _HELD)
@@ -243,8 +238,9 @@ class PageAllocator:
             raise PageStateError(f"{owner!r} holds no pages") from None
         return held[0] if len(held) == 1 else np.concatenate(held)
 
-    def _checked(self, pages: PageIds | bytes, state: int) -> tuple[Where, int]:
-        """Raises PageStateError unless all are in `state`, each once."""
+    def checked(self, pages: PageIds | bytes, state: int = _OWNED) -> tuple[Where, int]:
+        """Return where pages are, and how many. Raises PageStateError unless all are in `state`,
+        each once."""
         if type(pages) is bytes:
             packed = pages
             if len(packed) % _PACKED:

@@ -223,7 +223,6 @@ class PageManager:
             evictable -= 0 if match is None else match.unprotected_pages
             if missing > evictable:
                 raise OutOfPagesError(num_new_pages, self.allocator.free_pages, evictable)
-        self.table.check_fits(num_locked + num_joined + num_new_pages)
         if start is not None:
             if (short := self.groups.short_of(start)) is not None:
                 needed = short.own_pages(start, self.groups.index(short))
@@ -232,7 +231,7 @@ class PageManager:
         elif self.groups and not is_load:
             raise CallerError("a request needs pages in the groups: start is None")
         # From here on only `lock` and `_take` could fail, and both undo below.
-        row = self.table.alloc_row(is_load)
+        row = self.table.alloc_row(num_locked + num_joined + num_new_pages, is_load)
         # A use of the cache is counted once, of all that was found: if the request joins another,
         # that is when it locks what it joined.
         visit = None if is_used else joined is None
@@ -319,19 +318,20 @@ class PageManager:
                 f"row {pages.row} has {pages.num_joined} pages of another request, on their way"
             )
         num_whole = len(key) // self.page_size
-        if not self._can_cache(pages) or num_whole <= pages.num_locked:
+        can_cache = self.caching and pages.epoch == self.epoch
+        if not can_cache or num_whole <= pages.num_locked:
             return
         own = self.table.packed(pages.row, pages.num_locked, num_whole)
         # The one check of these ids, so that the tree need not repeat it: a page that is OWNED is
         # in the pool, named once, and not in the tree.
-        owned, num_own = self.allocator.owned(own)
+        owned, num_own = self.allocator.checked(own)
         result = self.cache.insert_owned(key, own, owned, priority, now_s, pages.lock)
         # Nothing can evict between the insertion and this: one thread owns the tree.
         if pages.lock is None:
             pages.lock = self.cache.lock(result, now_s=now_s)
         # The tree took over the pages that it did not have. For the others the request has
         # duplicates.
-        num_there = result.prefix_len // self.page_size
+        num_there = result.old_depth
         num_duplicates = num_there - pages.num_locked
         if not num_duplicates:
             self.allocator.cache_owned(owned, num_own)
@@ -361,30 +361,16 @@ class PageManager:
         priority: int = 0,
         continues: Continues = None,
         shared_tokens: int = 0,
-        keep_tokens: int | None = None,
-        on_cached: Callable[[], None] | None = None,
     ) -> None:
-        """End the request: its whole pages become cached prefix, its tail is freed.
-
-        With `keep_tokens` only the whole pages of its first that many tokens; what the tree has of
-        it already stays. `on_cached` is called while they are locked. `continues` is not about the
-        first `shared_tokens`.
+        """End the request: the whole pages of `key` become cached prefix, what follows is freed.
+        What the tree has of it already stays. `continues` is not about the first `shared_tokens`.
         """
-        if keep_tokens is not None and keep_tokens < len(key):
-            # Whole pages only, so that the tail of the last one is not looked at again. What is
-            # locked is never cut: others may have locked it since.
-            key = key.prefix(keep_tokens // self.page_size * self.page_size)
         self.cache_unfinished(pages, key, now_s, priority=priority)
-        if on_cached is not None:
-            on_cached()
         # Before `drop`, which ends the lock that says where the use ended.
         if continues is not None and pages.lock is not None and pages.epoch == self.epoch:
             keep_pages = shared_tokens // self.page_size
             self.cache.hint(pages.lock, continues, keep_pages=keep_pages)
         self.drop(pages)
-
-    def _can_cache(self, pages: RequestPages) -> bool:
-        return self.caching and pages.epoch == self.epoch
 
     @property
     def may_load(self) -> bool:
@@ -513,14 +499,13 @@ class PageManager:
         return own
 
     def _unlock(self, lock: PrefixLock | None) -> None:
-        if lock is not None:
-            self._free_cached(self.cache.unlock(lock))
+        if lock is not None and len(freed := self.cache.unlock(lock)):
+            self._free_cached(freed)
 
     def _free_cached(self, pages: Pages) -> None:
-        if len(pages):
-            self.allocator.uncache(pages)
-            self.allocator.free(pages)
-            self.version += 1
+        self.allocator.uncache(pages)
+        self.allocator.free(pages)
+        self.version += 1
 
     def check_invariants(self) -> None:
         """Audit tree, allocator and table, and that they agree. O(nodes x tokens of a path) for the

@@ -43,13 +43,15 @@ class RequestCheckpoints(Generic[R]):
     scheduler's thread. `first_slot`: of the StatePool, that is a checkpoint's; 0: there is no extra
     state. The depth of each is a multiple of `checkpoint_tokens`, and of a page.
 
-    On prefill it is what says where a request goes on (`prefill.request.Resume`)."""
+    On prefill it is what says where a request goes on (`prefill.request.Resume`), and its only
+    saver."""
 
     follows, is_whole = True, False
 
     def __init__(self, pages: PageManager, first_slot: int, config: Any) -> None:
         assert isinstance(pages.saves, Checkpoints)
         self._pages, self._points = pages, pages.saves
+        self.savers = [self]
         self._first_slot = first_slot
         self._has_state = first_slot > 0
         self._page_size = pages.page_size

@@ -73,8 +73,8 @@ class PagedRequest(Generic[State]):
 
     __slots__ = (
         "arrived_s", "checkpoint_slot", "ended_s", "error", "fill_len", "generation", "hashes",
-        "max_pages", "page_manager", "pages_held", "prefix_len", "request", "rid", "saves", "state",
-        "stops",
+        "max_pages", "page_manager", "pages_held", "prefix_len", "request", "rid", "room", "saves",
+        "state", "stops",
     )  # fmt: skip
 
     TRANSITIONS: ClassVar[Mapping[Any, Set[Any]]]
@@ -83,7 +83,7 @@ class PagedRequest(Generic[State]):
     def __init__(self, request: Request, pages: PageManager, state: State, now_s: float) -> None:
         self.request = request
         self.rid = request.rid
-        self.generation = request.generation
+        self.room, self.generation = request.room, request.generation
         self.state = state
         self.error: Exception | None = None
         # Set by admission, and None again once the pages were dropped or held for a peer. Only the
@@ -128,20 +128,16 @@ class PagedRequest(Generic[State]):
         self.state = state
 
     @property
-    def room(self) -> int:
-        return self.request.room
-
-    @property
     def room_key(self) -> RoomKey:
         """Room and generation: one attempt at the transfer."""
-        return RoomKey(self.request.room, self.generation)
+        return RoomKey(self.room, self.generation)
 
     @property
     def pages(self) -> Pages:
         """Page ids in order, int32; a read-only view, valid until the next call on the node."""
         if self.pages_held is None:
             return np.empty(0, dtype=np.int32)
-        return self.page_manager.pages(self.pages_held)
+        return self.page_manager.table.pages(self.pages_held.row)
 
     def window_pages(self, name: str) -> GroupPages:
         """Return what it has in a window group: a read-only view, valid until the next call on the

@@ -59,8 +59,11 @@ class PageTable:
     def free_spare_rows(self) -> int:
         return len(self._spare_rows)
 
-    def alloc_row(self, spare: bool = False) -> int:
-        """Return a row without pages, with `spare` a spare one. CapacityError if there is none."""
+    def alloc_row(self, num_pages: int = 0, spare: bool = False) -> int:
+        """Return a row for so many pages, without any, with `spare` a spare one. RequestError: they
+        are more than a row holds. CapacityError: there is no row."""
+        if num_pages > (most := self.array.shape[1]):
+            raise RequestError(f"a row would have {num_pages} pages, the limit is {most}")
         rows = self._spare_rows if spare else self._free_rows
         if not rows:
             num_rows = len(self.array) - self.max_requests if spare else self.max_requests
@@ -102,7 +105,7 @@ class PageTable:
         return self._packed[_BYTES * (at + start_page) : _BYTES * (at + end_page)].tobytes()
 
     def fill(self, row: int, runs: Iterable[bytes | bytearray | Pages]) -> int:
-        """Fill a new row with runs of ids, which fit (`check_fits`); return their number. Nothing
+        """Fill a new row with runs of ids, which fit (`alloc_row`); return their number. Nothing
         is checked: the ids come from the allocator and the tree."""
         ids = b"".join(runs)  # type: ignore[arg-type]  # arrays are buffers, whatever the stubs say
         start = _BYTES * row * self.array.shape[1]
@@ -110,13 +113,6 @@ class PageTable:
         self._length[row] = num_pages = len(ids) // _BYTES
         self._num_writes[row] += 1
         return num_pages
-
-    def check_fits(self, num_pages: int) -> None:
-        """Raise RequestError for more pages than a row can hold."""
-        if num_pages > self.array.shape[1]:
-            raise RequestError(
-                f"a row would have {num_pages} pages, the limit is {self.array.shape[1]}"
-            )
 
     def write(self, row: int, start_page: int, ids: Pages) -> None:
         """Put ids in place of those of a row from `start_page` on, as many as it has there."""

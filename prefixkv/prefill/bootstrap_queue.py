@@ -19,7 +19,7 @@ from prefixkv.cache.results import MatchResult
 from prefixkv.errors import check_laws
 from prefixkv.pages.groups import GroupStart
 from prefixkv.pages.manager import PageManager
-from prefixkv.paging import page_floor, whole_pages
+from prefixkv.paging import page_floor
 from prefixkv.prefill.request import PrefillRequest, PrefillState, Resume, SendPlan
 
 
@@ -50,11 +50,8 @@ class PrefillBootstrapQueue:
         req.become(PrefillState.BOOTSTRAPPED)
         req.decode_prefix_len = decode_prefix_len
         self._ready[req] = next(self._numbers)
-        self._enter(req)
-        self._look_due = True
-
-    def _enter(self, req: PrefillRequest) -> None:
         self._due[self._ready[req]] = req
+        self._look_due = True
 
     def remove(self, req: PrefillRequest) -> None:
         self._due.pop(self._ready.pop(req), None)
@@ -104,7 +101,7 @@ class PrefillBootstrapQueue:
         # 1. Those that follow another hold no pages, so nothing behind them waits for them. They
         # are passed over until there is a reason to look.
         for req in shared_prefixes.to_look_at(now_s) if may_wait else ():
-            self._enter(req)
+            self._due[self._ready[req]] = req
         while self._due:
             if limit is not None and len(popped) >= limit:
                 return popped
@@ -138,7 +135,7 @@ class PrefillBootstrapQueue:
         pages, page_size, match = self._pages, self._pages.page_size, found.match
         prefix_len = match.prefix_len if match is not None else 0
         unprotected = match.unprotected_pages if match is not None else 0
-        num_new = req.max_pages - whole_pages(prefix_len, page_size)
+        num_new = req.max_pages - prefix_len // page_size
         # Measured with the lock counted in, so that `open` below cannot fail: a request is never
         # half open.
         if num_new > pages.available_pages - unprotected:
@@ -150,9 +147,11 @@ class PrefillBootstrapQueue:
             if not pages.windows.fit(start):
                 return False
         # First: an eviction for what is taken must not take what it goes on from.
-        self._resume.hold(req, found.more)
+        for part in self._resume.savers:
+            part.hold(req, found.more)
         req.opened(pages.open(match, num_new, now_s, start=start), prefix_len)
-        self._resume.opened(req, found.dense_pages)
+        for part in self._resume.savers:
+            part.opened(req, found.dense_pages)
         firsts = [group.first_page(req.num_tokens) for group in pages.windows]
         req.plan = SendPlan(req.num_tokens, req.decode_prefix_len, page_size, firsts)
         req.become(PrefillState.COMPUTING)
@@ -313,7 +312,8 @@ class SharedPrefixes:
             lead.followers.add(wait.end)
             assert leader.plan is not None
             done = max(leader.prefix_len, leader.plan.computed)
-            self._resume.add_stop(leader, end * self._page_size, done)
+            for part in self._resume.savers:
+                part.add_stop(leader, end * self._page_size, done)
             if passed_over is None:
                 self._passed_over[req] = set()
                 self._counters["followed"] += 1
@@ -346,7 +346,7 @@ class SharedPrefixes:
 
     def handed_out(self, req: PrefillRequest, caches: bool) -> None:
         """Enter a leader. `caches`: what it computes goes to the tree, so others may follow it."""
-        self.forget(req)
+        self._passed_over.pop(req, None)
         self._handed_out += 1
         self._leads[req] = lead = _Lead(self._handed_out)
         # Also one that caches nothing is counted: its progress shows that an older leader is passed
@@ -405,7 +405,7 @@ class SharedPrefixes:
     def check_invariants(self) -> None:
         """Check every law. Raises InternalError with the state."""
         starts = self._starts
-        starts.check_invariants({req: (req.key, starts.page_of(req)) for req in starts})
+        starts.check_invariants({req: req.key for req in starts})
         laws = {
             "what is found leads": {*starts} <= self._leads.keys(),
             "only what is with the engine leads": all(

@@ -19,7 +19,7 @@ from prefixkv.config import UsablePrefix
 from prefixkv.errors import AbortedError, AuxTooLargeError, RequestError, UserErrors, shown
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.requests import PagedRequest
-from prefixkv.paging import MAX_INDEX, Pages, pages_for, whole_pages
+from prefixkv.paging import MAX_INDEX, Pages, pages_for
 from prefixkv.protocol.commands import GroupChunk
 from prefixkv.protocol.ids import RoomKey
 from prefixkv.request import DeviceEvent, Request, check_event, whole_number
@@ -59,7 +59,7 @@ class WindowPlan:
     def next(self, end: int, last: bool) -> Span:
         """Return what `send` would return, without a move of the cursor."""
         # A partly computed page waits for its rest, but for the last page of the request.
-        end_page = pages_for(end, self.page_size) if last else whole_pages(end, self.page_size)
+        end_page = pages_for(end, self.page_size) if last else end // self.page_size
         return Span(self.cursor_page, max(self.cursor_page, end_page))
 
     def chunk(self, span: Span, first_page: int, ids: Pages) -> GroupChunk:
@@ -90,11 +90,7 @@ class SendPlan(WindowPlan):
         page_size: int,
         firsts: Iterable[int] = (),
     ) -> None:
-        if not 0 <= decode_prefix_len <= num_tokens:
-            raise RequestError(
-                f"decode_prefix_len is {decode_prefix_len}, the request has {num_tokens} tokens"
-            )
-        super().__init__(whole_pages(decode_prefix_len, page_size), page_size)
+        super().__init__(decode_prefix_len // page_size, page_size)
         self.num_tokens = num_tokens
         # By window group: from which page on.
         self.windows = tuple(WindowPlan(first_page, page_size) for first_page in firsts)
@@ -223,7 +219,7 @@ class PrefillRequest(PagedRequest[PrefillState]):
     @property
     def room_key(self) -> RoomKey:
         """With the decode worker's name."""
-        return RoomKey(self.request.room, self.generation, self.request.decode)
+        return RoomKey(self.room, self.generation, self.request.decode)
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]:
@@ -243,39 +239,21 @@ class Resume:
 
     `follows`: whether a request may wait for a prefix that another request computes. `is_whole`:
     whether all that is cached is of use, for routers. A request goes on at a multiple of
-    `step_pages`.
+    `step_pages`. `savers`: what saves more of requests than pages, and hears of each (see
+    `RequestCheckpoints`).
     """
 
     follows, is_whole, step_pages = True, True, 1
+    savers: Sequence[Any] = ()
 
     def find(self, req: PrefillRequest, match: MatchResult) -> tuple[int, Any]:
         """Return how many tokens of a match are of use, and what is there to go on from, which may
         have pages in the window groups (`windows`)."""
         return match.prefix_len, None
 
-    def hold(self, req: PrefillRequest, found: Any) -> None:
-        """The request is opened next, to go on from this."""
-
-    def opened(self, req: PrefillRequest, dense_pages: int) -> None:
-        """The request was opened; `dense_pages` of its path are cached."""
-
-    def add_stop(self, req: PrefillRequest, tokens: int, done: int) -> None:
-        """Another request waits for the first `tokens` of this one, which has `done` of them."""
-
-    def passed(self, req: PrefillRequest, end: int) -> None:
-        """KV of the request is there up to token `end`."""
-
     def take(self, req: PrefillRequest, end: int) -> int:
         """Return a slot for the state behind `end` tokens, -1 if none is free."""
         raise RequestError(f"request {req.rid!r} is {req.state.value}, it saves no state")
-
-    def enter(self, req: PrefillRequest) -> int | None:
-        """What the request has computed is in the tree. Return where others can go on, in tokens;
-        None: at its end."""
-        return None
-
-    def dropped(self, req: PrefillRequest) -> None:
-        """Lock and pages of the request end next."""
 
     def check_invariants(self, requests: Sequence[PrefillRequest]) -> None:
         """Raise InternalError if a law is broken."""

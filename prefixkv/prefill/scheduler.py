@@ -16,7 +16,6 @@ from contextlib import suppress
 from typing import Any, ClassVar, assert_never
 
 from prefixkv.cache.events import EventFeed
-from prefixkv.cache.radix_key import RadixKey
 from prefixkv.config import PrefillConfig, UsablePrefix
 from prefixkv.errors import (
     AbortedError,
@@ -248,7 +247,8 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         if last:
             req.state_slot = state_slot
             req.become(PrefillState.SENDING)
-        self._resume.passed(req, end)
+        for part in self._resume.savers:
+            part.passed(req, end)
         if req.plan.windows:
             self.pages.slide(req.pages_held, end)
         # 4. Progress, for the tree and for those that follow this request.
@@ -503,12 +503,15 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         if req.request.cacheable and pages_computed > req.pages_held.num_locked:
             # Writes, and steps on their way, may read what turns out to be there already.
             self.pages.cache_unfinished(
-                req.pages_held, _computed(req), now_s, priority=req.request.priority,
-                being_read=True,
+                req.pages_held, req.key.prefix(req.plan.computed), now_s,
+                priority=req.request.priority, being_read=True,
             )  # fmt: skip
         # The leader moves to what it has computed: a follower finds those pages in the tree, and
         # where it can go on.
-        self.shared_prefixes.advance(req, req.plan.computed, self._resume.enter(req))
+        goes_on_at = None
+        for part in self._resume.savers:
+            goes_on_at = part.enter(req)
+        self.shared_prefixes.advance(req, req.plan.computed, goes_on_at)
 
     def _maybe_release(self, req: PrefillRequest, now_s: float) -> None:
         # All three, in whichever order they come: the last one releases.
@@ -522,16 +525,15 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         self._computes_no_more(req)
         if req.pages_held is None:
             return
-        key, is_good = _computed(req), req.request.cacheable and req.given_up is None
+        key = req.key.prefix(req.plan.computed if req.plan is not None else 0)
+        is_good = req.request.cacheable and req.given_up is None
         # What was computed is good prefix, even if the request failed; and so are the states of its
         # last chunks, once their pages are in the tree, and under its lock.
         if is_good and key:
             self.pages.cache_unfinished(req.pages_held, key, now_s, priority=req.request.priority)
-            self._resume.enter(req)
-        self._resume.dropped(req)
+            for part in self._resume.savers:
+                part.enter(req)
+        for part in self._resume.savers:
+            part.dropped(req)
         self.pages.drop(req.pages_held)
         req.pages_held = None
-
-
-def _computed(req: PrefillRequest) -> RadixKey:
-    return req.key.prefix(req.plan.computed if req.plan is not None else 0)

@@ -577,9 +577,11 @@ def decode(raw: bytes) -> Frame:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         # A frame of another version may be malformed by our rules only: then its version is the
         # error that helps the operator.
-        _check_version(_version(raw))
+        if (theirs := _version(raw)) != PROTOCOL_VERSION:
+            raise VersionError(theirs, PROTOCOL_VERSION) from None
         raise ProtocolError(f"malformed frame: {error}") from None
-    _check_version(frame.version)
+    if frame.version != PROTOCOL_VERSION:
+        raise VersionError(frame.version, PROTOCOL_VERSION)
     return frame
 
 
@@ -589,8 +591,3 @@ def _version(raw: bytes) -> int:
         return _envelope.decode(raw).version
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return PROTOCOL_VERSION
-
-
-def _check_version(theirs: int) -> None:
-    if theirs != PROTOCOL_VERSION:
-        raise VersionError(theirs, PROTOCOL_VERSION)

@@ -22,7 +22,7 @@ from prefixkv.errors import (
     WeightsVersionError,
 )
 from prefixkv.protocol.events import DecodeEvent, RoomDrained, RoomEnded, RoomOverdue
-from prefixkv.protocol.ids import ChunkTag, KVPoll
+from prefixkv.protocol.ids import KVPoll
 from prefixkv.protocol.machine import Fail, RoomTick, Step, Table, ignored, run
 from prefixkv.protocol.messages import (
     Abort,
@@ -32,8 +32,8 @@ from prefixkv.protocol.messages import (
     OutcomeAck,
     Promise,
     PromiseAck,
-    code_of,
     error_of,
+    failure,
 )
 from prefixkv.protocol.timers import Backoff, Wait
 
@@ -54,10 +54,6 @@ class ChunkLanded(msgspec.Struct, frozen=True):
     part: int
     num_parts: int = 1
     num_units: int = 0
-
-    @classmethod
-    def of(cls, tag: ChunkTag) -> ChunkLanded:
-        return cls(tag.rank, tag.chunk, tag.part, tag.num_parts, tag.num_pages)
 
 
 class UnitsRelayed(msgspec.Struct, frozen=True):
@@ -371,10 +367,9 @@ class ReceiverMachine:
     # --- after the end ----------------------------------------------------------------------------
 
     def _aborts(self, gone: int | None = None) -> list[ReceiverAction]:
-        error = self.error
-        versions = error.versions if isinstance(error, WeightsVersionError) else None
-        reason, ticket, code = str(error)[:1000], self.promise.ticket, code_of(error)
-        abort = Abort(*self.key.numbers, reason, ticket, versions, code=code)
+        assert self.error is not None
+        reason, code, versions = failure(self.error)
+        abort = Abort(*self.key.numbers, reason, self.ticket, versions, code=code)
         ranks = sorted(self._undrained | self._untold)
         return [SendToRank(rank, abort) for rank in ranks if rank != gone]
 

@@ -11,6 +11,7 @@ While readers are heard, a promise or chunk has no deadline; a write in flight h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -233,9 +234,10 @@ class SenderMachine:
         self._next_job_id = next_job_id
         self._timing = timing
         # The engine's side of the room, and the promise.
-        self.added_s: float | None = None  # time at which the engine's request came
+        self.added = False
+        self.added_s = math.inf  # time at which the engine's request came
         self._newborn: LifeBegan | None = None
-        self._num_tokens: int | None = None
+        self._num_tokens = 0
         self.digest = b""  # digest of the prompt; b"": not known
         self.weights_version = ""  # version of the KV that the engine will hand over
         self._expected: tuple[int, ...] = ()  # decode ranks that take part, once one has spoken
@@ -252,10 +254,6 @@ class SenderMachine:
         self._resend = Backoff(timing.resend_s)
         self._wait = Wait(timing.longest_wait_s)
         self._wait.start(now_s, timing.bootstrap_timeout_s)
-
-    @property
-    def added(self) -> bool:
-        return self._num_tokens is not None
 
     @property
     def has_begun(self) -> bool:
@@ -332,7 +330,8 @@ class SenderMachine:
     def _on_added(self, event: Added, now_s: float) -> list[SenderAction]:
         if self.added:
             raise fault(self, event, "it was added already")
-        self._num_tokens, self.digest, self.added_s = event.num_tokens, event.digest, now_s
+        self.added, self.added_s = True, now_s
+        self._num_tokens, self.digest = event.num_tokens, event.digest
         self.weights_version = event.weights_version
         self._wait.start(now_s, self._timing.bootstrap_timeout_s)
         return self._maybe_bootstrapped(now_s)
@@ -385,7 +384,7 @@ class SenderMachine:
 
     def _maybe_bootstrapped(self, now_s: float) -> list[SenderAction]:
         promise = self._promise
-        if promise is None or self._num_tokens is None:
+        if promise is None or not self.added:
             return []
         # Checked for each promise as it comes, before anything is written: KV of another prompt, or
         # of other weights, must not land in a page that decode caches.
@@ -413,7 +412,8 @@ class SenderMachine:
                 f"decode waits for {fill_len} tokens, the request here has {self._num_tokens}"
             )
         # The lengths agree; now the content.
-        if all(promise.word.digest == self.digest for promise in self.promises()):
+        promises = [reader.promise for reader in self.readers.values()]
+        if all(one is None or one.word.digest == self.digest for one in promises):
             return None
         return PromptMismatchError(
             f"decode waits for other tokens, or another namespace, than the request here has: "

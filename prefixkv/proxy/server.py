@@ -17,8 +17,10 @@ import io
 import logging
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any, Final, Literal, NamedTuple
 
 import aiohttp
@@ -177,13 +179,13 @@ class Proxy(Entrance):
             "prefill": _ServerSide("prefill", prefill), "decode": _ServerSide("decode", decode),
         }  # fmt: skip
         self.metrics = ProxyMetrics(self._routing, self.sides["prefill"].servers)
-        self._lines: dict[str, Rate] = {}  # of the log, by server
+        self.rates: defaultdict[str, Rate] = defaultdict(partial(Rate, 1.0, _LINES_PER_S))
         super().__init__("proxy", config.listen)
         serve = self._tracing.traced(self._serve)
         routes = [
             Route("/v1/chat/completions", serve, methods=["POST"]),
             Route("/v1/completions", serve, methods=["POST"]),
-            *(Route(path, self._health, methods=["GET", "POST"]) for path in _OPEN),
+            *(Route(path, self._show_health, methods=["GET", "POST"]) for path in _OPEN),
             *(Route(path, self._pass_on, methods=["GET", "POST"]) for path in _TO_DECODE),
             Route("/{path:path}", _unknown, methods=["GET", "POST", "PUT", "PATCH", "DELETE"]),
         ]
@@ -218,14 +220,7 @@ class Proxy(Entrance):
     async def _close(self) -> None:
         await self.client.close()
 
-    def warn(self, server: str, why: str) -> None:
-        if self._lines.setdefault(server, Rate(1.0, _LINES_PER_S)).take(time.monotonic()):
-            logger.warning("%s", why)
-
     # --- what is asked ----------------------------------------------------------------------------
-
-    async def _health(self, _: Request) -> Response:
-        return Response(status_code=200 if self.health()[0] else 503)
 
     async def _pass_on(self, request: Request) -> Response:
         """Forward a request to the first decode server that can be reached."""
@@ -258,7 +253,7 @@ class Proxy(Entrance):
         if asked.field not in body:
             raise refused(asked.field, "is missing")
         # A client that set them would choose the room and the peers that the engines use.
-        if PARAMS in body:
+        if bytes(body.pop(PARAMS, b"null")) != b"null":
             raise refused(PARAMS, "is the proxy's to set")
         hints = given.hints(request)
         if hints != Hints():
@@ -342,8 +337,9 @@ class Proxy(Entrance):
         except aiohttp.ClientError as error:
             self.metrics.cut.inc()
             line.fields["outcome"] = "failed"
-            current().fail(f"decode was lost: {error!r}", type(error).__name__)
-            body = failed(502, "decode was lost", repr(error), "worker_lost").body()
+            why, kind = "decode was lost", type(error).__name__
+            current().fail(f"{why}: {error}", kind)
+            body = failed(502, why, f"{kind} {error}", "worker_lost").body()
             yield b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
@@ -383,7 +379,7 @@ class _ProxiedRequest:
                 decode = stack.enter_context(proxy.sides["decode"].chosen(self._keys, lost))
                 if decode is None:
                     # Their errors were logged as they came, at a bounded rate.
-                    detail = f"{', '.join(lost)} failed, and no decode server is left"
+                    detail = f"{', '.join(filter(None, lost))} failed, and no decode server is left"
                     raise failed(503, "no decode server is reached", detail, "not_ready")
                 # Without one it is the last attempt: decode computes the prompt.
                 prefill = None
@@ -394,7 +390,8 @@ class _ProxiedRequest:
                 try:
                     answer = await self._attempt(stack, decode, prefill)
                 except LostError as error:
-                    proxy.warn(error.server or decode.url, str(error))
+                    if proxy.rates[error.server or decode.url].take(time.monotonic()):
+                        logger.warning("%s", error)
                     lost.add(error.server)
                     if prefill is None and error.server:
                         why = "the servers that were asked have failed"
@@ -492,7 +489,8 @@ class _ProxiedRequest:
                     # From here on the answer owns the connection; every failure before closes it.
                     kept = stack.pop_all()
         except aiohttp.ClientError as error:
-            why = f"{server} was lost: {error!r}"
+            # Not its repr, which may have the headers that were sent, and the servers' key.
+            why = f"{server} was lost: {type(error).__name__} {error}"
             if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
                 self._proxy.sides[role].avoid(server)  # which never saw the request
             # A kept connection may break since it was idle for too long: once that is no loss.

@@ -53,11 +53,6 @@ def set_bounds(sock: _Socket, message_bytes: int, queued_messages: int, kernel_b
     sock.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
 
 
-def is_empty(sock: _Socket) -> bool:
-    """Return whether a ZeroMQ socket has no message for its owner."""
-    return not int(sock.getsockopt(_EVENTS_OPTION)) & _POLLIN
-
-
 class Newcomers:
     """The accepted TCP connections without a message yet: of more than `most`, the oldest is ended.
 
@@ -207,21 +202,21 @@ class _Channel(Closing):
         ready: list[Any] = self._poller.poll(timeout_ms)
         return [sock for sock, _ in ready if sock != self._wake_fd]
 
-    def _hear(self, frame: zmq.Frame) -> None:
-        """Take note of the last part of a message, whatever it is."""
-
-    def _messages(self, sock: zmq.Socket[bytes], num_parts: int) -> Iterator[list[zmq.Frame]]:
+    def _messages(
+        self, sock: zmq.Socket[bytes], num_parts: int, newcomers: Newcomers | None = None
+    ) -> Iterator[list[zmq.Frame]]:
         """Yield up to `_FRAMES_A_POLL` messages that have come, so that no socket delays the
         others. Other numbers of parts come from no socket of ours."""
         for number in range(_FRAMES_A_POLL):
             # After the first message it is asked, since an exception costs three times as much.
-            if number and is_empty(sock):
+            if number and not int(sock.getsockopt(_EVENTS_OPTION)) & _POLLIN:
                 return
             try:
                 parts = sock.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
                 return
-            self._hear(parts[-1])
+            if newcomers is not None:
+                newcomers.heard(parts[-1])
             if len(parts) == num_parts:
                 yield parts
             else:
@@ -292,19 +287,11 @@ class RouterChannel(_Channel):
             return frames
         # `Peer-Address` decides whether the sender is on this machine where the bind is not
         # loopback.
-        for route, message in self._messages(self._sock, 2):
-            frame = FrameReceived(
-                route.bytes,
-                message.bytes,
-                credential=self._credential(message),
-                is_local=self._is_local or is_loopback(_came_from(message)),
-            )
-            frames.append(frame)
+        for route, message in self._messages(self._sock, 2, self._newcomers):
+            credential = str(message.get("User-Id")) if self._is_curve else ""
+            is_local = self._is_local or is_loopback(_came_from(message))
+            frames.append(FrameReceived(route.bytes, message.bytes, credential, is_local))
         return frames
-
-    def _hear(self, frame: zmq.Frame) -> None:
-        if self._newcomers is not None:
-            self._newcomers.heard(frame)
 
     def _let_in(self, zap: zmq.Socket[bytes]) -> Iterator[ConnectFailed]:
         """Answer libzmq, which asks for each CURVE client whether its key is allowed."""
@@ -334,9 +321,6 @@ class RouterChannel(_Channel):
             elif code == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC and curve is not None:
                 ours, why = short_key(curve.public_key), "of the client is not our public_key"
                 yield ConnectFailed(client, HandshakeError("server_key", ours, "another", why))
-
-    def _credential(self, frame: zmq.Frame) -> str:
-        return str(frame.get("User-Id")) if self._config.curve is not None else ""
 
     def send(self, route: bytes, raw: bytes) -> None:
         """Queue a frame for `route`. If that cannot be, it is counted and dropped."""

@@ -179,10 +179,9 @@ class ControlThread(Generic[Command]):
             self._close_error = self._close_error or error
 
     def _farewell(self) -> None:
-        effects = self.control.on(AgentDestroyed(), time.monotonic())
-        self._carry_out(effects)
-        if raised := [effect.error for effect in effects if isinstance(effect, Raised)]:
-            raise raised[0]
+        for effect in self._take(AgentDestroyed(), time.monotonic()):
+            if isinstance(effect, Raised):
+                raise effect.error
 
     def _step(self, now_s: float) -> None:
         frames = self.channel.poll(self.control.wake_s - now_s)
@@ -200,14 +199,12 @@ class ControlThread(Generic[Command]):
         try:
             if self.control.wake_s <= now_s:
                 before = self.num_errors
-                self._carry_out(self.control.on(Tick(), now_s))
+                self._take(Tick(), now_s)
                 if self.num_errors > before:  # it may be due at once again
                     time.sleep(_RETRY_PAUSE_S)
         finally:
-            self._log(self._peer_log.write, self.control.news.take(), now_s)
-
-    def _log_error(self, error: Exception, text: str, *args: object) -> None:
-        self._log(partial(_log.error, exc_info=error), text, *args)
+            if self.control.news.kept:
+                self._log(self._peer_log.write, self.control.news.take(), now_s)
 
     def _log(self, write: Callable[..., None], *what: object) -> None:
         try:
@@ -215,16 +212,15 @@ class ControlThread(Generic[Command]):
         except Exception:  # a handler's, which is the user's: only counted
             self.num_log_errors += 1
 
-    def _take(self, what: Command | FrameReceived[Any] | Common, now_s: float) -> None:
+    def _take(self, what: Command | FrameReceived[Any] | Common, now_s: float) -> Sequence[Effect]:
+        """Give an input to the control object; carry out its effects, and return them."""
         if isinstance(what, Settled) and not self.transports.settled(what.token):
-            return
+            return ()
         try:
-            self._carry_out(self.control.on(what, now_s))
+            effects = self.control.on(what, now_s)
         except Exception as error:
             self._failed(error)
-
-    def _carry_out(self, effects: Sequence[Effect]) -> None:
-        """Events for the scheduler first, then the others in order."""
+            return ()
         # First what the scheduler waits for: a send wakes zmq's own thread and may cost 0.2 ms, and
         # nothing that the scheduler does depends on it.
         for effect in effects:
@@ -236,6 +232,7 @@ class ControlThread(Generic[Command]):
                     self._do(effect)
                 except Exception as error:
                     self._failed(error)
+        return effects
 
     def _failed(self, error: Exception) -> None:
         self.num_errors += 1
@@ -252,7 +249,8 @@ class ControlThread(Generic[Command]):
                 if source is None:
                     self._failed(error)
                 else:
-                    self._log_error(error, "a frame from %r raised", source)
+                    write = partial(_log.error, exc_info=error)
+                    self._log(write, "a frame from %r raised", source)
             case WriteJob():
                 self.transports.write(effect)
             case Expect():

@@ -160,7 +160,7 @@ class DecodeTransfers(Transfers[DecodeCommand, DecodeEvent]):
             *key.numbers, num_tokens, prefix_len, raw, ticket, digest,
             weights_version=self._weights_version, groups=groups,
         )  # fmt: skip
-        self.submit(OpenRoom(promise, prefill))
+        self.thread.submit(OpenRoom(promise, prefill))
 
     def _window_ids(self, num_tokens: int, windows: Sequence[PageIds]) -> tuple[bytes, ...]:
         self._check_windows(windows)
@@ -177,7 +177,7 @@ class DecodeTransfers(Transfers[DecodeCommand, DecodeEvent]):
     def abort(self, room: int, generation: int, reason: str = "aborted") -> None:
         """End a room; its pages come back with RoomDrained. Unknown or ended: no-op."""
         check_reason(reason)
-        self.submit(AbortRoom(room_key(room, generation), reason))
+        self.thread.submit(AbortRoom(room_key(room, generation), reason))
 
     def refuse(
         self,
@@ -201,7 +201,7 @@ class DecodeTransfers(Transfers[DecodeCommand, DecodeEvent]):
         digest = b"" if isinstance(digest, bytes) and not digest else check_digest(digest)
         ticket = secret_number() if ticket is None else whole_number("ticket", ticket, 1, 2**63)
         self._begin(key)
-        self.submit(RefuseRoom(key, ticket, prefill, reason, digest))
+        self.thread.submit(RefuseRoom(key, ticket, prefill, reason, digest))
 
     def _follow_event(self, event: DecodeEvent) -> None:
         # A failed room keeps its number until it is drained: a peer may still write its pages.

@@ -100,7 +100,7 @@ def _decode_queues(node: DecodeNode) -> Samples:
     loads = sum(one.source.brings_pages_only and one.is_open for one in flights)
     yield ("flight",), max(0, len(flights) - sent - loads - local - complete)
     yield ("commit",), complete
-    yield ("device",), node.num_deferred
+    yield ("device",), len(node.ledger.deferred)
     yield (
         ("running",),
         max(0, node.budget.active - sum(flight.owner is not None for flight in flights)),

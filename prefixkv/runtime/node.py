@@ -174,7 +174,7 @@ class Node(OfTransfers, PagedScheduler[Req, Command], Generic[Req, Command, E]):
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until a `pop_*` may have something, at most `timeout_s`. Returns whether."""
         check_timeout(timeout_s)
-        self._check_open()
+        self.transfers.check_open()
         for listener in self._listeners:
             listener.pass_on()
         if self.has_results:
@@ -198,7 +198,7 @@ class Node(OfTransfers, PagedScheduler[Req, Command], Generic[Req, Command, E]):
         """
         at_least(-math.inf, timeout_s=timeout_s)  # before anything changes
         check_timeout(timeout_s)
-        self._check_open()
+        self.transfers.check_open()
         end_s = time.monotonic() + timeout_s
         # Before the first look: what is added after it would not be seen.
         self.draining = True
@@ -338,10 +338,10 @@ class Node(OfTransfers, PagedScheduler[Req, Command], Generic[Req, Command, E]):
         for listener in self._listeners:
             listener.pass_on()
         if not self.transfers.pending:  # the usual case: nothing has come
-            self._check_open()
+            self.transfers.check_open()
             return now_s
         for event in self.transfers.take_events():
-            self._take(event, now_s)
+            self.leader.on(0, event, now_s)
         self._tell()
         return now_s
 
@@ -354,28 +354,22 @@ class Node(OfTransfers, PagedScheduler[Req, Command], Generic[Req, Command, E]):
                 self._command(command)
         if self.has_results:
             # 2. The engine's poller comes back for what only a `pop_*` takes.
-            self.transfers.notify()
+            self.transfers.thread.events.notify()
         for listener in self._listeners:
             listener.pass_on()
-
-    def _check_open(self) -> None:
-        self.transfers.check_open()
 
     def fence(self, peer: str, incarnation: int) -> None:
         """Take the caller's word that this process of the other side is dead: its rooms end, and
         what they hold comes back."""
-        self._check_open()
+        self.transfers.check_open()
         self._command(Fence(peer_id(peer, incarnation)))
 
     def _lead(self, spec: RankSpec, tier_pages: int = 0) -> None:
         self.peer_id = self.transfers.peer_id
-        self.leader = OneRank(self.transfers.submit, self.hear)
+        self.leader = OneRank(self.transfers.thread.submit, self.hear)
         if self._ranks is not None and self.lead is not None:
             self.lead[1](self, spec, self._ranks, tier_pages)
         self._command = self.leader.command
-
-    def _take(self, event: E, now_s: float) -> None:
-        self.leader.on(0, event, now_s)
 
     @property
     def _log(self) -> Ranks:

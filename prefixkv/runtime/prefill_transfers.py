@@ -159,7 +159,7 @@ class PrefillTransfers(Transfers[PrefillCommand, PrefillEvent]):
         digest = check_digest(digest)
         # Its number is taken, then the command queued: both or neither.
         self._begin(key, self._plan(num_tokens))
-        self.submit(AddRoom(key, num_tokens, digest))
+        self.thread.submit(AddRoom(key, num_tokens, digest))
 
     def send_chunk(
         self,
@@ -236,7 +236,7 @@ class PrefillTransfers(Transfers[PrefillCommand, PrefillEvent]):
                 clip=True,
                 groups=sent,
             )
-            self.submit(chunk)
+            self.thread.submit(chunk)
 
     def _plan(self, num_tokens: int) -> SendPlan:
         firsts = [group.first_page(num_tokens) for group in self._windows]
@@ -270,7 +270,7 @@ class PrefillTransfers(Transfers[PrefillCommand, PrefillEvent]):
         check_reason(reason)
         key = _key(room, generation, decode)
         if key in self._rooms:
-            self.submit(AbortRoom(key, reason))
+            self.thread.submit(AbortRoom(key, reason))
 
     def refuse(self, room: int, generation: int, reason: str = "refused", *, decode: str) -> None:
         """Refuse a room: decode is told now, or once it promises pages for it. RoomEnded and
@@ -278,10 +278,10 @@ class PrefillTransfers(Transfers[PrefillCommand, PrefillEvent]):
         check_reason(reason)
         key = _key(room, generation, decode)
         self._begin(key)
-        self.submit(DeclineRoom(key, reason))
+        self.thread.submit(DeclineRoom(key, reason))
         # No room of the control object's begins for the engine, so its end is said here.
         self._undelivered += [RoomEnded(key, KVPoll.FAILED, AbortedError(reason)), SourceFree(key)]
-        self.notify()
+        self.thread.events.notify()
 
     def offer(
         self, room: int, generation: int, num_tokens: int, digest: bytes, timeout_s: float
@@ -309,7 +309,7 @@ class PrefillTransfers(Transfers[PrefillCommand, PrefillEvent]):
         ):
             raise RequestError(f"timeout_s is {shown(timeout_s)}, seconds above 0 are needed")
         self._begin(key, self._plan(num_tokens))
-        self.submit(OfferRoom(key, num_tokens, digest, float(timeout_s)))
+        self.thread.submit(OfferRoom(key, num_tokens, digest, float(timeout_s)))
 
     def withdraw(self, room: int, generation: int, reason: str = "withdrawn") -> None:
         """Withdraw an offer; RoomEnded and SourceFree follow for the key without a name.
@@ -317,7 +317,7 @@ class PrefillTransfers(Transfers[PrefillCommand, PrefillEvent]):
         Not offered, ended, or opened meanwhile: no-op, and Bootstrapped or the other events say so.
         """
         check_reason(reason)
-        self.submit(AbortRoom(room_key(room, generation), reason))
+        self.thread.submit(AbortRoom(room_key(room, generation), reason))
 
     def _follow_event(self, event: PrefillEvent) -> None:
         # An offer has no decode worker in its key; the first event of its room brings the name.

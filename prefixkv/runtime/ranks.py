@@ -58,7 +58,7 @@ def check_log(log: object) -> None:
 def lead(node: Node[Any, Any, Any], spec: RankSpec, log: RankLog, host_pages: int) -> None:
     """Have a node lead the ranks that follow its log."""
     log.sizes = _sizes(spec, node.side, node.config.max_running, host_pages)
-    submit, num_ranks = node.transfers.submit, spec.mesh.num_ranks
+    submit, num_ranks = node.transfers.thread.submit, spec.mesh.num_ranks
     leader = RankLeader[Any](node.side, num_ranks, log, submit, node.hear)
     node.leader = cast(OneRank, leader)
 
@@ -112,7 +112,7 @@ class FollowingRank(OfTransfers, RowFollower):
         check_event("ready", ready)
         orders = super().apply(raw, ready)
         for command in orders.commands:
-            self.transfers.submit(command)
+            self.transfers.thread.submit(command)
         for order in orders.copies:
             assert self._host is not None  # else there are no pages of it
             self._host.submit(order)

@@ -160,10 +160,6 @@ class Transfers(OneThread, Generic[C, E]):
     def _proved(self, peer: PeerId) -> None:
         self.thread.inbox.put(cast(C, Fence(peer, proved=True)))
 
-    def submit(self, command: C) -> None:
-        """Hand a command over. Raises ClosedError after `close`."""
-        self.thread.submit(command)
-
     def move_weights(self, weights_version: str) -> None:
         """Move to another version of the weights; the present one: no-op.
 
@@ -174,7 +170,7 @@ class Transfers(OneThread, Generic[C, E]):
         """
         check_version(weights_version)
         # Queued before any room of the new version, so that it ends only those of the former one.
-        self.submit(cast(C, MoveWeights(weights_version)))
+        self.thread.submit(cast(C, MoveWeights(weights_version)))
         self._weights_version = weights_version
 
     def take_events(self) -> list[E]:
@@ -192,7 +188,7 @@ class Transfers(OneThread, Generic[C, E]):
         if failed is not None:
             # The inbox is empty by now, and a poller has to come back for what is kept.
             if self._undelivered:
-                self.notify()
+                queue.notify()
             raise InternalError(f"in the control thread: {failed!r}") from failed
         events, self._undelivered = self._undelivered, []
         for event in events:
@@ -221,10 +217,6 @@ class Transfers(OneThread, Generic[C, E]):
     def pending(self) -> bool:
         """True if `take_events` has something, or the descriptor has to be cleared."""
         return bool(self._undelivered) or self.thread.events.pending
-
-    def notify(self) -> None:
-        """Make the descriptor readable until the next `take_events`."""
-        self.thread.events.notify()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until there may be events, at most `timeout_s`; return whether."""
@@ -258,7 +250,7 @@ class Transfers(OneThread, Generic[C, E]):
 
     def fence(self, peer: str, incarnation: int) -> None:
         """Take the caller's word that this process is dead: its rooms end, drained on decode."""
-        self.submit(cast(C, Fence(peer_id(peer, incarnation))))
+        self.thread.submit(cast(C, Fence(peer_id(peer, incarnation))))
 
     def lost_peers(self) -> LostPeers:
         """As the node's `lost_peers`. Any thread may ask."""

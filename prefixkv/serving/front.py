@@ -197,11 +197,6 @@ class Front(Entrance):
             raise unknown_model(name)
         return json_response(about)
 
-    async def _show_health(self, _: Request) -> Response:
-        """Load balancers carry no key, so the workers are not listed here."""
-        ok, state = self.health()
-        return json_response({"status": state["status"]}, 200 if ok else 503)
-
     async def _serve(
         self, kind: type[ChatRequest] | type[CompletionRequest], request: Request
     ) -> Response:
@@ -260,6 +255,10 @@ class Front(Entrance):
             if tokens and not 0 <= min(tokens) <= max(tokens) < num:
                 raise refused(name, f"has tokens that are not in [0, {num})")
         sampling, hints = asked.sampling(**self._defaults._asdict()), asked.hints(request)
+        # Special tokens have no text in an answer: a string that is one stops it by the token.
+        found = map(self.texts.tokenizer.token_to_id, sampling.stop)
+        stops = *sampling.stop_tokens, *(t for t in found if not self._token_texts.is_shown(t))
+        sampling = msgspec.structs.replace(sampling, stop_tokens=stops)
         # The salt is the client's secret: workers and their caches see only a digest of it.
         salt = salt_digest(asked.cache_salt) if asked.cache_salt else ""
         # Workers separate the parts of their own ids by "/".

@@ -148,10 +148,10 @@ class App:
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
         if self._key:
-            given, wanted = headers.get("authorization", ""), f"Bearer {self._key}"
+            scheme, _, given = headers.get("authorization", "").partition(" ")
             # Takes the same time wherever the two differ: no key is guessed byte by byte.
-            is_right = hmac.compare_digest(given.encode(), wanted.encode())
-            if not is_right and scope["path"] not in self._open:
+            is_right = hmac.compare_digest(given.strip().encode(), self._key.encode())
+            if not (is_right and scheme.lower() == "bearer") and scope["path"] not in self._open:
                 raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
             return
         # Pages of other sites in a browser on this machine: `Host` names the page's own site if its
@@ -493,6 +493,11 @@ class Entrance:
     def health(self) -> tuple[bool, dict[str, Any]]:
         """Return whether requests are accepted, and the body of /health."""
         raise NotImplementedError
+
+    async def _show_health(self, _: Request) -> Response:
+        """Load balancers carry no key, so only the state is told."""
+        ok, state = self.health()
+        return json_response({"status": state["status"]}, 200 if ok else 503)
 
     def _bind(
         self, routes: Sequence[BaseRoute], open_paths: Sequence[str] = (),

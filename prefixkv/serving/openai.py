@@ -11,7 +11,7 @@ import codecs
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from typing import Annotated, Any, Final, Literal, TypeVar
 
@@ -337,6 +337,7 @@ class Usage(msgspec.Struct):
     prefill_hit_tokens: int = 0
     computed_tokens: int = 0
     sent_tokens: int = 0
+    cached_tokens: int = 0  # OpenAI has one number for two caches: of each prompt the longer hit
 
     def add_prompt(self, num_tokens: int, first: AnswerToken) -> None:
         """Count where the KV of a prompt came from, as its first token says."""
@@ -348,6 +349,7 @@ class Usage(msgspec.Struct):
         self.decode_host_tokens += first.host_tokens
         self.decode_computed_tokens += first.decode_computed_tokens
         self.sent_tokens += sent_tokens
+        self.cached_tokens += max(first.hit_tokens, first.prefill_hit_tokens)
         # A prompt that decode has whole is computed by prefill for its first token, or by decode.
         if sent_tokens or not first.decode_computed_tokens:
             self.computed_tokens += not_here - first.prefill_hit_tokens
@@ -355,9 +357,8 @@ class Usage(msgspec.Struct):
     def body(self) -> dict[str, Any]:
         """Return OpenAI's `usage`, with a field `prefixkv`."""
         parts = msgspec.structs.asdict(self)
-        prompt, output = parts.pop("prompt_tokens"), parts.pop("output_tokens")
-        # OpenAI has one number for two caches: the longer hit is what the client was spared.
-        cached = max(self.decode_hit_tokens, self.prefill_hit_tokens)
+        names = ("prompt_tokens", "output_tokens", "cached_tokens")
+        prompt, output, cached = map(parts.pop, names)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": output,
@@ -376,7 +377,8 @@ class Answers:
         logprobs: AnswerLogprobs | None = None,
     ) -> None:  # fmt: skip
         self._chat, self._usage = isinstance(asked, ChatRequest), usage
-        self._options, self._logprobs = asked.stream_options, logprobs
+        self._options = asked.stream_options
+        self._show: Callable[[TokenEvent], Any] = logprobs.show if logprobs else lambda _: None
         self._head = {
             "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{rid}", "created": int(time.time()),
             "model": asked.model,
@@ -417,9 +419,6 @@ class Answers:
         """Return the last events."""
         told = self._event([], True) if self._options.include_usage else b""
         return told + b"data: [DONE]\n\n"
-
-    def _show(self, output: TokenEvent) -> dict[str, Any] | None:
-        return None if self._logprobs is None else self._logprobs.show(output)
 
     def _event(self, choices: list[dict[str, Any]], tells_usage: bool = False) -> bytes:
         kind = "chat.completion.chunk" if self._chat else "text_completion"

@@ -5,16 +5,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from types import MappingProxyType
 from typing import Any, Final
 
 from prefixkv.engines.hf.folder import one_line
 from prefixkv.errors import CallerError, ConfigError
 
+logger = logging.getLogger("prefixkv.front")
+
 PLAIN_TEMPLATE: Final = (
-    "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}"
+    "{{ bos_token }}{% if tools %}tools: {{ tools | tojson }}\n{% endif %}"
     "{% if documents %}documents: {{ documents | tojson }}\n{% endif %}"
     "{% for message in messages %}{{ message.role }}: {{ message.content or '' }}"
     "{% if message.tool_calls %}{{ message.tool_calls | tojson }}{% endif %}{{ '\n' }}{% endfor %}"
@@ -180,7 +184,10 @@ def load_texts(folder: str) -> Texts:
     from prefixkv.engines.hf.text import load_auto_tokenizer
 
     loaded = load_auto_tokenizer(folder)
-    template = PLAIN_TEMPLATE if loaded.chat_template is None else loaded.chat_template
+    template = loaded.chat_template
+    if template is None:
+        template = PLAIN_TEMPLATE
+        logger.warning("%s: without a chat template: chats are written as ROLE: TEXT", folder)
     return Texts(loaded.backend_tokenizer, template, loaded.special_tokens_map)
 
 
@@ -205,13 +212,8 @@ class TokenTexts:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._added = tokenizer.get_added_tokens_decoder()
-        self._found: dict[int, bytes] = {}  # at most the vocabulary
-
-    def data(self, token: int) -> bytes:
-        """Return UTF-8, or a part of a character."""
-        if token not in self._found:
-            self._found[token] = self._data(token)
-        return self._found[token]
+        # UTF-8 of a token, or a part of a character; at most the vocabulary is kept.
+        self.data: Callable[[int], bytes] = cache(self._data)
 
     def text(self, token: int) -> str:
         r"""Return the text of a token, or "bytes:\xe2\x82" for a part of a character."""

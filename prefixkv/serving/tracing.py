@@ -64,7 +64,6 @@ _ANSWERED: Final = {
     "output_tokens": "gen_ai.usage.output_tokens",
     "first_token_s": "gen_ai.response.time_to_first_chunk",
 }  # fmt: skip
-_HITS: Final = ("decode_hit_tokens", "prefill_hit_tokens")  # OpenAI has one number: the longer
 
 Attributes = Mapping[str, Any]
 Handler = Callable[[Request], Awaitable[Response]]
@@ -249,11 +248,11 @@ class OpenSpan:
         its line in the request log says."""
         status, has_left = record.status, record.has_left
         facts = {**record.fields, "outcome": record.outcome}
-        hits = [facts[name] for name in _HITS if name in facts]
+        cached = facts.get("cached_tokens", facts.get("decode_hit_tokens"))  # a proxy's
         self.add(
             {f"prefixkv.{name}": value for name, value in facts.items() if not name.endswith("_s")}
             | {name: facts.get(field) for field, name in _ANSWERED.items()}
-            | {"gen_ai.usage.cache_read.input_tokens": max(hits, default=None)}
+            | {"gen_ai.usage.cache_read.input_tokens": cached}
             | {"http.response.status_code": None if has_left else status}
         )
         # By OpenTelemetry's conventions a server's span is no error where the client is at fault.

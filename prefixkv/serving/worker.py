@@ -364,7 +364,7 @@ class DecodeWorker(Worker):
         one = self._open[ask.rid] = _OpenRequest(ask)
         try:
             with self._spans.asked(request.headers, ask.rid, ask.num_samples) as one.headers:
-                await self._call(lambda engine: engine.submit(wanted, self._collect_output))
+                await self._call(lambda engine: engine.submit(wanted, self._outputs.append))
         except BaseException:
             await self._end_request(one)
             raise
@@ -398,13 +398,11 @@ class DecodeWorker(Worker):
 
     # --- from the engine --------------------------------------------------------------------------
 
-    def _collect_output(self, output: Any) -> None:
-        self._outputs.append(output)
-
     def _after_step(self) -> None:
         super()._after_step()
         jobs = self.engine.take_prefill_jobs()
-        outputs, self._outputs = self._outputs, []
+        outputs = [*self._outputs]
+        self._outputs.clear()
         if jobs or outputs:
             # One wakeup of the loop per step, however many outputs the step has.
             self._asyncio.call_soon_threadsafe(self._dispatch_step, jobs, outputs)

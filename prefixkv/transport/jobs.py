@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 
-from prefixkv.errors import AbortedError, CallerError, ClosedError, PageStateError
+from prefixkv.errors import AbortedError, CallerError, ClosedError, ConfigError, PageStateError
 from prefixkv.paging import Pages, checked_pages
 from prefixkv.protocol.ids import ChunkTag, RoomKey
 from prefixkv.transport.base import Sink, Stamp, WriteDone, WriteFailed, WriteJob
-from prefixkv.transport.runs import Part, Routes, Runs, cut_parts, next_indices, runs_of
+from prefixkv.transport.runs import Part, Routes, Runs, cut_parts, next_indices
 
 _MAX_PARTS = 2**16 - 1  # a tag counts parts in 16 bits
 _COUNTED = {"staging": "block", "state": "slot"}  # else pages
@@ -41,7 +41,6 @@ class ActiveJob:
         self.in_flight = 0
         self.error: Exception | None = None  # the first one
         self.drained = True
-        self.num_bytes = 0  # of the parts that have ended DONE
         # Worked out for the next parts, the next one last.
         self._ahead: list[tuple[Pages, Pages, bytes]] = []
 
@@ -103,57 +102,43 @@ class ActiveJob:
         return self._ahead.pop()
 
 
-class Outbox:
-    """The jobs to one peer with parts to post. Rooms take turns, jobs of a room go in order."""
+class Outbox(OrderedDict[RoomKey, deque[ActiveJob]]):
+    """The jobs to one peer with parts to post, by room, the next in turn first. Only rooms with
+    jobs; those of a room go in order."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.stamp = Stamp()
-        # Only rooms with jobs, the next in turn first.
-        self._rooms: OrderedDict[RoomKey, deque[ActiveJob]] = OrderedDict()
-
-    def __bool__(self) -> bool:
-        return bool(self._rooms)
-
-    def add(self, job: ActiveJob) -> None:
-        """Queue a job behind those of its room."""
-        self._rooms.setdefault(job.room, deque()).append(job)
 
     def discard(self, job: ActiveJob) -> None:
         """Take a job out if it is in. O(jobs of its room)."""
-        jobs = self._rooms.get(job.room)
+        jobs = self.get(job.room)
         if jobs is not None and job in jobs:
             jobs.remove(job)
             if not jobs:
-                del self._rooms[job.room]
+                del self[job.room]
 
     def round(self) -> Iterator[ActiveJob]:
         """Yield the first job of each room, the next in turn first; a room that was looked at goes
         last. The caller may take a job out, and must stop iterating then."""
-        for _ in range(len(self._rooms)):
-            room = next(iter(self._rooms))
+        for _ in range(len(self)):
+            room = next(iter(self))
             # Last before the job is looked at: a room with a job that is not ready must not keep
             # its turn.
-            self._rooms.move_to_end(room)
-            yield self._rooms[room][0]
+            self.move_to_end(room)
+            yield self[room][0]
 
     def all(self) -> list[ActiveJob]:
-        return [job for jobs in self._rooms.values() for job in jobs]
+        return [job for jobs in self.values() for job in jobs]
 
 
-class JobTable:
+class JobTable(dict[int, ActiveJob]):
     """Every job that has not ended. Each end is made here, so a job ends once, with one event."""
 
     def __init__(self, emit: Sink, max_bytes: int, max_descriptors: int) -> None:
         self._emit = emit
         self._max_bytes = max_bytes
         self._max_descriptors = max_descriptors
-        self._jobs: dict[int, ActiveJob] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._jobs)
-
-    def __contains__(self, job_id: int) -> bool:
-        return job_id in self._jobs
 
     def refuse(self, job: WriteJob, error: Exception) -> None:
         """End a job for a peer that is not there."""
@@ -161,8 +146,8 @@ class JobTable:
 
     def start(self, outbox: Outbox, routes: Routes | None, job: WriteJob) -> None:
         """Queue a job, to be cut now, or once its peer is connected where `routes` are None."""
-        active = self._jobs[job.job_id] = ActiveJob(job, outbox)
-        outbox.add(active)
+        active = self[job.job_id] = ActiveJob(job, outbox)
+        outbox.setdefault(active.room, deque()).append(active)
         if routes is not None:
             self._cut(active, routes)
 
@@ -174,14 +159,18 @@ class JobTable:
 
     def _cut(self, job: ActiveJob, routes: Routes) -> None:
         """Bad pages or blocks, or a route that is not there, end it."""
+        peer, route = job.job.peer, job.job.route
         try:
-            job.cut(runs_of(routes, job.job), self._max_bytes, self._max_descriptors)
+            if route not in routes:
+                what = f"a write to {peer.name} by way of {route}"
+                raise ConfigError(f"{what}: this side or that one has none")
+            job.cut(routes[route], self._max_bytes, self._max_descriptors)
         except CallerError as error:
             self.stop(job, error.with_traceback(None))  # its frames would keep the agent
 
     def cancel(self, job_id: int) -> None:
         """Post no more of a job. Ended or unknown: no-op."""
-        if (job := self._jobs.get(job_id)) is not None:
+        if (job := self.get(job_id)) is not None:
             self.stop(job, AbortedError(f"job {job_id} was cancelled"))
 
     def stop(self, job: ActiveJob, error: Exception) -> None:
@@ -198,14 +187,10 @@ class JobTable:
         if not job.may_post:
             job.outbox.discard(job)
 
-    def part_ended(
-        self, job: ActiveJob, part: Part, error: Exception | None, may_land: bool
-    ) -> None:
+    def part_ended(self, job: ActiveJob, error: Exception | None, may_land: bool) -> None:
         """Take the end of a part: DONE if `error` is None; `may_land`: it may still land."""
         job.in_flight -= 1
-        if error is None:
-            job.num_bytes += part.num_bytes
-        else:
+        if error is not None:
             job.drained = job.drained and not may_land
             job.error = job.error or error
         self._end_if_over(job)
@@ -218,7 +203,8 @@ class JobTable:
     def close(self, fenced: bool) -> None:
         """End every job; `fenced`: nothing of the transport can land any more."""
         # Emptied first, so that an event's consequences find no job that is ended twice.
-        jobs, self._jobs = self._jobs, {}
+        jobs = dict(self)
+        self.clear()
         closed = ClosedError("the transport was closed")
         for job_id, job in jobs.items():
             self._emit(WriteFailed(job_id, job.error or closed, drained=fenced))
@@ -228,6 +214,10 @@ class JobTable:
         if job.may_post:
             return
         job.outbox.discard(job)
-        if not job.in_flight and self._jobs.pop(number := job.job.job_id, None) is not None:
-            failed = job.error and WriteFailed(number, job.error, job.drained)
-            self._emit(failed or WriteDone(number, job.num_bytes))
+        if not job.in_flight and self.pop(number := job.job.job_id, None) is not None:
+            if job.error is not None:
+                self._emit(WriteFailed(number, job.error, job.drained))
+            else:
+                assert job.runs is not None
+                of_page = sum(group.num_runs * group.block_bytes for group in job.runs.groups)
+                self._emit(WriteDone(number, len(job.src_pages) * of_page))

@@ -29,7 +29,7 @@ from prefixkv.memory.kv_layout import BLOCK_BYTES, KVLayout, PageGroup, RelayAre
 from prefixkv.memory.mesh import GROUPS_NEED_IT, Shard, check_equal, check_page_sizes, group_part
 from prefixkv.memory.state_layout import StateLayout, StateLink
 from prefixkv.paging import MAX_INDEX, Pages
-from prefixkv.transport.base import PeerMemory, RankMemory, Route, WriteJob, window_route
+from prefixkv.transport.base import PeerMemory, RankMemory, Route, window_route
 
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -368,51 +368,33 @@ def cut_parts(
         np.diff(runs.dst_positions.of(dst_pages)) == 1
     )
     breaks = np.flatnonzero(np.concatenate(([True], ~steps)))
+    num_pages = len(src_pages)
     parts: list[Part] = []
     for group in runs.groups:
-        parts.extend(_group_parts(group, len(src_pages), breaks, max_bytes, max_descriptors))
+        end = group.num_runs * num_pages
+        most_blocks = max(1, max_bytes // group.block_bytes)
+        # Blocks that do not touch never merge: one descriptor each.
+        if not group.dense:
+            most_blocks = min(most_blocks, max_descriptors)
+        # With few pieces the byte bound always comes first, which spares the search.
+        may_exceed = group.dense and max_descriptors < most_blocks
+        start = 0
+        while start < end:
+            stop = min(start + most_blocks, end)
+            if may_exceed:
+                run, within = divmod(start, num_pages)
+                # The part holds one descriptor, and one more for each break behind `start`. It ends
+                # at the first break that would be too many.
+                descriptor = run * len(breaks) + int(np.searchsorted(breaks, within, side="right"))
+                run, nth = divmod(descriptor + max_descriptors - 1, len(breaks))
+                stop = min(stop, run * num_pages + int(breaks[nth]))
+            parts.append(Part(group, start, stop))
+            start = stop
     return parts
-
-
-def _group_parts(
-    group: RunGroup,
-    num_pages: int,
-    breaks: npt.NDArray[np.intp],
-    max_bytes: int,
-    max_descriptors: int,
-) -> Iterator[Part]:
-    end = group.num_runs * num_pages
-    most_blocks = max(1, max_bytes // group.block_bytes)
-    # Blocks that do not touch never merge: one descriptor each.
-    if not group.dense:
-        most_blocks = min(most_blocks, max_descriptors)
-    # With few pieces the byte bound always comes first, which spares the search.
-    may_exceed = group.dense and max_descriptors < most_blocks
-    start = 0
-    while start < end:
-        stop = min(start + most_blocks, end)
-        if may_exceed:
-            run, within = divmod(start, num_pages)
-            # The part holds one descriptor, and one more for each break behind `start`. It ends at
-            # the first break that would be too many.
-            descriptor = run * len(breaks) + int(np.searchsorted(breaks, within, side="right"))
-            run, nth = divmod(descriptor + max_descriptors - 1, len(breaks))
-            stop = min(stop, run * num_pages + int(breaks[nth]))
-        yield Part(group, start, stop)
-        start = stop
 
 
 Routes = dict[Route, Runs]
 """The runs to one peer, by `WriteJob.route`; those are missing that one side has no memory for."""
-
-
-def runs_of(routes: Routes, job: WriteJob) -> Runs:
-    """Return the runs of a write's route. Raise ConfigError if there are none."""
-    if (runs := routes.get(job.route)) is None:
-        raise ConfigError(
-            f"a write to {job.peer.name} by way of {job.route}: this side or that one has none"
-        )
-    return runs
 
 
 def routes_to(ours: RankMemory, peer: PeerMemory) -> Routes:

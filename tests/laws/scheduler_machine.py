@@ -485,7 +485,7 @@ class SchedulerSim(EngineSim):
         waited_for = [
             req.rid
             for req in live.values()
-            if (flight := flights.of(req)) is not None and flight.waiters
+            if (flight := flights.by_owner.get(req)) is not None and flight.waiters
         ]
         groups = [group for group in (list(self.decode.running), waited_for, list(live)) if group]
         if not groups:
@@ -688,7 +688,7 @@ class SchedulerSim(EngineSim):
         started_s, fenced = self.now_s, 0
         for _ in range(max_rounds):
             if not self._round():
-                is_quiet = self.quiet() and not self.decode.scheduler.num_deferred
+                is_quiet = self.quiet() and not self.decode.scheduler.ledger.deferred
                 is_quiet = is_quiet and not self.copies.busy
                 if (is_quiet or self.now_s - started_s > 60.0) and self._go_on():
                     continue  # writes that stood still land long after every deadline
@@ -730,7 +730,7 @@ class SchedulerSim(EngineSim):
         assert_at_rest(self.decode.scheduler)
         assert_at_rest(self.prefill.scheduler)
         assert self.readers[0].control.num_rooms == 0, list(self.readers[0].control.rooms())
-        assert not self.decode.scheduler.num_deferred
+        assert not self.decode.scheduler.ledger.deferred
         assert not self.decode.scheduler.rooms.undrained()
         assert self.decode.scheduler.budget.active == 0
         assert not len(self.decode.scheduler.waiting)

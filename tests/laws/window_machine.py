@@ -253,7 +253,8 @@ class Machine:
             return
         while any(self.free(number) < need for number, need in enumerate(needs)) and self.evict():
             pass
-        assert self.real.make_room(needs)
+        self.real.make_room(needs)
+        assert not windows.lacks(needs)
         self.move(
             live, lambda: self.real.attach(slot, windows.share(live.pages.row, depth, end_pages))
         )

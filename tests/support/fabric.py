@@ -477,10 +477,10 @@ class FakeTransport:
         peer.in_flight += 1
         refused = self._fabric.post(self, peer, job, number)
         if refused is not None:
-            self._ended(peer, job, job.parts[number], refused, may_land=False)
+            self._ended(peer, job, refused, may_land=False)
 
     def part_ended(self, write: _Write, error: Exception | None, may_land: bool = True) -> None:
-        self._ended(write.peer, write.job, write.part, error, may_land)
+        self._ended(write.peer, write.job, error, may_land)
 
     def _renew(self) -> None:
         """End the former agent's posts, and report that unproven jobs are drained."""
@@ -498,10 +498,10 @@ class FakeTransport:
         self._events.append(event)
 
     def _ended(
-        self, peer: _FakePeer, job: ActiveJob, part: Part, error: Exception | None, may_land: bool
+        self, peer: _FakePeer, job: ActiveJob, error: Exception | None, may_land: bool
     ) -> None:
         peer.in_flight -= 1
-        self._jobs.part_ended(job, part, error, may_land)
+        self._jobs.part_ended(job, error, may_land)
         if isinstance(error, FakeDisconnectError) and peer.routes is not None:
             self._lose(peer, error)
         self._forget_if_unused(peer)

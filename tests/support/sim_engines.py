@@ -480,7 +480,7 @@ class DecodeEngine(Ranked):
         if (last := sim.sides[1].last) is not None:
             end = min([end, *(at for at in req.stops if at > start)])  # a window is kept there
         assert end > start or req.resumed, "the first token is sampled from something"
-        flight = self.scheduler.flights.of(req)
+        flight = self.scheduler.flights.by_owner.get(req)
         assert flight is not None
         is_first = start == req.prefix_len
         is_sent = flight.rest is not None

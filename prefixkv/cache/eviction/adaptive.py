@@ -183,8 +183,8 @@ class Adaptive(GhostPolicy):
                 # 2. The usual next turn: it goes on where the last path there ended, so what lies
                 # beyond counts as new. An older, longer path may have left ghosts there: too rare
                 # to look for them at each next turn.
-                self.remembered.none_beyond(use.data, old_pages)
                 found = NO_GHOSTS
+                self.remembered.last = use.data, old_pages, found
         if found is None:
             found = self.remembered.find(use.data, old_pages)
         # 3. Else it may continue a path that was evicted.
@@ -259,7 +259,8 @@ class Adaptive(GhostPolicy):
             hazards.lost(last[3].number, last[2])
 
     def work_ahead(self) -> None:
-        self.hazards.work_ahead()
+        if self.hazards.due <= 0:
+            self.hazards.work_out()
 
     def reset(self) -> None:
         super().reset()

@@ -65,7 +65,7 @@ class Ghosts:
         self.num_pages = 0  # pages that all of them stand for
         # (packed path, old pages, ghosts found) of the last look-up, as long as no ghost has come
         # or gone: a request looks the same path up for its mark and for its insertion.
-        self._last: tuple[bytes, int, list[Ghost]] | None = None
+        self.last: tuple[bytes, int, list[Ghost]] | None = None
 
     def __len__(self) -> int:
         return len(self._ghosts)
@@ -74,7 +74,7 @@ class Ghosts:
         self._ghosts.clear()
         self._ends.clear()
         self.num_pages = 0
-        self._last = None
+        self.last = None
 
     def add_ghosts(
         self, node: TreeNode, num_pages: int, path_pages: int, limit_pages: int, fold: Fold
@@ -87,7 +87,7 @@ class Ghosts:
         """
         end, stride = node.end, self.stride_pages
         low = end - num_pages
-        self._last = None
+        self.last = None
         # The last whole block of the path is its end, as far as ghosts are concerned.
         last = path_pages - path_pages % self.block_pages
         # The history at a depth: the leaf's mark, folded with the steps at or below that depth.
@@ -101,7 +101,6 @@ class Ghosts:
         bytes_above = end * page_bytes - len(key)
         cut = max(0, low * page_bytes - bytes_above - size)
         tail, bytes_above = bytes(key[cut:]), bytes_above + cut
-        num_pages = self.num_pages
         # 1. The end of the path, unless it lies at a stride. Then the strides, from below, so that
         #    a deeper ghost is older and forgotten before what it follows.
         places = range(end - end % stride, low, -stride)
@@ -118,21 +117,20 @@ class Ghosts:
             # An older ghost of the same name goes first: it leaves its segment, and the new one is
             # the newest in the order of forgetting.
             if name in ghosts:
-                num_pages -= self._forget(ghosts[name])
+                self.forget(ghosts[name])
             stands_for, segment = depth % stride or stride, None
             if stands_for < stride:
                 segment = self._name_in_tree(node, depth - over or self.block_pages, SEGMENT_BYTES)
                 self._ends[segment] = self._ends.get(segment, 0) + 1
             ghosts[name] = (history, depth, stands_for, name, segment, depth == last)
-            num_pages += stands_for
+            self.num_pages += stands_for
         # 2. Forget the oldest until the bound holds.
         forgotten: list[Ghost] = []
-        while num_pages > limit_pages:
+        while self.num_pages > limit_pages:
             ghost = next(iter(ghosts.values()))
-            num_pages -= self._forget(ghost)
+            self.forget(ghost)
             if ghost[5]:
                 forgotten.append(ghost)
-        self.num_pages = num_pages
         return forgotten
 
     def find(self, data: bytes, old_pages: int) -> list[Ghost]:
@@ -140,7 +138,7 @@ class Ghosts:
         if not self._ghosts:
             return []
         # Identity of the bytes is enough, and costs nothing: a request keeps its packed tokens.
-        if (same := self._last) is not None and same[0] is data and same[1] == old_pages:
+        if (same := self.last) is not None and same[0] is data and same[1] == old_pages:
             return same[2]
         get, size, page_bytes = self._ghosts.get, self._name_bytes, self._page_bytes
         end = len(data) // page_bytes
@@ -170,18 +168,8 @@ class Ghosts:
                 if ghost is not None:
                     found.append(ghost)
                     break
-        self._last = data, old_pages, found
+        self.last = data, old_pages, found
         return found
-
-    def none_beyond(self, data: bytes, old_pages: int) -> None:
-        """Note that the next look-up of this path finds no ghosts, without a search."""
-        self._last = data, old_pages, []
-
-    def remove_found(self, found: list[Ghost]) -> None:
-        """Remove ghosts, just found: their pages are in the tree again."""
-        if found:
-            self.num_pages -= sum(map(self._forget, found))
-            self._last = None
 
     def broken_laws(self) -> list[str]:
         ghosts = self._ghosts
@@ -199,14 +187,15 @@ class Ghosts:
         }
         return [law for law, holds in laws.items() if not holds]
 
-    def _forget(self, ghost: Ghost) -> int:
+    def forget(self, ghost: Ghost) -> None:
         _, _, stands_for, name, segment, _ = ghost
         del self._ghosts[name]
+        self.num_pages -= stands_for
+        self.last = None
         if segment is not None:
             self._ends[segment] -= 1
             if not self._ends[segment]:
                 del self._ends[segment]
-        return stands_for
 
     def _name_in_tree(self, node: TreeNode, depth: int, num_bytes: int) -> int:
         """Return a name on the path that `node` ends. O(nodes that hold the bytes)."""
@@ -259,7 +248,8 @@ class GhostPolicy(Policy):
         # Marks first: they are worked out from the ghosts, which go once their pages are back.
         found = self.remembered.find(use.data, use.old_pages)
         marks = self.marks_of_new(use, found)
-        self.remembered.remove_found(found)
+        for ghost in found:
+            self.remembered.forget(ghost)
         return marks
 
     @abstractmethod

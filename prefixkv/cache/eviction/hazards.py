@@ -59,7 +59,7 @@ class Hazards:
 
     Starts and ends are noted as they happen, at O(1), and counted before the counts are needed.
     Memory O(rows x 300). Working out the worths costs O(classes x bins squared), some 200 us, as a
-    rule where nothing waits (`work_ahead`).
+    rule where nothing waits (`Policy.work_ahead`).
 
     Args:
         groups: classes that are alike, one list each; all classes occur once.
@@ -116,7 +116,7 @@ class Hazards:
         self._returns: Table = np.zeros((num_rows, NUM_BINS))
         self._losses: Table = np.zeros((num_rows, NUM_BINS))
         # Worths of an empty table: those of `UNTAUGHT`.
-        self._work_out()
+        self.work_out()
 
     # --- what happens -----------------------------------------------------------------------------
 
@@ -127,9 +127,9 @@ class Hazards:
             self._halve(int(now_s // self._half_life_s))
         self.now_s = now_s
         self._started.append((row, now_s))
-        self._due -= 1
-        if self._due <= self._overdue:
-            self._work_out()
+        self.due -= 1
+        if self.due <= self._overdue:
+            self.work_out()
 
     def returned(self, row: int, start_s: float, now_s: float) -> None:
         # The given time is that of the last use, which may be later than the last start of all:
@@ -141,11 +141,6 @@ class Hazards:
         """Note that the ghost of a start was forgotten: its return will not be noticed."""
         began_s = self.now_s if start_s > self.now_s else start_s
         self._lost.append((row, began_s, self.now_s - began_s))
-
-    def work_ahead(self) -> None:
-        """Work the worths out if they are due, so that no start has to."""
-        if self._due <= 0:
-            self._work_out()
 
     def _count(self) -> None:
         # Starts first: an end is taken out of the slot of its start.
@@ -227,11 +222,11 @@ class Hazards:
 
     # --- what it says -----------------------------------------------------------------------------
 
-    def _work_out(self) -> None:
+    def work_out(self) -> None:
         """`worth[kind][bin]` rises up to `peak[kind]` and falls from there, so the leaf of a class
         that is worth least is its oldest or newest. Both lists are new objects (see
         `LeastWorth.first`)."""
-        self._due, self._overdue = self._period, -(self._period // 8)
+        self.due, self._overdue = self._period, -(self._period // 8)
         self._count()
         self._thin_out(self.now_s)
         # The chances of each class, from all to groups to classes. Each level starts from the one

@@ -65,14 +65,7 @@ class Line:
     def first(self) -> Entry | None:
         """Return the oldest entry, or None. Drops dead entries before it."""
         in_order, heap = self.in_order, self.oldest
-        # Both sources, each cleared of what is dead. As a rule all are in order.
-        while in_order:
-            entry = in_order[0]
-            node = entry[1]
-            if node.entry is entry and (not (node.lock_ref or node.children) or _stands(entry)):
-                if not heap:
-                    return in_order[0]
-                break
+        while in_order and not _stands(in_order[0]):
             in_order.popleft()
         while heap and not _stands(heap[0]):
             heappop(heap)

@@ -160,10 +160,6 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
 
     # --- commands ---------------------------------------------------------------------------------
 
-    def _open(self, command: OpenRoom, now_s: float) -> None:
-        """Promise the pages once the prefill worker answers."""
-        self._enter(command.promise, command.address, now_s)
-
     def _watch_worker(self, command: MeetPrefill, now_s: float) -> None:
         """Report once whether a worker that the scheduler asks about answers."""
         address = command.address
@@ -172,23 +168,23 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
         self._asked_workers[address] = False
         self._links.note_change(link)
 
-    def _refuse(self, command: RefuseRoom, now_s: float) -> None:
-        nothing = Promise(*command.key.numbers, 0, 0, b"", command.ticket, digest=command.digest)
-        self._enter(nothing, command.address, now_s, AbortedError(command.reason))
-
-    def _enter(
-        self, promise: Promise, address: str, now_s: float, refused: TransferError | None = None
-    ) -> None:
-        """Let a room wait at its leader's link. Raise InternalError if its number is in use: an
-        event with this key would be taken for one of the room that has it, whose pages may still be
-        written."""
+    def _enter(self, command: OpenRoom | RefuseRoom, now_s: float) -> None:
+        """Let a room wait at its leader's link, until the prefill worker answers. Raise
+        InternalError if its number is in use: an event with this key would be taken for one of the
+        room that has it, whose pages may still be written."""
+        refused: TransferError | None = None
+        if isinstance(command, OpenRoom):
+            promise = command.promise
+        else:
+            what = *command.key.numbers, 0, 0, b"", command.ticket, command.digest
+            promise, refused = Promise(*what), AbortedError(command.reason)
         known = self._rooms.get(promise.key)
         if known is not None:
             if not known.is_only_owed:
                 room, generation = promise.key.numbers
                 raise InternalError(f"room {room} generation {generation} is open already")
             self._rooms.drop(known)  # the number is in use again
-        link = self._links.open(address, now_s)
+        link = self._links.open(command.address, now_s)
         # The room must be at its link before the link is looked at, or it would wait for the next
         # frame.
         opened = self._rooms[promise.key] = Room(promise, link, self.timing, now_s, refused)
@@ -325,7 +321,18 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
         # here.
         match body:
             case Outcome():
-                self._take_outcome(link, body, now_s)
+                room = self._rooms.get(body.key)
+                if room is None or room.ticket != body.ticket:
+                    # That use of the room has ended and is drained here; only the acknowledgement
+                    # was lost. Without one, prefill would repeat itself until its `ack_timeout_s`.
+                    ack = OutcomeAck(body.room, body.generation, body.rank, body.ticket)
+                    self._links.send(link, ack, now_s)
+                elif self._room_of(link, body) is not None:
+                    self._rooms.on(room, body, now_s)
+                    if room.awaits_notifications:
+                        # The notifications came with the bytes, before the outcome, so they are
+                        # there: make the transport look at once, by another Expect.
+                        self._said_expected = -1
             case PromiseAck():
                 if (room := self._room_of(link, body)) is not None:
                     self._rooms.on(room, body, now_s)
@@ -346,20 +353,6 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
                 assert_never(body)
         # It speaks, so it is suspect no more, and rooms may have waited for that.
         self._promote(link, now_s)
-
-    def _take_outcome(self, link: Link, outcome: Outcome, now_s: float) -> None:
-        room = self._rooms.get(outcome.key)
-        if room is None or room.ticket != outcome.ticket:
-            # That use of the room has ended and is drained here; only the acknowledgement was lost.
-            # Without one, prefill would repeat itself until its `ack_timeout_s`.
-            ack = OutcomeAck(outcome.room, outcome.generation, outcome.rank, outcome.ticket)
-            self._links.send(link, ack, now_s)
-        elif self._room_of(link, outcome) is not None:
-            self._rooms.on(room, outcome, now_s)
-            if room.awaits_notifications:
-                # The notifications came with the bytes, before the outcome, so they are there: make
-                # the transport look at once, by another Expect.
-                self._said_expected = -1
 
     def _take_drained(self, link: Link, drained: Drained, now_s: float) -> None:
         """A rank no longer writes the room; let settle first if it asks for that."""
@@ -474,8 +467,25 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
 
     def _promote(self, link: Link, now_s: float) -> None:
         for leader in self._links.leaders(link):
-            if leader.waiting and leader.ready:
-                self._promote_rooms(leader, now_s)
+            may_promise = leader.waiting and leader.ready
+            links = self._ranks_ready(leader, now_s) if may_promise else None
+            while links is not None and leader.waiting:
+                # Out of the queue first: if what follows raises, it must not be done a second time.
+                room = leader.waiting.popleft()
+                # From here on the room belongs to these processes, whatever answers on the links
+                # later. `peers` is set before the promise is sent, so that an answer finds its
+                # room.
+                room.links = links
+                for rank, to in links.items():
+                    assert to.peer is not None
+                    room.peers[rank] = to.peer
+                self._landings.promised(room)
+                # The relay knows the room before the promise is out: a lease may be asked for at
+                # once.
+                if leader.plan is not None and not room.poll.ended:
+                    assert self.relay is not None
+                    self.relay.open(room.promise, self._page_size, leader.plan)
+                self._rooms.on(room, receiver.PeerReady(tuple(links)), now_s)
             # The scheduler waits to hear that this worker is ready.
             if self._asked_workers.get(leader.address) is False:
                 self._links.note_change(leader)
@@ -508,26 +518,6 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
     def _lose_worker(self, address: str, error: Exception) -> None:
         if self._asked_workers.pop(address, None) is not None:
             self.say(PrefillLost(address, error))
-
-    def _promote_rooms(self, leader: Link, now_s: float) -> None:
-        links = self._ranks_ready(leader, now_s)
-        if links is None:
-            return
-        while leader.waiting:
-            # Out of the queue first: if what follows raises, it must not be done a second time.
-            room = leader.waiting.popleft()
-            # From here on the room belongs to these processes, whatever answers on the links later.
-            # `peers` is set before the promise is sent, so that an answer finds its room.
-            room.links = links
-            for rank, link in links.items():
-                assert link.peer is not None
-                room.peers[rank] = link.peer
-            self._landings.promised(room)
-            # The relay knows the room before the promise is out: a lease may be asked for at once.
-            if leader.plan is not None and not room.poll.ended:
-                assert self.relay is not None
-                self.relay.open(room.promise, self._page_size, leader.plan)
-            self._rooms.on(room, receiver.PeerReady(tuple(links)), now_s)
 
     def _refuse_peer(
         self,
@@ -581,9 +571,9 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
     # --- the method for each input, and for what is said inside -----------------------------------
 
     INPUTS: ClassVar[dict[type, Any]] = {
-        OpenRoom: _open,
+        OpenRoom: _enter,
         MeetPrefill: _watch_worker,
-        RefuseRoom: _refuse,
+        RefuseRoom: _enter,
         AbortRoom: _abort,
         MoveWeights: _move_weights,
         Fence: _fence,

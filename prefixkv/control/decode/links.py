@@ -308,18 +308,15 @@ class Links(dict[str, Link]):
             links[rank] = self.open(address, now_s)
             links[rank].leaders.add(leader.address)
         assert leader.reply is not None
-        replies = {
-            rank: link.reply
-            for rank, link in links.items()
-            if link.ready and link.reply is not None
-        }
-        # Checked even while others are missing, so that a wrong rank is refused at once.
-        for rank, link in [(0, leader), *links.items()]:
-            if link.ready and link.reply is not None:
-                handshake.check_rank(link.address, link.reply, rank, leader.reply)
+        # Once per set of replies, since rooms ask each time: see `accept`. Checked even while
+        # others are missing, so that a wrong rank is refused at once.
+        replies = {rank: link.reply for rank, link in links.items() if link.ready and link.reply}
+        if not leader.planned:
+            for rank, link in {0: leader, **links}.items():
+                if link.ready and link.reply is not None:
+                    handshake.check_rank(link.address, link.reply, rank, leader.reply)
         if any(not link.ready or link.live.suspect(self._timing, now_s) for link in links.values()):
             return None
-        # Computed once per set of replies, since rooms ask for it each time: see `accept`.
         if not leader.planned:
             leader.plan = handshake.relay_plan(self._hello, leader.reply, replies)
             leader.planned = True

@@ -27,7 +27,6 @@ from prefixkv.paging import Pages, unit_pages
 from prefixkv.protocol.ids import SUM_BYTES, ChunkTag
 from prefixkv.protocol.machine import Fail
 from prefixkv.protocol.messages import Hello, HelloReply
-from prefixkv.protocol.receiver_machine import ChunkLanded
 
 
 class PageSpan(NamedTuple):
@@ -148,7 +147,7 @@ class PageLooks(Landings):
             self._rooms.on(room, Fail(looked.error), now_s)
             return
         for tag in tags:
-            self._rooms.on(room, ChunkLanded.of(tag), now_s)
+            super().on_landed(room, tag, now_s)
 
 
 def _looked_at(control: DecodeControl, looked: PagesLookedAt, now_s: float) -> None:

@@ -232,4 +232,5 @@ class Landings:
 
     def on_landed(self, room: Room, tag: ChunkTag, now_s: float) -> None:
         """Take the notification of a part that went straight into our pages."""
-        self._rooms.on(room, receiver.ChunkLanded.of(tag), now_s)
+        part = tag.rank, tag.chunk, tag.part, tag.num_parts, tag.num_pages
+        self._rooms.on(room, receiver.ChunkLanded(*part), now_s)

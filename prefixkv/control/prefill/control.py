@@ -160,17 +160,8 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
 
     # --- commands ---------------------------------------------------------------------------------
 
-    def _take_request(self, command: AddRoom | OfferRoom, now_s: float) -> None:
-        try:
-            if isinstance(command, AddRoom):
-                self._add(command, now_s)
-            else:
-                self._offer(command, now_s)
-        except RequestError as error:
-            self._out += [RoomEnded(command.key, KVPoll.FAILED, error), SourceFree(command.key)]
-
     def _add(self, command: AddRoom, now_s: float) -> None:
-        """It may be promised already. RequestError while the number's writes have not ended."""
+        """It may be promised already. It fails while the number's writes have not ended."""
         key = command.key
         room = self._rooms.get(key)
         # 1. A room that has ended under this number makes way: only an acknowledgement is to come.
@@ -179,7 +170,9 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
             room = None
         error = self._tombs.meet_request(key, command.digest)
         if room is not None and room.added:
-            raise RequestError(f"room {key.room} generation {key.generation} was added already")
+            what = f"room {key.room} generation {key.generation}"
+            self._end_half(key, RequestError(f"{what} was added already"))
+            return
         # 2. Decode's half has ended before this one came. What it promises next is of another use,
         # but nothing tells which of the two this request was for.
         if room is None and error is not None:
@@ -198,14 +191,16 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
 
     def _offer(self, command: OfferRoom, now_s: float) -> None:
         """Promises for it may be here already: the first that proves the prompt opens it, rooms of
-        the others end. An early abort ends it where none opens it. Raises RequestError if the
-        number is in use."""
+        the others end. An early abort ends it where none opens it. It fails if the number is in
+        use."""
         numbers, until_s = command.key.numbers, now_s + command.timeout_s
         # 1. The number must be free among rooms of all decode workers: any of them may open it.
         same = self._rooms.of_numbers(numbers)
         in_use = any(one.added and not one.drained for one in same)
         if in_use or self._rooms.offer(numbers):
-            raise RequestError(f"room {numbers[0]} generation {numbers[1]} is in use already")
+            what = f"room {numbers[0]} generation {numbers[1]}"
+            self._end_half(command.key, RequestError(f"{what} is in use already"))
+            return
         # 2. Open before the promises are looked at, so that each is judged as one that comes later.
         self._tombs.meet_request(RoomKey(*numbers), b"")
         offer = Offer(command.num_tokens, command.digest, until_s)
@@ -492,8 +487,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         that is about to start."""
         until_s = now_s + self.timing.suspect_after_s
         for room in self._rooms.all():
-            before = room.added_s is not None and room.added_s < born_s
-            if before and room.key.decode == life.name and not room.poll.ended:
+            if room.added_s < born_s and room.key.decode == life.name and not room.poll.ended:
                 self._rooms.on(room, sender.LifeBegan(life, until_s), now_s)
 
     def _take_refusal(self, frame: Frame, word: HelloRefused, now_s: float) -> None:
@@ -786,8 +780,8 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
     # --- the method for each input, and for what is said inside -----------------------------------
 
     INPUTS: ClassVar[Takes] = {
-        AddRoom: _take_request,
-        OfferRoom: _take_request,
+        AddRoom: _add,
+        OfferRoom: _offer,
         SendChunk: _chunk,
         DeclineRoom: _decline,
         AbortRoom: _abort,

@@ -249,8 +249,9 @@ class Peers(dict[str, Peer]):
         HandshakeError if the name does not belong to the key that the connection proved,
         FormerLifeError if this life is over."""
         # 1. With a list of clients, the key decides which names may be used.
-        curve, key = self._timing.curve, short_key(credential)
+        curve = self._timing.curve
         if curve is not None and not _may_speak(curve.allowed_clients, credential, frame.name):
+            key = short_key(credential)
             why = f"is not the one that prefill's allowed_clients has for its key {key!r}"
             listed = curve.allowed_clients.get(credential, "")
             raise HandshakeError("name", listed, frame.name, f"{why} (change one of the two)")
@@ -258,7 +259,8 @@ class Peers(dict[str, Peer]):
         peer = self.get(frame.name)
         if peer is not None and credential != peer.credential:
             why = f"of {frame.name!r} is not the one that it was met with (it is forgotten in time)"
-            raise HandshakeError("key", short_key(peer.credential), key, why)
+            keys = short_key(peer.credential), short_key(credential)
+            raise HandshakeError("key", *keys, why)
         # 3. Last, so that a process without the key does not learn which lives have ended.
         self.lives.check(frame.sender)
         return peer

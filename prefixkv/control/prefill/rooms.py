@@ -320,10 +320,7 @@ class SenderRooms:
         same = self._rooms.setdefault(numbers, _Same())
         self.num_rooms += 1 if offer else -1
         same.offer = offer
-        self._tidy(numbers)
-
-    def _tidy(self, numbers: Numbers) -> None:
-        if not self._rooms[numbers] and self._rooms[numbers].offer is None:
+        if not (same or offer):
             del self._rooms[numbers]
 
     def of_numbers(self, numbers: Numbers) -> list[SenderMachine]:
@@ -337,11 +334,12 @@ class SenderRooms:
     def drop(self, room: SenderMachine) -> None:
         """Forget a room; the use is remembered for each of its readers, so that a late repeat is
         not taken for the next use of the number."""
-        numbers = room.key.numbers
-        if room in self._rooms.get(numbers, ()):
-            self._rooms[numbers].remove(room)
+        same = self._rooms.get(room.key.numbers)
+        if same is not None and room in same:
+            same.remove(room)
             self.num_rooms -= 1
-            self._tidy(numbers)
+            if not (same or same.offer):
+                del self._rooms[room.key.numbers]
         self._timers.forget(room.key)
         for reader in room.readers.values():
             is_known = self._peers.find(reader.peer) is not None

@@ -104,7 +104,9 @@ def _probabilities(logits: torch.Tensor, samplings: Sequence[Sampling]) -> torch
     where they cut off. Float64 [rows, vocabulary], for the sums over a large vocabulary."""
     device = logits.device
     heat = torch.tensor([s.temperature for s in samplings], dtype=torch.float64).to(device)
-    shares = torch.softmax(logits.to(torch.float64) / heat[:, None], -1)
+    # The largest is 0 first: what a small temperature makes of it would have no number.
+    logits = logits.to(torch.float64) - logits.amax(-1, keepdim=True)
+    shares = torch.softmax(logits / heat[:, None], -1)
     if any(s.top_k or s.top_p < 1 for s in samplings):
         vocab = shares.shape[-1]
         top_k = torch.tensor([min(s.top_k or vocab, vocab) for s in samplings]).to(device)

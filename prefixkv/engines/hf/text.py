@@ -27,6 +27,7 @@ _NO_CHARACTER: Final = "\ufffd"  # replaces bytes that are no character, and is 
 # one before the newest (a space between words), byte-level ones at three (a character of 4 bytes).
 _CONTEXT: Final = 4
 _MOST_UNITS: Final = 2 * _CONTEXT
+_PROMPT_END: Final = 64  # tokens of a prompt that are looked at, with and without a text
 _BYTE: Final = re.compile("<0x([0-9A-Fa-f]{2})>")  # name of a token that is a byte
 
 
@@ -132,7 +133,7 @@ class AnswerText:
 
     def _read_prompt(self, prompt: _Tokens) -> None:
         tokens: list[int] = []
-        for token in reversed(prompt):
+        for token in reversed(prompt[-_PROMPT_END:]):
             if not self._silent(int(token)):
                 tokens.append(int(token))
                 if len(tokens) == _CONTEXT:

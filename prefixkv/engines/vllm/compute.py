@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from prefixkv import ComputeConfig
 from prefixkv.errors import check_laws
-from prefixkv.spi import Lack, Sources
+from prefixkv.spi import Sources
 
 _UNBOUNDED_SHARE: Final = 100.0
 """`ComputeConfig.itl_share` at its most: vLLM alone says how long a step may become."""
@@ -83,8 +83,7 @@ class OwnCompute:
     def is_worth_loading(self, missing: int, num_loaded: int, load_s: float, address: str) -> bool:
         """Return whether to load `num_loaded` of the `missing` tokens from host memory, in
         `load_s`, rather than have prefill send them all."""
-        loaded = Lack(missing - num_loaded, num_loaded, load_s)
-        return self.sources.worth_loading(Lack(missing), loaded, address, self.now_s())
+        return self.sources.worth_loading(missing, num_loaded, load_s, address, self.now_s())
 
     def admitted(self, rid: str, prompt_len: int, due: int) -> None:
         """`due` tokens of the prompt are computed here. Its steps say so too, but a request that is

@@ -23,14 +23,14 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
-from prefixkv.errors import ConfigError, MetadataError, PeerLostError, TransferError
+from prefixkv.errors import ConfigError, MetadataError, PeerLostError
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.messages import Libraries
 from prefixkv.transport.base import PeerMemory, RankMemory
 from prefixkv.transport.jobs import ActiveJob
 from prefixkv.transport.loop import LoopPeer, bare
-from prefixkv.transport.runs import Part, Routes, Runs
+from prefixkv.transport.runs import Routes, Runs
 
 # Read when the libraries load. Faults are expected here, and come back as typed exceptions.
 os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
@@ -148,11 +148,6 @@ def error_by_name(failure: Exception, peer: PeerId) -> Exception:
     return error
 
 
-def error_of(state: str) -> Exception | None:
-    """Return the error that the state of a post stands for, None for DONE and PROC."""
-    return None if state in ("DONE", "PROC") else TransferError(f"NIXL reports state {state}")
-
-
 # --- peers ----------------------------------------------------------------------------------------
 
 
@@ -211,7 +206,6 @@ class Post:
     handle: Any
     peer: NixlPeer
     job: ActiveJob
-    part: Part
 
 
 # --- UCX ------------------------------------------------------------------------------------------

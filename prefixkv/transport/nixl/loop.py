@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, Final
 
 from prefixkv.config import TransportConfig
-from prefixkv.errors import InternalError, TransferTimeoutError
+from prefixkv.errors import InternalError, TransferError, TransferTimeoutError
 from prefixkv.protocol.ids import PeerId
 from prefixkv.threads import Inbox
 from prefixkv.transport.base import (
@@ -45,7 +45,6 @@ from prefixkv.transport.nixl.agent import (
     NixlPeer,
     Post,
     error_by_name,
-    error_of,
     nixl_name,
     warn_if_open,
 )
@@ -248,13 +247,12 @@ class NixlLoop(TransportLoop[NixlPeer]):
     # --- writes -----------------------------------------------------------------------------------
 
     def _transfer(self, peer: NixlPeer, job: ActiveJob) -> None:
-        part = job.parts[job.next_part]
         src, dst, tag = job.next_post()
         # Counted before the post, so that every way out below ends in exactly one `part_ended`.
         self._jobs.part_posted(job)
         peer.in_flight += 1
         handle: Any = None
-        error: Exception | None
+        error: Exception | None = None
         may_land = False
         try:
             local, remote = peer.lists[job.job.route]
@@ -263,12 +261,12 @@ class NixlLoop(TransportLoop[NixlPeer]):
             # must not be freed. Only what NIXL refuses before it touches anything is certain.
             may_land = True
             state = self._agent.api.transfer(handle, tag)
+            if state not in ("DONE", "PROC"):
+                error = TransferError(f"NIXL reports state {state}")
         except Exception as refusal:
             state, error = "", error_by_name(refusal, peer.peer)
             may_land = may_land and not isinstance(refusal, NEVER_POSTED)
-        else:
-            error = error_of(state)
-        post = Post(self._agent, handle, peer, job, part)
+        post = Post(self._agent, handle, peer, job)
         if state == "PROC":
             self._posts.append(post)
         else:
@@ -285,8 +283,10 @@ class NixlLoop(TransportLoop[NixlPeer]):
             else:
                 if state == "PROC":
                     going.append(post)
+                elif state == "DONE":
+                    ended.append((post, None))
                 else:
-                    ended.append((post, error_of(state)))
+                    ended.append((post, TransferError(f"NIXL reports state {state}")))
         # The list is replaced first: `_part_ended` may lose the peer or end the job, and no post
         # that has ended may be found in it then.
         self._posts = going
@@ -307,7 +307,7 @@ class NixlLoop(TransportLoop[NixlPeer]):
         elif may_land:
             # Before the job may end: its WriteFailed asks `_tell_if_proven`, which reads this.
             post.agent.unproven.add(post.job.job.job_id)
-        self._jobs.part_ended(post.job, post.part, error, may_land)
+        self._jobs.part_ended(post.job, error, may_land)
         is_usable = current and peer.routes is not None
         if is_usable and error and isinstance(error.__cause__, CONNECTION_BROKEN):
             self._lose(peer, error)

@@ -221,18 +221,17 @@ class ShmLoop(TransportLoop[ShmPeer]):
 
     def _transfer(self, peer: ShmPeer, job: ActiveJob) -> None:
         number = job.next_part
-        part = job.parts[number]
         self._jobs.part_posted(job)
         error: Exception | None = None
         # The tag after the bytes: the peer may read them as soon as it has the tag.
         try:
-            peer.plans[job.job.route].copy(part, job.src_pages, job.dst_pages)
+            peer.plans[job.job.route].copy(job.parts[number], job.src_pages, job.dst_pages)
             assert peer.link is not None
             peer.link.tell(job.part_tag(number).pack())
         except Exception as failure:
             error = bare(failure)
         # Whatever went wrong, this thread copies no more of it, so nothing of it lands later.
-        self._jobs.part_ended(job, part, error, may_land=False)
+        self._jobs.part_ended(job, error, may_land=False)
         if isinstance(error, PeerLostError):
             self._lose(peer, error)
 

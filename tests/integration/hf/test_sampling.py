@@ -45,6 +45,11 @@ def test_a_token_without_a_share_is_never_drawn(dtype: torch.dtype) -> None:
     assert {*said} == {3, 5}
 
 
+def test_the_least_temperature_draws_the_largest_logit() -> None:
+    logits = torch.tensor([[-3.0, 8.0, 20.0, 1.0]])
+    assert choose(logits, [Choice(Sampling(temperature=5e-324), 1)]) == [2]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_what_would_end_it_is_not_chosen_before_its_least_tokens(temperature: float) -> None:
     """Neither a stop token nor an end of the model's; one beyond the vocabulary is no matter."""

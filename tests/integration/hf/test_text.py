@@ -151,18 +151,18 @@ def test_a_prompts_last_space_and_character_go_on_in_the_answer() -> None:
     assert answered("▁the <0xE6>", "<0xBC> x") == "\ufffdx"
 
 
-def test_the_cost_of_a_token_does_not_grow_with_the_answer() -> None:
+def test_the_cost_of_a_token_does_not_grow_with_prompt_and_answer() -> None:
     class Counting:
         """A tokenizer that counts the tokens that it decodes."""
 
         def __init__(self, made: Tokenizer) -> None:
-            self.made, self.most = made, 0
+            self.made, self.most, self.calls = made, 0, 0
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self.made, name)
 
         def decode(self, tokens: list[int], **options: Any) -> str:
-            self.most = max(self.most, len(tokens))
+            self.most, self.calls = max(self.most, len(tokens)), self.calls + 1
             return str(self.made.decode(tokens, **options))
 
     rng = np.random.default_rng(1)
@@ -173,6 +173,9 @@ def test_the_cost_of_a_token_does_not_grow_with_the_answer() -> None:
         for token in [*rng.integers(0, size, 500).tolist(), *[2] * 100]:  # special ones at the end
             answer.add(token)
         assert counting.most <= 40  # 9 characters of at most 4 tokens
+        counting.calls = 0
+        AnswerText(counting, (), [2] * 10_000)  # a prompt without a text, neither
+        assert counting.calls <= 200
 
 
 def test_the_cost_of_a_token_does_not_grow_with_the_stop_strings(tokenizer: Tokenizer) -> None:

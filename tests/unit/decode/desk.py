@@ -4,18 +4,18 @@ after each."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from prefixkv.config import PageOptions
-from prefixkv.decode.request import DecodeRequest
+from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.errors import TransferError
 from prefixkv.pages.allocator import PageState
 from prefixkv.pages.groups import GroupSpec
 from prefixkv.pages.manager import PageManager
 from prefixkv.protocol.commands import AbortRoom, DecodeCommand, OpenRoom, RefuseRoom
-from prefixkv.protocol.events import RoomEnded
+from prefixkv.protocol.events import PrefillAway, PrefillReady, RoomEnded
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.request import Request
 from tests.laws.auditor import assert_at_rest
@@ -26,6 +26,10 @@ BROKEN = TransferError("broken")
 
 
 class Desk:
+    """Those that a test has made settle as it ends (conftest.py)."""
+
+    made: ClassVar[list[Desk]] = []
+
     def __init__(
         self,
         num_pages: int = 16,
@@ -57,6 +61,7 @@ class Desk:
         self.scheduler = decode_scheduler(self.pages, **settings)
         self.failed: list[DecodeRequest] = []
         self.num_rooms = 0
+        self.made.append(self)
 
     @property
     def now_s(self) -> float:
@@ -128,6 +133,12 @@ class Desk:
     def pop_failed(self) -> list[DecodeRequest]:
         return self._checked(self.scheduler.pop_failed())
 
+    def down(self, address: str = "p") -> None:
+        self._checked(self.scheduler.hear(PrefillAway(address), self.now_s))
+
+    def up(self, address: str = "p") -> None:
+        self._checked(self.scheduler.hear(PrefillReady(address), self.now_s))
+
     # --- several at once --------------------------------------------------------------------------
 
     def start(self, rid: str, tokens: int | list[int] = 8, max_new: int = 4, *, outputs: int = 0,
@@ -155,6 +166,13 @@ class Desk:
     def prefix_of(self, req: DecodeRequest) -> int:
         """Tokens of a request that the tree has now."""
         return self.pages.cache.match_prefix(req.key).prefix_len
+
+    def evict(self, num_pages: int) -> None:
+        """Other requests have needed these pages meanwhile."""
+        freed = self.pages.cache.evict(num_pages, self.now_s)
+        self.pages.allocator.uncache(freed)
+        self.pages.allocator.free(freed)
+        self.pages.version += 1
 
     def carry_out_aborts(self) -> None:
         """What the control plane does with an abort: the room fails, and is drained some time
@@ -195,9 +213,40 @@ class Desk:
         counts = {state.name: len(self.pages.allocator.pages_in(state)) for state in PageState}
         return {name: count for name, count in counts.items() if count}
 
+    def settle(self) -> None:
+        """All that lives goes on without a fault; what waits or is computed then is aborted. Then
+        nothing may be held, but for a device that is never done."""
+        for _ in range(3 * len(self.scheduler.requests) + 9):
+            self._go_on()
+        for req in list(self.scheduler.requests.values()):
+            flight = self.scheduler.flights.by_owner.get(req)
+            is_sent = flight is not None and flight.source.name != "computed"
+            assert not is_sent, f"{req} does not run, though its pages have arrived"
+            self.abort(req)
+        self._go_on()
+        if not self.scheduler.ledger.deferred:
+            self.at_rest()
+
+    def _go_on(self) -> None:
+        scheduler = self.scheduler
+        scheduler.pop_preallocated()
+        scheduler.pop_needs_prefill()
+        for key in list(scheduler.prefill.open):
+            self.succeed(key)
+        for req in scheduler.pop_local():
+            scheduler.computed(req, req.fill_len)
+        scheduler.pop_transferred()
+        for req in list(scheduler.requests.values()):
+            if req.state in (DecodeState.TRANSFERRED, DecodeState.RUNNING):
+                self.finish(req)
+        scheduler.pop_failed()
+        scheduler.take_commands()
+        for key in scheduler.rooms.undrained():
+            self.drain(key)
+
     def at_rest(self) -> None:
         assert_at_rest(self.scheduler)
-        assert not self.scheduler.num_deferred
+        assert not self.scheduler.ledger.deferred
         assert not len(self.scheduler.rooms), self.scheduler.rooms
         assert (self.scheduler.budget.active, self.scheduler.budget.private_pages) == (0, 0)
 

@@ -155,9 +155,6 @@ def test_a_request_admitted_before_a_policy_raised_is_in_flight() -> None:
     for req in (first, second):
         desk.succeed(req.room_key)
     assert desk.transferred() == ["a", "b"]
-    for req in (first, second):
-        desk.finish(req)
-    desk.at_rest()
 
 
 @pytest.mark.parametrize("end", ["abort", "fail", "succeed"])
@@ -176,9 +173,6 @@ def test_a_request_admitted_before_a_policy_raised_may_end_before_the_caller_see
     assert desk.admit() == ["b"]
     desk.succeed(second.room_key)
     desk.transferred()
-    desk.finish(second)
-    desk.pop_failed()
-    desk.at_rest()
 
 
 def test_a_policy_that_raises_at_every_pass_stops_no_deadline() -> None:
@@ -326,10 +320,7 @@ def test_an_estimate_that_was_too_low_puts_it_behind_those_that_need_less() -> N
     hog = desk.start("H", 60, max_new=1, cacheable=False)
     desk.add("was cached", [*range(32), 7], max_new=1)
     desk.add("b", 8, max_new=1)
-    page_manager = desk.pages
-    pages = page_manager.cache.evict(8)
-    page_manager.allocator.uncache(pages)
-    page_manager.allocator.free(pages)
+    desk.evict(8)
     desk.finish(hog)
     assert desk.admit() == ["b", "was cached"], "nine pages now, not one"
 
@@ -420,8 +411,6 @@ def test_the_last_row_or_slot_goes_to_one_of_all_lanes(lanes: str, kind: str) ->
         assert desk.transferred() == [rid]
         assert desk.admit() == []
         desk.finish(req)
-    desk.finish(first)
-    desk.at_rest()
 
 
 # --- deadlines ------------------------------------------------------------------------------------
@@ -471,7 +460,6 @@ def test_an_admitted_request_whose_kv_is_not_here_by_its_own_deadline_fails() ->
     assert (desk.admit(), desk.pop_failed()) == ([], [])
     desk.finish(here)
     desk.fail(late.room_key, drained=True)
-    desk.at_rest()
 
 
 def test_a_deadline_ends_no_request_that_ran_before() -> None:

@@ -20,7 +20,6 @@ from prefixkv.errors import (
     TransferError,
     TransferTimeoutError,
 )
-from prefixkv.protocol.events import PrefillAway, PrefillReady
 from tests.unit.decode.desk import PAGE_SIZE, AbortRoom, Desk, OpenRoom, RefuseRoom
 
 
@@ -65,12 +64,6 @@ class Alone(Desk):
         asks = self.scheduler.pop_needs_prefill()
         return self._checked([(ask.rid, ask.generation) for ask in asks])
 
-    def down(self, address: str = "p") -> None:
-        self._checked(self.scheduler.hear(PrefillAway(address), self.now_s))
-
-    def up(self, address: str = "p") -> None:
-        self._checked(self.scheduler.hear(PrefillReady(address), self.now_s))
-
 
 def kinds(desk: Desk) -> list[type]:
     return [type(command) for command in desk.commands()]
@@ -95,7 +88,6 @@ def test_a_request_that_lacks_little_is_computed_and_committed_like_any_other() 
     assert desk.prefix_of(req) == 8
     counters = desk.scheduler.counters
     assert (counters["computed_requests"], counters["computed_tokens"]) == (1, 10)
-    desk.at_rest()
 
 
 def test_what_decode_has_computed_prefill_has_to_compute_too_until_it_has(
@@ -124,7 +116,6 @@ def test_what_decode_has_computed_prefill_has_to_compute_too_until_it_has(
         desk.token(req)
         desk.finish(req)
     assert told == [8, 0], "two whole pages"
-    desk.at_rest()
 
 
 def test_one_that_lacks_more_is_asked_of_prefill_and_late_when_it_is_admitted() -> None:
@@ -173,7 +164,6 @@ def test_where_prefill_was_told_it_is_refused_there() -> None:
     desk.finish(req)
     assert req.room in desk.scheduler.rooms, "prefill may still have it"
     desk.drain(command.key)
-    desk.at_rest()
 
 
 def test_what_wants_more_of_prefill_than_kv_is_not_computed() -> None:
@@ -200,7 +190,6 @@ def test_of_a_whole_hit_the_last_page_is_left_to_compute() -> None:
         desk.finish(one)
     # The page that each computed for itself is there once.
     assert desk.states() == {"FREE": 14, "CACHED": 2}
-    desk.at_rest()
 
 
 def test_a_retracted_request_comes_back_without_prefill() -> None:
@@ -267,7 +256,6 @@ def test_those_that_joined_ask_again_if_it_ends() -> None:
     for req in (near, far):
         desk.succeed(req.room_key)
     assert desk.transferred() == ["a2", "a3"]
-    desk.pop_failed()
 
 
 # --- ends ---------------------------------------------------------------------------------------
@@ -291,7 +279,6 @@ def test_an_abort_frees_its_pages_once_the_device_is_done() -> None:
     event.done = True
     desk.admit()
     assert desk.states() == {"FREE": 16}
-    desk.at_rest()
 
 
 def test_a_deadline_keeps_its_pages_until_the_engine_has_heard_and_its_device_is_done() -> None:
@@ -307,7 +294,6 @@ def test_a_deadline_keeps_its_pages_until_the_engine_has_heard_and_its_device_is
     event.done = True
     desk.admit()
     assert desk.states() == {"FREE": 16}
-    desk.at_rest()
 
 
 def test_other_weights_end_it() -> None:
@@ -321,7 +307,6 @@ def test_other_weights_end_it() -> None:
     assert waits.pages_held is None
     event.done = True
     desk.admit()
-    desk.at_rest()
 
 
 @pytest.mark.parametrize("end", [0, 4, 9])
@@ -477,7 +462,6 @@ def test_a_retracted_request_that_lacks_nothing_comes_back_alone(prefill: str) -
     assert (req.resumed, req.prefix_len, req.error) == (True, 12, None)
     assert (desk.commands(), desk.asked()) == ([], [])
     desk.token(req)
-    desk.finish(req)
 
 
 def test_what_lacks_too_much_waits_and_fails_as_without() -> None:
@@ -502,8 +486,6 @@ def test_what_lacks_too_much_by_the_time_of_its_admission_fails_by_name() -> Non
     assert isinstance(cached.error, PeerLostError)
     assert "lacks 11 tokens, decode computes 7" in str(cached.error)
     assert desk.pop_failed() == [cached]
-    desk.carry_out_aborts()
-    desk.at_rest()
 
 
 def test_what_an_attempt_before_has_brought_is_not_left_in_aux() -> None:
@@ -627,7 +609,6 @@ def test_what_is_sent_elsewhere_before_it_is_admitted_is_asked_for_there(
     assert (opened.address, prompt.prefill) == (moves[-1], moves[-1])
     assert opened.promise.generation == prompt.generation == req.generation
     desk.arrive(req)
-    desk.finish(req)
 
 
 @pytest.mark.parametrize("ask", ["both", "late"])

@@ -47,7 +47,6 @@ def test_of_one_that_runs_the_prompt_stays(how: str, is_late: bool) -> None:
     desk.token(req)
     desk.scheduler.reserve_many([req], 2)
     assert len(req.output) == 9, "a step may have been under way"
-    desk.at_rest()
 
 
 def test_what_a_retraction_has_cached_stays_and_what_it_would_still_cache_does_not(
@@ -84,8 +83,6 @@ def test_what_is_computed_here_goes_to_no_tree_and_to_none_that_joined(
     assert desk.local() == ["a2"]
     desk.computed(joined, 14)
     assert desk.transferred() == ["a2"]
-    desk.finish(joined)
-    desk.at_rest()
 
 
 @pytest.mark.parametrize("window", [0, 6])
@@ -111,7 +108,6 @@ def test_no_state_and_no_window_is_kept(how: str, window: int, where: str) -> No
     assert isinstance(desk.pages.saves, Checkpoints)
     assert desk.pages.saves.taken == []
     assert desk.prefix_of(req) == (8 if where == "running" else 0)
-    desk.at_rest()
 
 
 def test_nothing_is_copied_to_host_memory(how: str) -> None:

@@ -83,7 +83,6 @@ def test_every_token_is_where_it_belongs(
         if reqs[at].state in CAN_RUN:
             check(at)
             desk.finish(reqs[at])
-    desk.at_rest()
 
 
 CAN_RUN = (DecodeState.TRANSFERRED, DecodeState.RUNNING)
@@ -131,4 +130,3 @@ def test_a_batch_that_was_checked_before_is_checked_for_what_may_have_changed() 
     for req in (reqs[0], reqs[2]):
         desk.finish(req)
     other.finish(foreign)
-    desk.at_rest()

@@ -72,13 +72,6 @@ class HostDesk(Desk):
         opened = [command.promise for command in self.commands() if isinstance(command, OpenRoom)]
         return {RoomKey(promise.room, promise.generation): promise for promise in opened}
 
-    def evict(self, num_pages: int) -> None:
-        """Other requests have needed these pages meanwhile."""
-        freed = self.pages.cache.evict(num_pages, self.now_s)
-        self.pages.allocator.uncache(freed)
-        self.pages.allocator.free(freed)
-        self.pages.version += 1
-
     def leave_in_host_memory(self, rid: str = "a", tokens: int = 16, **how: Any) -> DecodeRequest:
         """A request has been here, was written, and the pool has forgotten it."""
         req = self.start(rid, tokens)
@@ -88,6 +81,11 @@ class HostDesk(Desk):
         assert self.prefix_of(req) == 0
         self.commands()
         return req
+
+    def _go_on(self) -> None:
+        super()._go_on()
+        self.host.ready(self.host.allocator.num_pages)
+        self.end_all_copies()
 
     def at_rest_after(self, req: DecodeRequest) -> None:
         self.finish(req)
@@ -153,7 +151,6 @@ def test_what_the_pool_forgets_is_loaded_again() -> None:
     desk.end_all_copies()
     assert desk.host.cache.num_pages == 5
     assert counters["host_written_pages"] == 5, "what is there already is not written again"
-    desk.at_rest()
 
 
 def test_a_page_that_nothing_waits_for_is_not_written() -> None:
@@ -202,7 +199,6 @@ def test_a_write_leaves_a_page_to_each_that_runs() -> None:
     assert len(write.device_pages) == 2
     desk.end_copy()
     assert desk.host.cache.match_prefix(prompt("a", 16)).prefix_len == 16
-    desk.at_rest()
 
 
 def test_what_goes_on_behind_a_write_is_written_when_that_has_ended() -> None:
@@ -216,7 +212,6 @@ def test_what_goes_on_behind_a_write_is_written_when_that_has_ended() -> None:
     assert len(rest.host_pages) == 2
     desk.end_copy()
     assert desk.host.cache.match_prefix(prompt("a", 24)).depth == 6
-    desk.at_rest()
 
 
 def test_what_is_due_is_not_matched_again_before_a_write_could_begin(
@@ -246,7 +241,6 @@ def test_what_is_due_is_not_matched_again_before_a_write_could_begin(
         desk.admit()
         desk.end_all_copies()
     assert desk.host.cache.match_prefix(prompt("a", 16)).prefix_len == 16
-    desk.at_rest()
 
 
 def test_what_is_due_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +257,6 @@ def test_what_is_due_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> Non
     desk.end_all_copies()
     there = [desk.host.cache.match_prefix(prompt(rid, 16)).prefix_len for rid in "abcd"]
     assert there == [0, 0, 16, 16]
-    desk.at_rest()
 
 
 def test_no_eviction_takes_what_a_copy_reads() -> None:
@@ -303,8 +296,6 @@ def test_host_pages_are_used_once_they_are_ready() -> None:
     desk.host.ready(8)
     desk.finish(desk.start("c", 16))
     assert sorted(desk.orders()[0].host_pages.tolist()) == [3, 4, 5, 6]
-    desk.end_all_copies()
-    desk.at_rest()
 
 
 # --- several at once ------------------------------------------------------------------------------
@@ -320,10 +311,6 @@ def test_what_two_need_is_loaded_once() -> None:
     assert desk.transferred() == []
     desk.end_copy()
     assert sorted(desk.transferred()) == ["b", "c"]
-    for req in (b, c):
-        desk.finish(req)
-    desk.end_all_copies()
-    desk.at_rest()
 
 
 def test_a_load_goes_on_behind_what_is_on_its_way() -> None:
@@ -377,7 +364,6 @@ def test_an_aborted_load_keeps_its_pages_until_the_copy_has_ended() -> None:
     assert desk.scheduler.idle
     assert desk.pages.allocator.held_pages == 0
     assert desk.prefix_of(req) == 0, "nothing vouches for what no request waits for"
-    desk.at_rest()
 
 
 def test_a_load_goes_on_for_the_one_that_joined_it() -> None:
@@ -387,7 +373,6 @@ def test_a_load_goes_on_for_the_one_that_joined_it() -> None:
     desk.succeed(c.room_key)
     desk.end_copy()
     assert desk.transferred() == ["c"]
-    desk.at_rest_after(c)
 
 
 @pytest.mark.parametrize("has_arrived", [False, True])
@@ -414,7 +399,6 @@ def test_a_write_that_fails_leaves_nothing_in_host_memory() -> None:
     desk.finish(desk.start("a", 16))
     desk.end_copy(error=OSError("a bad page"))
     assert desk.host.cache.num_pages == desk.host.allocator.cached_pages == 0
-    desk.at_rest()
 
 
 def test_a_flush_between_order_and_end_of_a_write() -> None:
@@ -426,7 +410,6 @@ def test_a_flush_between_order_and_end_of_a_write() -> None:
     desk.end_copy()
     assert desk.host.cache.num_pages == 0
     assert desk.pages.allocator.free_pages == 16
-    desk.at_rest()
 
 
 def test_a_flush_between_order_and_end_of_a_load() -> None:
@@ -443,7 +426,6 @@ def test_a_flush_between_order_and_end_of_a_load() -> None:
     assert desk.host.allocator.free_pages == 32
     desk.carry_out_aborts()
     desk.arrive(req)
-    desk.at_rest_after(req)
 
 
 def test_all_of_a_retracted_request_may_be_in_host_memory() -> None:
@@ -712,12 +694,11 @@ def test_a_load_has_no_pages_in_window_groups_and_no_slot() -> None:
     assert desk.states()["HELD"] == 2
     desk.carry_out_aborts()
     assert group.allocator.free_pages == 9
-    desk.at_rest()
 
 
 def test_a_retracted_request_is_loaded_and_its_window_and_state_are_sent() -> None:
     desk = HostDesk(num_slots=3, windows=LAST)
-    old = desk.start("old", 4)
+    desk.start("old", 4)
     req = desk.start("a", 15, 9, outputs=2)
     desk.commands()
     desk.retract(req)
@@ -731,10 +712,6 @@ def test_a_retracted_request_is_loaded_and_its_window_and_state_are_sent() -> No
     desk.end_all_copies()
     assert desk.transferred() == [], "without its window and state it does not run"
     desk.arrive(req)
-    for one in (old, req):
-        desk.finish(one)
-    desk.end_all_copies()
-    desk.at_rest()
 
 
 def test_what_is_computed_from_a_checkpoint_loads_nothing() -> None:
@@ -797,7 +774,6 @@ def test_a_session_that_pauses_is_parked_and_loaded_ahead_of_its_next_turn(how: 
     assert desk.prefix_of(parked) == (8 if how == "never" else 16)
     assert desk.prefix_of(other) == 16
     assert desk.scheduler.counters["host_hit_tokens"] == 0, "no prompt was admitted for it"
-    desk.at_rest()
 
 
 @pytest.mark.parametrize("is_announced", [True, False])
@@ -812,7 +788,6 @@ def test_what_the_device_still_has_is_parked_no_longer_once_its_next_turn_is_nea
     desk.admit(desk.now_s + (1 if is_announced else 31))
     desk.evict(2)
     assert (desk.prefix_of(parked), desk.prefix_of(other)) == (16, 8)
-    desk.at_rest()
 
 
 def test_a_path_is_loaded_ahead_only_where_that_takes_nothing_of_worth() -> None:
@@ -830,7 +805,6 @@ def test_a_path_is_loaded_ahead_only_where_that_takes_nothing_of_worth() -> None
     desk.end_all_copies()
     desk.transferred()
     assert [desk.prefix_of(req) for req in (parked, *others)] == [16, 16, 8]
-    desk.at_rest()
 
 
 def test_a_load_ahead_waits_for_a_row() -> None:
@@ -849,7 +823,6 @@ def test_a_load_ahead_waits_for_a_row() -> None:
     desk.end_all_copies()
     desk.transferred()
     assert desk.prefix_of(parked) == 16
-    desk.at_rest()
 
 
 def test_a_session_that_goes_on_at_an_unknown_time_is_not_parked() -> None:
@@ -860,7 +833,6 @@ def test_a_session_that_goes_on_at_an_unknown_time_is_not_parked() -> None:
     other = leave(desk, "o")
     desk.evict(2)
     assert (desk.prefix_of(goes_on), desk.prefix_of(other)) == (16, 8)
-    desk.at_rest()
 
 
 def test_no_request_is_retracted_for_pages_of_a_load_ahead() -> None:
@@ -878,9 +850,6 @@ def test_no_request_is_retracted_for_pages_of_a_load_ahead() -> None:
     desk.end_all_copies()
     desk.transferred()
     desk.token(*reqs)
-    for req in reqs:
-        desk.finish(req)
-    desk.at_rest()
 
 
 def test_what_other_sessions_begin_with_stays_when_its_session_ends() -> None:
@@ -893,7 +862,6 @@ def test_what_other_sessions_begin_with_stays_when_its_session_ends() -> None:
     desk.evict(4)
     assert (desk.prefix_of(ended), desk.prefix_of(other)) == (8, 8)
     assert desk.host.cache.match_prefix(ended.key).prefix_len == 8
-    desk.at_rest()
 
 
 @pytest.mark.parametrize("is_announced", [False, True])
@@ -912,7 +880,6 @@ def test_what_other_sessions_begin_with_stays_while_its_session_is_parked(
     desk.evict(6 if is_announced else 4)
     kept = (8, 0) if is_announced else (8, 8)
     assert (desk.prefix_of(parked), desk.prefix_of(other)) == kept
-    desk.at_rest()
 
 
 def test_what_is_parked_goes_last_from_host_memory() -> None:
@@ -921,7 +888,6 @@ def test_what_is_parked_goes_last_from_host_memory() -> None:
     leave(desk, "p", 8)
     found = [desk.host.cache.match_prefix(req.key).prefix_len for req in (parked, other)]
     assert found == [16, 8]
-    desk.at_rest()
 
 
 def test_a_million_sessions_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ class Air:
             len(key) // PAGE_SIZE, joined,
         )  # fmt: skip
         self.flights.enter(flight, shareable)
-        assert self.flights.of(req) is flight
+        assert self.flights.by_owner.get(req) is flight
         if check:
             self.flights.check_invariants()
         return flight
@@ -94,7 +94,7 @@ def _chain() -> tuple[Air, list[Flight]]:
     [
         ("joined", None, "what waits for it knows that"),
         ("number", 0, "numbers count up"),
-        ("start_pages", 3, "what is found begins there"),
+        ("start_pages", 3, "no two begin alike"),
         ("end_pages", 0, "what is joined is brought"),
     ],
 )

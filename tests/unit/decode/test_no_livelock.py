@@ -76,7 +76,6 @@ def test_twice_the_pool_runs_to_its_end(policy: str, reserve_tokens: int) -> Non
     engine.run(most_steps=100)
     assert len(engine.finished) == 8
     assert 1 <= engine.retractions <= 4, "four of the eight, once each, under every policy"
-    desk.at_rest()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -89,4 +88,3 @@ def test_a_request_taken_back_returns_only_once_the_others_can_go_on(policy: str
     engine = Engine(desk, tries_again=False)
     engine.run(most_steps=100)
     assert len(engine.finished) == 3
-    desk.at_rest()

@@ -29,7 +29,6 @@ def test_no_pass_admits_beyond_the_last_row(admission: str, patience_s: float) -
             desk.finish(next(req for req in reqs if req.rid == rid))
             left.remove(rid)
     desk.commands()
-    desk.at_rest()
 
 
 def test_what_may_not_be_cached_is_not_loaded() -> None:

@@ -159,9 +159,9 @@ def waiting_behind_a_hog(admission: str) -> tuple[Desk, DecodeRequest]:
 def test_what_a_waiting_request_has_cached_is_evicted_last(admission: str) -> None:
     desk, waits = waiting_behind_a_hog(admission)
     assert desk.pages.cache.num_wants == 1
-    desk.pages.cache.evict(2)  # as another's growth would
+    desk.evict(2)  # as another's growth would
     assert desk.prefix_of(waits) == 8
-    desk.pages.cache.evict(1)
+    desk.evict(1)
     assert desk.prefix_of(waits) == 4, "softly: nothing else was left"
 
 
@@ -236,8 +236,6 @@ def test_what_is_admitted_fits_as_the_match_said(
             desk.finish(running.pop(0))
     for req in list(desk.scheduler.requests.values()):
         desk.abort(req)
-    desk.carry_out_aborts()
-    desk.at_rest()
 
 
 @pytest.mark.slow

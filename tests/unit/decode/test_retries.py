@@ -44,7 +44,6 @@ def test_a_request_is_asked_for_again_as_often_as_is_said(most: int) -> None:
         desk.fail(req.room_key, drained=True)
     assert (desk.admit(), desk.pop_failed(), req.error) == ([], [req], BROKEN)
     assert (req.retries, desk.scheduler.counters["retries"]) == (most, most)
-    desk.at_rest()
 
 
 def test_the_policy_says_how_often_where_no_number_does() -> None:
@@ -129,7 +128,6 @@ def test_a_request_that_was_never_admitted_is_refused_where_it_was_and_asked_for
     desk.finish(req)
     assert req.room in desk.scheduler.rooms, "until the first worker has answered"
     desk.drain(refused.key)
-    desk.at_rest()
 
 
 def test_what_is_on_its_way_or_not_here_is_not_sent_elsewhere() -> None:

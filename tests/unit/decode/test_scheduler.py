@@ -162,7 +162,6 @@ def test_an_abort_wherever_a_request_is_leaves_nothing(
         assert other.rid == "old"
         desk.finish(other)
     assert desk.admit() == desk.transferred() == []
-    desk.at_rest()
 
 
 @pytest.mark.parametrize("end", ["success", "failure"])
@@ -179,7 +178,6 @@ def test_an_end_that_crosses_our_abort_drains_but_revives_nothing(end: str) -> N
         desk.drain(req.room_key)
     assert req.state is DecodeState.ABORTED
     assert desk.transferred() == []
-    desk.at_rest()
 
 
 def test_an_abort_of_what_runs_waits_for_the_device() -> None:
@@ -189,11 +187,10 @@ def test_an_abort_of_what_runs_waits_for_the_device() -> None:
     assert desk.pop_failed() == [req]
     assert desk.states() == {"FREE": 13, "OWNED": 1, "CACHED": 2}
     desk.admit()
-    assert desk.scheduler.num_deferred == 1
+    assert len(desk.scheduler.ledger.deferred) == 1
     event.done = True
     desk.admit()
     assert desk.states() == {"FREE": 14, "CACHED": 2}
-    desk.at_rest()
 
 
 def test_an_unknown_request_is_no_error() -> None:
@@ -225,7 +222,6 @@ def test_a_failed_transfer_fails_its_request_and_holds_its_pages_until_drained()
     assert desk.scheduler.counters["quarantined_pages"] == 2
     desk.drain(req.room_key)
     desk.drain(req.room_key)
-    desk.at_rest()
 
 
 def test_news_of_unknown_rooms_changes_nothing() -> None:
@@ -262,7 +258,6 @@ def test_a_request_from_arrival_to_the_cache() -> None:
     assert desk.pages.cache.match_prefix(req.tokens).prefix_len == 8, (
         "the last token has no KV, and is not cached"
     )
-    desk.at_rest()
 
 
 @pytest.mark.parametrize("state", ["queued", "preallocated", "finished", "aborted"])
@@ -458,20 +453,17 @@ def test_the_oldest_keeps_its_age_through_a_retraction() -> None:
 @pytest.mark.parametrize("how", ["finish", "retract"])
 def test_nothing_is_released_before_the_device_is_done(how: str) -> None:
     desk = Desk()
-    old = desk.start("old", 4)
+    desk.start("old", 4)
     req, event = desk.start("a", 8, outputs=1), Event()
     before = desk.states()
     getattr(desk, how)(req, after=event)
     for _ in range(2):
         assert desk.admit() == []
         assert desk.states() == before
-    assert desk.scheduler.num_deferred == 1
+    assert len(desk.scheduler.ledger.deferred) == 1
     event.done = True
     assert desk.admit() == (["a"] if how == "retract" else [])
-    assert desk.scheduler.num_deferred == 0
-    if how == "finish":
-        desk.finish(old)
-        desk.at_rest()
+    assert len(desk.scheduler.ledger.deferred) == 0
 
 
 # --- the cache ------------------------------------------------------------------------------------
@@ -512,7 +504,6 @@ def test_a_flush_lets_what_runs_finish_and_keeps_none_of_it(place: str) -> None:
     else:
         desk.finish(req)
     assert desk.states() == {"FREE": 16}
-    desk.at_rest()
 
 
 @pytest.mark.parametrize("continues", [None, True, False])
@@ -544,7 +535,6 @@ def test_what_will_not_be_asked_again_is_freed_and_not_cached(
     desk.scheduler.release_deferred(1.0)
     assert desk.states() == {"FREE": 16 - cached, "CACHED": cached}
     assert desk.pages.match(req.key).prefix_len == 4 * cached
-    desk.at_rest()
 
 
 @pytest.mark.parametrize("fields", [{"cacheable": False}, {}])
@@ -565,7 +555,6 @@ def test_warm_ups_never_enter_the_tree_and_with_the_cache_off_nothing_does(
     for other in (old, req, again):
         desk.finish(other)
     assert desk.states() == {"FREE": 16}
-    desk.at_rest()
 
 
 def test_priority_reaches_the_tree() -> None:
@@ -613,11 +602,11 @@ def test_an_event_that_raises_later_keeps_its_pages_and_stops_nothing_else(how: 
     assert other.state is DecodeState.PREALLOCATED
     for _ in range(4):
         desk.admit()
-    assert (desk.scheduler.num_deferred, desk.pages.errors.num) == (1, 1)
+    assert (len(desk.scheduler.ledger.deferred), desk.pages.errors.num) == (1, 1)
     assert event.num_asked > 4, "it is asked again"
     event.lost = False
     desk.admit()
-    assert desk.scheduler.num_deferred == 0
+    assert len(desk.scheduler.ledger.deferred) == 0
 
 
 def test_a_log_handler_that_raises_costs_no_page() -> None:
@@ -634,7 +623,6 @@ def test_a_log_handler_that_raises_costs_no_page() -> None:
     with pytest.raises(OSError, match="disk full"):
         desk.admit()
     assert desk.pages.errors.num == 2
-    desk.at_rest()
 
 
 def test_the_audit_sees_a_lock_and_a_row_that_are_of_no_request() -> None:
@@ -651,6 +639,7 @@ def test_the_audit_sees_a_lock_and_a_row_that_are_of_no_request() -> None:
     desk.pages.table.alloc_row()
     with pytest.raises(InternalError, match="every row is a request's"):
         desk.scheduler.check_invariants()
+    Desk.made.remove(desk)  # it cannot settle
 
 
 @pytest.mark.parametrize("how", ["finish", "retract", "abort"])
@@ -669,4 +658,3 @@ def test_an_event_that_cannot_be_asked_changes_nothing(how: str) -> None:
     assert (req.state, desk.scheduler.pages.allocator.owned_pages) == (state, owned)
     assert desk.scheduler.requests["a"] is req
     desk.scheduler.check_invariants()
-    desk.finish(req)

@@ -94,8 +94,6 @@ def test_what_was_sent_leaves_a_checkpoint_before_the_end_is_computed(window: in
         "no other checkpoint takes its slot before it is copied"
     )
     desk.abort(more)
-    desk.pop_failed()
-    desk.at_rest()
 
 
 @pytest.mark.parametrize("window", [0, 6])
@@ -112,7 +110,6 @@ def test_a_prompt_of_whole_pages_is_sent_whole_and_its_end_is_kept(window: int) 
     assert depths(desk) == [24]
     desk.finish(req, keep_tokens=24)
     assert depths(desk) == [24]
-    desk.at_rest()
 
 
 def test_a_running_request_keeps_its_newest_state_under_its_own_depth() -> None:
@@ -133,7 +130,6 @@ def test_a_running_request_keeps_its_newest_state_under_its_own_depth() -> None:
         desk.abort(again)
         desk.pop_failed()
         desk.carry_out_aborts()
-    desk.at_rest()
 
 
 @pytest.mark.parametrize(
@@ -188,7 +184,6 @@ def test_what_was_kept_before_a_flush_is_forgotten() -> None:
     desk.scheduler.flush()
     desk.finish(req)
     assert depths(desk) == []
-    desk.at_rest()
 
 
 @pytest.mark.parametrize("tokens", [1, 16])
@@ -209,9 +204,6 @@ def test_its_request_may_end_while_others_wait_for_what_is_sent(tokens: int) -> 
         assert second.state is DecodeState.RETRACTED
         desk.carry_out_aborts()
     desk.abort(second)
-    desk.pop_failed()
-    desk.carry_out_aborts()
-    desk.at_rest()
 
 
 @pytest.mark.parametrize("window", [0, 6])
@@ -237,6 +229,3 @@ def test_one_that_ends_when_it_is_whole_gives_its_slots_back_and_its_flight_ends
     assert desk.transferred() == []
     assert desk.pages.cache.num_pages == 0
     desk.abort(second)
-    desk.pop_failed()
-    desk.carry_out_aborts()
-    desk.at_rest()

@@ -50,20 +50,6 @@ def trio(desk: Desk) -> list[DecodeRequest]:
     return reqs
 
 
-def end_well(desk: Desk, reqs: list[DecodeRequest]) -> None:
-    """All of these arrive, run and finish; whoever was asked for again is admitted first."""
-    desk.admit()
-    for req in reqs:
-        flight = desk.scheduler.flights.of(req)
-        if flight is not None and flight.is_open:
-            desk.succeed(req.room_key)
-    desk.transferred()
-    for req in reqs:
-        desk.finish(req)
-    desk.carry_out_aborts()
-    desk.at_rest()
-
-
 # --- sent once ------------------------------------------------------------------------------------
 
 
@@ -84,7 +70,6 @@ def test_what_is_on_its_way_is_promised_once() -> None:
         desk.succeed(req.room_key)
     assert desk.transferred() == ["a", "b", "d", "c"]
     assert desk.states() == {"FREE": 25, "CACHED": 7}
-    end_well(desk, [a, b, c, other])
 
 
 def test_samples_of_one_prompt_share_all_its_whole_pages() -> None:
@@ -101,7 +86,6 @@ def test_samples_of_one_prompt_share_all_its_whole_pages() -> None:
     assert [req.aux for req in reqs] == [b"first token of %d" % at for at in range(3)]
     assert desk.states() == {"FREE": 26, "CACHED": 3, "OWNED": 3}
     assert desk.pages.cache.protected_pages == 3
-    end_well(desk, reqs)
 
 
 @pytest.mark.parametrize("order", ["abc", "acb", "bac", "bca", "cab", "cba"])
@@ -124,7 +108,6 @@ def test_rooms_may_succeed_in_any_order_and_none_runs_before_all_its_pages_are_t
     for rid, req in reqs.items():
         assert req.aux == rid.encode()
         assert desk.pages.cache.match_prefix(req.tokens).pages.tolist() == req.pages.tolist()
-    end_well(desk, list(reqs.values()))
 
 
 def test_a_long_chain_is_committed_in_one_call() -> None:
@@ -159,7 +142,6 @@ def test_pages_that_the_tree_has_by_now_are_repointed_for_all_that_joined() -> N
     assert desk.transferred() == ["a", "b"]
     assert a.pages[:3].tolist() == b.pages[:3].tolist() == cached
     assert all(desk.pages.allocator.state(page) == 0 for page in theirs)
-    end_well(desk, [a, b])
 
 
 @pytest.mark.parametrize("how", ["not cacheable", "cache off", "namespaces"])
@@ -175,7 +157,6 @@ def test_what_may_not_be_shared_is_not(how: str) -> None:
     assert (a.prefix_len, b.prefix_len) == (0, 0)
     assert again.prefix_len == (8 if how == "namespaces" else 0)
     assert set(a.pages.tolist()).isdisjoint(b.pages.tolist())
-    end_well(desk, [a, b, again])
 
 
 # --- the owner goes -------------------------------------------------------------------------------
@@ -198,7 +179,7 @@ def test_an_aborted_owner_ends_at_once_and_its_room_goes_on_for_the_others(
     own: str, theirs: str
 ) -> None:
     desk = in_order(32)
-    a, b, c = trio(desk)
+    a, b, _c = trio(desk)
     ROOMS[own](desk, a)
     ROOMS[theirs](desk, b)
     key = a.room_key
@@ -211,7 +192,7 @@ def test_an_aborted_owner_ends_at_once_and_its_room_goes_on_for_the_others(
             desk.add("x", room=key.room)
         desk.succeed(key)
         desk.drain(key)  # says nothing new
-    again = desk.add("a", tokens(9), room=key.room)
+    desk.add("a", tokens(9), room=key.room)
     ran = desk.transferred()
     assert ran == (["b"] if theirs == "arrived" else []), "what nobody owns is for the tree"
     assert desk.pages.cache.match_prefix(tokens(1, 2)).prefix_len == 16
@@ -219,7 +200,6 @@ def test_an_aborted_owner_ends_at_once_and_its_room_goes_on_for_the_others(
         (4, 0) if theirs == "arrived" else (3, 0)
     )
     desk.admit()
-    end_well(desk, [b, c, again])
 
 
 @pytest.mark.parametrize("theirs", ROOMS)
@@ -240,7 +220,6 @@ def test_when_the_last_that_waits_has_gone_a_room_without_an_owner_is_aborted(th
         desk.fail(key, drained=True)
     assert desk.states() == {"FREE": 32}
     assert desk.transferred() == []
-    desk.at_rest()
 
 
 # --- the flight fails -----------------------------------------------------------------------------
@@ -284,7 +263,6 @@ def test_those_that_wait_for_what_fails_ask_again_in_their_order_and_share_again
     for key in (a.room_key, *(was if theirs == "open" else [])):
         desk.fail(key, drained=True)
     assert "HELD" not in desk.states()
-    end_well(desk, [b, c, d])
 
 
 def test_one_that_comes_back_waits_for_a_flight_that_brings_all_it_has_lost_without_a_room() -> (
@@ -299,10 +277,7 @@ def test_one_that_comes_back_waits_for_a_flight_that_brings_all_it_has_lost_with
     other = desk.admitted("o", [*SYSTEM, 1])
     assert other.prefix_len == 4
     desk.retract(req)
-    evicted = desk.pages.cache.evict(1)
-    desk.pages.allocator.uncache(evicted)
-    desk.pages.allocator.free(evicted)
-    desk.pages.version += 1
+    desk.evict(1)
     desk.commands()
     assert desk.admit() == ["r"]
     assert (req.prefix_len, req.fill_len, desk.commands()) == (8, 8, [])
@@ -316,9 +291,6 @@ def test_one_that_comes_back_waits_for_a_flight_that_brings_all_it_has_lost_with
     assert (ask.tokens.tolist(), ask.known_token) == (SYSTEM, 8)
     desk.arrive(req)
     assert req.output == [4, 5, 6, 7, 8]
-    for rid in ("old", "r"):
-        desk.finish(desk.scheduler.requests[rid])
-    desk.at_rest()
 
 
 # --- a flush --------------------------------------------------------------------------------------
@@ -353,4 +325,3 @@ def test_a_flush_sends_those_that_wait_to_ask_for_kv_of_the_new_weights(
         desk.arrive(a)
         assert desk.pages.cache.num_pages == 0
         desk.finish(a)
-    end_well(desk, [b, c, late])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from prefixkv.config import ComputeConfig
-from prefixkv.decode.sources import Lack, Rate, Sources
+from prefixkv.decode.sources import Rate, Sources
 
 HERE, PREFILL = True, False
 
@@ -379,12 +379,12 @@ def test_what_is_loaded_is_sent_instead_where_that_is_much_sooner(
     load_s: float, is_loaded: bool
 ) -> None:
     """All of it is sent in .11 s, and a load may take twice that, and 20 ms."""
-    sources, loaded = Sources(loads=True), Lack(300, 800, load_s)
+    sources = Sources(loads=True)
     for number in range(3):
-        assert sources.worth_loading(Lack(1100), loaded, "p", 100.0 * number), "not known yet"
+        assert sources.worth_loading(1100, 800, load_s, "p", 100.0 * number), "not known yet"
         sources.arrived(sources.promised("p", 100.0 * number, 1000), 100.0 * number + 0.1)
-    assert sources.worth_loading(Lack(1100), loaded, "p", 1e3) is is_loaded
-    assert sources.worth_loading(Lack(1100), loaded._replace(load_s=0.0), "p", 1e3), "not known"
+    assert sources.worth_loading(1100, 800, load_s, "p", 1e3) is is_loaded
+    assert sources.worth_loading(1100, 800, 0.0, "p", 1e3), "not known"
 
 
 # --- the rest -------------------------------------------------------------------------------------

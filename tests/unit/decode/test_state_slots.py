@@ -33,7 +33,6 @@ def test_a_slot_from_admission_to_the_end() -> None:
     desk.finish(req)
     assert slots(desk) == {"FREE": 2}
     assert req.state_slot == -1
-    desk.at_rest()
 
 
 def test_a_request_without_a_free_slot_waits() -> None:

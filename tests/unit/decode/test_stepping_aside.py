@@ -360,7 +360,6 @@ def test_what_is_never_answered_fails_in_time() -> None:
     assert "waited 30.000 s for prefill worker mute, which does not answer" in str(first.error)
     desk.admit(at_s=40.0)
     assert desk.pop_failed() == [second]
-    desk.at_rest()
 
 
 def test_pages_promised_to_a_worker_that_answers_no_more_are_not_counted_on() -> None:

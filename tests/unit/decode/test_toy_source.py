@@ -11,6 +11,7 @@ import pytest
 from prefixkv.config import ComputeConfig, DecodeConfig, HostConfig
 from prefixkv.decode.flights import Flight, Need, Segment, Source
 from prefixkv.decode.ledger import Ledger
+from prefixkv.decode.rooms import Workers
 from prefixkv.decode.scheduler import DecodeParts, DecodeScheduler
 from prefixkv.errors import ConfigError, TransferError
 from tests.unit.decode.desk import PAGE_SIZE, Desk, OpenRoom, RefuseRoom
@@ -63,7 +64,6 @@ def test_a_request_has_from_the_file_what_the_tree_lacks(tmp_path: Path) -> None
     assert KV[req.pages[1:4]].ravel().tolist() == [7 * token for token in tokens[4:16]]
     desk.finish(req)
     desk.commands()
-    desk.at_rest()
 
 
 def test_without_a_spare_row_prefill_sends_all(tmp_path: Path) -> None:
@@ -98,8 +98,6 @@ def test_a_request_fails_whose_source_raises_as_it_begins(tmp_path: Path) -> Non
     desk.drain(refused.key)
     desk.succeed(other.room_key)
     assert desk.transferred() == ["c"]
-    desk.finish(other)
-    desk.at_rest()
 
 
 def test_a_source_that_raises_is_asked_no_more_and_prefill_sends_all(tmp_path: Path) -> None:
@@ -159,3 +157,50 @@ def test_what_no_source_answers_for_is_refused(
     monkeypatch.setattr(DecodeScheduler, "source_makers", [])
     with pytest.raises(ConfigError, match="this installation has no part for it"):
         Desk(8, **asked)
+
+
+class WholeSource(FileSource):
+    """It brings a prompt of whole pages to its end."""
+
+    name, brings_pages_only = "whole", False
+
+    def reach(self, need: Need) -> Segment | None:
+        segment = super().reach(need)
+        return segment if segment is not None and segment.end == need.end else None
+
+    def is_best(self, need: Need, segment: Segment) -> bool:
+        return not need.can_ask
+
+
+@pytest.mark.parametrize("when", ["before it comes", "while it waits", "on its way", "and is back"])
+def test_a_source_that_brings_all_stands_in_for_a_worker_that_is_away(
+    tmp_path: Path, when: str
+) -> None:
+    FileSource.path = tmp_path / "kv"
+    np.array([range(16), range(16)], np.int32).tofile(FileSource.path)
+    kind = type("Scheduler", (DecodeScheduler,), {"source_makers": [WholeSource]})
+    desk = Desk(kind=kind, workers=Workers(gated=True))
+    if when == "before it comes":
+        desk.up()
+        desk.down()
+    req, more = desk.add("a", list(range(16))), desk.add("b", list(range(20, 40)))
+    if when != "before it comes":
+        desk.up()
+        if when == "on its way":
+            assert desk.admit() == ["a", "b"]
+        desk.down()
+    if when == "on its way":
+        assert desk.admit() == []  # its room may still succeed, and nothing says to fail over
+        desk.fail(req.room_key, drained=True)
+    if when == "and is back":
+        desk.up()
+        assert desk.admit() == ["a", "b"]
+        desk.arrive(req)
+    else:
+        assert desk.admit() == ["a"]
+        assert desk.transferred() == ["a"]
+        assert KV[req.pages].ravel().tolist() == list(range(16))
+    desk.finish(req)
+    desk.abort(more)
+    desk.carry_out_aborts()
+    desk.at_rest()

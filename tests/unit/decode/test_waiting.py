@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from prefixkv.admission import AdmissionPolicy
+from prefixkv.admission import AdmissionPolicy, rank_as_tuple
 from prefixkv.decode import admission
 from prefixkv.decode.admission import Admission, Waiter
 from prefixkv.decode.rooms import Worker, Workers
@@ -79,12 +79,14 @@ class Case:
         address, pages = self.chance.choice(ADDRESSES), self.chance.randint(1, 6)
         waiter = Waiter(
             Req(self.chance.choice([2, 5, 9]), self.now_s),  # type: ignore[arg-type]
-            self.number, self.chance.random() < 0.2, self.now_s,
+            self.number, self.chance.random() < 0.2, self.now_s, self.number,
         )  # fmt: skip
         waiter.worker = self.workers.of(address)
         waiter.look = SimpleNamespace(new_pages=pages)
-        if not waiter.is_returned:
-            waiter.rank = self.list._rank(waiter)
+        if waiter.is_returned:
+            waiter.turn = -self.number
+        else:
+            waiter.rank = rank_as_tuple(self.policy.rank(waiter.req, pages))
         self._enter(waiter)
 
     def _enter(self, waiter: Waiter) -> None:

@@ -86,7 +86,6 @@ def test_it_never_runs_out_of_window_pages_as_it_grows() -> None:
         assert (first + len(ids)) * PAGE_SIZE > min(req.kv_len, req.most_kv_len - 1)
     desk.finish(req)
     assert group.allocator.free_pages == 3
-    desk.at_rest()
 
 
 def test_a_step_of_several_tokens_has_its_pages() -> None:
@@ -100,7 +99,6 @@ def test_a_step_of_several_tokens_has_its_pages() -> None:
             desk.token(req, token=token)
     with pytest.raises(RequestError, match="num_tokens is 7, group 'w0' has step_tokens 6"):
         desk.scheduler.reserve_many([req], 7)
-    desk.finish(req)
 
 
 def test_a_room_that_failed_holds_them_until_it_is_drained() -> None:
@@ -222,8 +220,6 @@ def test_what_was_computed_before_a_flush_leaves_none() -> None:
     assert desk.transferred() == ["a"]
     desk.finish(req)
     assert depths(desk) == []
-    desk.carry_out_aborts()
-    desk.at_rest()
 
 
 def test_a_state_that_was_kept_before_a_flush_is_not_entered() -> None:

@@ -120,7 +120,7 @@ def test_adding_back_any_pages_gives_maximal_runs(loop_below: int, data: st.Data
 def test_what_looks_like_a_run_and_is_none(pages: list[int], fault: str) -> None:
     allocator = PageAllocator(8)
     allocator.alloc(8)
-    for call in (allocator.free, allocator.cache, allocator.owned):
+    for call in (allocator.free, allocator.cache, allocator.checked):
         for ids in (pages, np.array(pages, np.int32).tobytes()):
             with pytest.raises(PageStateError, match=fault):
                 call(ids)

@@ -64,10 +64,9 @@ def _give_back(self: Checkpoints, slot: int) -> None:
     self._free.append(slot)
 
 
-def _too_eager(self: Checkpoints, needs: Any) -> bool:
+def _too_eager(self: Checkpoints, needs: Any) -> None:
     while self._evict_one():
         pass
-    return True
 
 
 def _let_go(self: TailGroup, row: int, num_tokens: int) -> None:

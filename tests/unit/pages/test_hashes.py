@@ -59,8 +59,8 @@ class Desk:
         if how == "drop":
             self.pages.drop(held)
         else:
-            keep = len(key) // 2 if how == "half" else None
-            self.pages.cache_finished(held, key, 0.0, keep_tokens=keep)
+            kept = key.prefix(len(key) // 2) if how == "half" else key
+            self.pages.cache_finished(held, kept, 0.0)
 
     def evict(self, num_pages: int) -> None:
         evicted = self.pages.cache.evict(num_pages)

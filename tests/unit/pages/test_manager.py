@@ -446,9 +446,8 @@ class Books(RuleBasedStateMachine):
         self.live.remove(live)
         if how == "finish" and live.cacheable and live.joined is None:
             there = manager.match(live.key).prefix_len
-            manager.cache_finished(
-                live.pages, live.key, self._time(), continues=continues, keep_tokens=keep
-            )
+            key = live.key if keep is None else live.key.prefix(keep)
+            manager.cache_finished(live.pages, key, self._time(), continues=continues)
             if live.epoch == manager.epoch:
                 kept = len(live.key) if keep is None else min(keep, len(live.key))
                 wanted = max(there, kept // PAGE_SIZE * PAGE_SIZE)

@@ -23,7 +23,7 @@ from prefixkv.errors import (
 from prefixkv.pages.allocator import PageState
 from prefixkv.pages.manager import PageManager
 from prefixkv.paging import pages_for
-from prefixkv.prefill.request import PrefillRequest, PrefillState, SendPlan
+from prefixkv.prefill.request import PrefillRequest, PrefillState
 from prefixkv.protocol.commands import AbortRoom, AddRoom, DeclineRoom, SendChunk
 from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
@@ -305,12 +305,6 @@ def test_decode_gets_each_page_it_lacks_once_from_the_pages_the_engine_computed(
     for req, *_ in reqs:
         desk.done(req)
     assert_at_rest(desk.scheduler)
-
-
-@pytest.mark.parametrize("prefix_len", [-4, 12])
-def test_a_prefix_that_is_no_prefix_is_refused(prefix_len: int) -> None:
-    with pytest.raises(RequestError, match=f"is {prefix_len}, the request has 10 tokens"):
-        SendPlan(10, prefix_len, 4)
 
 
 # --- the queue ------------------------------------------------------------------------------------

@@ -143,11 +143,11 @@ class Stage:
 def run(
     scene: Callable[[Stage], Awaitable[None]], prefill: list[Say] | None = None,
     decode: list[Say] | None = None, api_key: str = "", limits: Limits = LIMITS,
-    request_log: str = "",
+    request_log: str = "", servers_key: str = "",
 ) -> None:  # fmt: skip
     async def main() -> None:
         listen = ListenSettings(api_key=api_key, limits=limits, request_log=request_log)
-        config = ProxyConfig(listen=listen)
+        config = ProxyConfig(servers_key, listen=listen)
         stage = Stage(prefill or [well], decode or [well], config)
         async with AsyncExitStack() as stack:
             for engine in (*stage.prefill, *stage.decode):
@@ -763,6 +763,29 @@ async def test_what_the_proxy_refuses_itself(
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     assert not stage.prefill[0].asked
     assert not stage.decode[0].asked
+
+
+async def elsewhere(engine: Engine, body: dict[str, Any]) -> Response:
+    return Response(b"", 307, {"location": "http://127.0.0.1:1/"})
+
+
+@played(decode=[elsewhere], servers_key="sk-secret")
+async def test_the_servers_key_is_in_no_line_of_the_log(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor a loss that has no server's name."""
+    assert (await stage.complete()).status_code == 503
+    assert stage.decode[0].heads[0]["authorization"] == "Bearer sk-secret"
+    lost, failed = [one.message for one in caplog.records]
+    assert "a redirect to 'http://127.0.0.1:1/'" in lost
+    assert "sk-secret" not in caplog.text
+    assert f": {stage.decode[0].at.url} failed, and no decode" in failed
+
+
+@played()
+async def test_null_is_as_good_as_nothing_where_the_proxy_sets_it(stage: Stage) -> None:
+    assert (await stage.complete(kv_transfer_params=None)).status_code == 200
+    assert "room" in stage.decode[0].asked[0]["kv_transfer_params"]
 
 
 def test_servers_as_they_are_named() -> None:

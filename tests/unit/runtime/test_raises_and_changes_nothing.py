@@ -193,8 +193,8 @@ _ENDS = ("abort", "fail", "flush", "fence_rank")  # which on decode may wait for
 _NOT_TRIED = frozenset({
     "audit", "awaited_ranks", "close", "figures", "fileno", "lost_peers", "peers", "stats",
     "on_change", "on_close", "on_ended",
-    "check_invariants", "check_own", "end_all", "fail_room", "feeds", "hear", "holders",
-    "make_tier", "move",
+    "check_invariants", "check_own", "end_all", "feeds", "hear", "holders",
+    "make_tier",
     "release_deferred", "room_drained", "settle_deferred",
     "take_commands", "take_orders",
 })  # fmt: skip

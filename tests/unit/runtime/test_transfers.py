@@ -398,7 +398,7 @@ def test_each_argument_of_each_call_is_looked_at_before_anything_is_changed(pair
     ]  # fmt: skip
     told: list[Any] = []
     for side in (pair.decode, pair.prefill):
-        side.submit = told.append  # type: ignore[method-assign]
+        side.thread.submit = told.append  # type: ignore[method-assign]
     before = set(pair.decode._rooms), set(pair.prefill._rooms)
     for call, args, named in calls:
         for place in (*range(len(args)), *named):
@@ -409,7 +409,7 @@ def test_each_argument_of_each_call_is_looked_at_before_anything_is_changed(pair
             assert (set(pair.decode._rooms), set(pair.prefill._rooms)) == before
     assert not told
     for side in (pair.decode, pair.prefill):
-        del side.submit
+        del side.thread.submit
 
 
 def test_an_engine_waits_with_its_own_poller(pair: Pair) -> None:

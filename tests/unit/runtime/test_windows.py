@@ -67,8 +67,8 @@ def test_a_chunk_waits_on_every_rank_until_it_is_computed() -> None:
         pair.p.fill(req, 0, 7)
         sides = pair.prefill.transfers, pair.prefill.others[0].transfers
         given: list[Any] = []
-        submit = sides[1].submit
-        sides[1].submit = lambda command: (given.append(command), submit(command))
+        submit = sides[1].thread.submit
+        sides[1].thread.submit = lambda command: (given.append(command), submit(command))
         ready = Gate()
         assert pair.prefill.send_chunk(req, 7, True, pair.p.aux(req), ready) == 2 * 2
         with pytest.raises(RequestError):

@@ -231,8 +231,9 @@ async def test_without_the_key_nothing_is_answered_but_what_is_open(
     assert error(await client.get("/refuse")) == (418, "teapot")
     headers = {"host": "example.org", "origin": "https://example.org"}
     assert error(await client.post("/echo", headers=headers)) == (401, "invalid_api_key")
-    headers["authorization"] = "Bearer secret"  # then any host may ask
-    assert (await client.post("/echo", json={}, headers=headers)).status_code == 200
+    for scheme in ("Bearer ", "bearer ", "BEARER  "):  # then any host may ask
+        headers["authorization"] = scheme + "secret"
+        assert (await client.post("/echo", json={}, headers=headers)).status_code == 200
 
 
 HOSTS = ("localhost:1", "LOCALHOST", "127.0.0.1", "[::1]:8000")

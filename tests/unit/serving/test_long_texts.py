@@ -140,6 +140,15 @@ async def test_how_a_model_would_have_tokens_drawn_counts_where_a_client_says_no
 
 
 @in_loop
+async def test_a_special_token_stops_an_answer_by_its_text() -> None:
+    """It has no text in an answer, so no text of an answer is equal to it."""
+    async with client_of_front(Held()) as (client, asked):
+        for stop in ("<|end|>", ["kaka", "<|user|>", "<|nothing|>"]):
+            assert (await completed(client, "a", stop=stop, stop_token_ids=[7])).status_code == 200
+    assert [one["sampling"]["stop_tokens"] for one in asked] == [[7, 512], [7, 514]]
+
+
+@in_loop
 async def test_tokens_that_the_model_has_not_are_refused_of_a_text_too() -> None:
     tokenizer = small_tokenizer()
     tokenizer.add_special_tokens(["<new>"])

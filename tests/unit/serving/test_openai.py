@@ -272,6 +272,8 @@ def test_usage_says_where_the_kv_of_prompts_was_and_what_prefill_has_done() -> N
     # Decode has all of it, and prefill computes the end for the first token.
     usage.add_prompt(64, AnswerToken(hit_tokens=64, prefill_hit_tokens=48))
     assert (usage.sent_tokens, usage.computed_tokens, usage.decode_hit_tokens) == (20, 36, 128)
+    # Of each prompt the longer hit: 80, and then 64.
+    assert usage.body()["prompt_tokens_details"] == {"cached_tokens": 144}
 
 
 @pytest.mark.parametrize(

@@ -157,10 +157,19 @@ def test_the_small_models_words_become_the_same_tokens_again() -> None:
     assert len(texts.chat(TALK)) < len(chat)  # marks are one token each
 
 
-def test_a_folder_without_a_template_has_a_plain_one(folder: Path) -> None:
+def test_a_folder_without_a_template_has_a_plain_one_and_says_so(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     texts = load_texts(str(folder))
+    assert [one.message for one in caplog.records] == [
+        f"{folder}: without a chat template: chats are written as ROLE: TEXT"
+    ]
     said = "system: Be brief.\nuser: Grüß Gott, 世界\nassistant:"
     assert text_of(texts, texts.chat(TALK)) == said
+    # With the token that a model wants before every text.
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "<|system|>"}')
+    texts = load_texts(str(folder))
+    assert text_of(texts, texts.chat(TALK)) == "<|system|>" + said
 
 
 def test_a_folder_that_is_not_read_is_named(folder: Path, tmp_path: Path) -> None:

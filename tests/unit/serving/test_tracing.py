@@ -298,7 +298,7 @@ def test_attributes_have_the_names_of_the_conventions() -> None:
     asked = {"model": "m", "max_tokens": 5, "n": 3, "seed": 2**63, "top_p": {}, "top_k": None}
     trace.describe_request("/v1/chat/completions", asked | {"temperature": 0.5}, "m")
     record = RequestRecord()
-    record.fields = {"id": "r", **asdict(Usage(7, 4, 2)), "first_token_s": 0.25}
+    record.fields = {"id": "r", **asdict(Usage(7, 4, cached_tokens=2)), "first_token_s": 0.25}
     trace.fail("http://me:secret@host/v1 said \udcff")
     trace.end_answer(record)
     (written,) = memory.spans

@@ -43,7 +43,7 @@ class Desk:
     def end(
         self, job: ActiveJob, number: int, error: Exception | None = None, may_land: bool = True
     ) -> None:
-        self.table.part_ended(job, job.parts[number], error, may_land)
+        self.table.part_ended(job, error, may_land)
 
 
 def test_rooms_take_turns_and_the_jobs_of_a_room_go_in_order() -> None:

@@ -129,16 +129,17 @@ def test_the_index_is_the_best_ratio_over_all_times_to_keep():
 
 
 def test_worths_are_worked_out_where_nothing_waits_or_a_little_later():
-    hazards = Hazards([[0], [1]], trust=1.0, period=80, half_life_s=1e9)
+    policy = Adaptive(period=80, half_life_s=1e9)
+    hazards = policy.hazards
     for starts_late in (0, 10, 0):
         before = hazards.worth
         for at in range(80 + starts_late):
             assert hazards.worth is before
             if at < 80:
-                hazards.work_ahead()
+                policy.work_ahead()
             hazards.start(at % 2, hazards.now_s + 10.0)
         if not starts_late:
-            hazards.work_ahead()
+            policy.work_ahead()
         assert hazards.worth is not before
     assert hazards.broken_laws() == []
 
