@@ -10,6 +10,7 @@ more. So neither a client that leaves nor a preemption frees a block into which 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,6 +55,7 @@ class ScheduledLoads:
     wanted: dict[str, tuple[LoadAsk, bytes]] = field(default_factory=dict)
     pending: dict[str, _PendingLoad] = field(default_factory=dict)
     followers: set[str] = field(default_factory=set)  # other choices of a prompt that is loaded
+    _num_blocks: int = 0  # of all that is pending
 
     def begin(self, request: Any, ask: LoadAsk) -> None:
         """Register a load, or a follower of one. Raises CallerError for a prompt that cannot be
@@ -100,6 +102,7 @@ class ScheduledLoads:
         )  # fmt: skip
         num_blocks = groups.blocks_of(request.num_prompt_tokens)
         self.pending[rid] = _PendingLoad(opening, num_blocks, ledger.num_ranks, ledger.now_s())
+        self._num_blocks += num_blocks
         ledger.orders.opens.append(opening)
 
     @property
@@ -119,8 +122,7 @@ class ScheduledLoads:
         # Never admitted: no block was promised, and a refusal is all that prefill needs.
         if (wanted := self.wanted.pop(rid, None)) is not None:
             self.refuse(wanted[0], "decode's request ended before it was admitted")
-        load = self.pending.get(rid)
-        if load is None or load.over:
+        if (load := self.pending.get(rid)) is None or load.over:
             return False
         load.left = True
         self.ledger.orders.abort_loads[rid] = "decode's request ended"
@@ -139,10 +141,6 @@ class ScheduledLoads:
         return self.could_fit(num_blocks + self._num_blocks)
 
     @property
-    def _num_blocks(self) -> int:
-        return sum(load.num_blocks for load in self.pending.values())
-
-    @property
     def any_under_way(self) -> bool:
         """True while blocks wait for another server."""
         return any(not load.over for load in self.pending.values())
@@ -155,11 +153,12 @@ class ScheduledLoads:
     def take(self, report: WorkerReport) -> None:
         """A rank reports, once, why a load has failed, that no peer writes into its blocks any
         more, or that it has waited for the proof of that beyond its time."""
+        settled, overdue = Counter(report.settled), {*report.overdue}
         for rid, load in self.pending.items() if report else ():
             if rid in report.failed:
                 load.error, load.refused = report.failed[rid], rid in report.refused
-            load.unsettled -= report.settled.count(rid)
-            load.overdue |= rid in report.overdue
+            load.unsettled -= settled[rid]
+            load.overdue |= rid in overdue
 
     def received(self, rid: str) -> _PendingLoad | None:
         if (load := self.pending.get(rid)) is not None:
@@ -173,7 +172,7 @@ class ScheduledLoads:
         # outcome yet, and `received` would not find the load.
         if load is not None and load.over and load.unsettled <= 0:
             self.ledger.holds.release(rid)
-            del self.pending[rid]
+            self._num_blocks -= self.pending.pop(rid).num_blocks
 
     def waiting_since(self) -> list[float]:
         return [load.since_s for load in self.pending.values() if not load.over]
@@ -185,6 +184,7 @@ class ScheduledLoads:
             "a load that is over is unsettled": all(
                 load.unsettled > 0 for load in loads if load.over
             ),
-            "loads leave blocks to compute with": self.could_fit(self._num_blocks),
+            "loads leave blocks to compute with": self.could_fit(self._num_blocks)
+            and self._num_blocks == sum(load.num_blocks for load in loads),
         }
         check_laws(laws, self.wanted, self.pending)

@@ -99,6 +99,9 @@ class ScheduledSends:
     # By request id. An entry outlives its request: only `freed` by all ranks removes it. Offers
     # are in the order in which they were computed, which `make_room` uses.
     sends: dict[str, _ScheduledSend] = field(default_factory=dict)
+    # Of these the few that have been started, and are not computed: vLLM asks at each step of each
+    # request that waits, so that none may look at all of them.
+    _begun: dict[str, _ScheduledSend] = field(default_factory=dict)
     # Requests that are not to be computed, and why; until their requests end.
     ending: dict[str, str] = field(default_factory=dict)
     # These two end with their requests: they hold no blocks.
@@ -224,7 +227,7 @@ class ScheduledSends:
         if rid in self._choices:
             return False
         # 6. A new prompt: it must fit beside all that other started prompts still need.
-        others = [one for one in self.sends.values() if one.started and not one.computed]
+        others = [one for one in self._begun.values() if not one.computed]
         need += sum(needed(one.num_tokens) - one.num_held for one in others)
         self.make_room(need - num_free)
         return not others or need <= num_free
@@ -234,9 +237,8 @@ class ScheduledSends:
         that were handed over until all of it is computed. A request before it in vLLM's queue may
         need these blocks, and vLLM asks of no request behind one for which blocks are lacking: so
         neither of them would ever go on."""
-        preempted = {
-            one for one, send in self.sends.items() if send.is_preempted and one not in self.ending
-        }
+        preempted = {one for one, send in self._begun.items() if send.is_preempted}
+        preempted -= self.ending.keys()
         return bool(preempted) and rid not in preempted
 
     @property
@@ -280,7 +282,7 @@ class ScheduledSends:
 
     def allocated(self, rid: str) -> None:
         if rid not in self.ending and (send := self.sends.get(rid)) is not None:
-            send.started = True
+            self._begun[rid], send.started = send, True
 
     def compute(self, rid: str, start: int, count: int, tables: Callable[[], Tables]) -> None:
         """Order what follows from a step that computes `count` tokens from token `start` on.
@@ -317,6 +319,8 @@ class ScheduledSends:
         if end <= send.end:
             return None
         send.end = end
+        if send.computed:
+            self._begun.pop(rid, None)
         block_size = self.ledger.groups.block_size
         stop = pages_for(end, block_size) if send.computed else end // block_size
         if stop == send.num_pages and not send.computed:
@@ -410,6 +414,7 @@ class ScheduledSends:
 
     def _forget(self, rid: str) -> None:
         self.ledger.holds.release(rid)
+        self._begun.pop(rid, None)
         # An abort that is not ordered yet would end the next send of this room's number.
         self.ledger.orders.abort_sends.pop(self.sends.pop(rid).key, None)
         self.ledger.counters.add("sends_over")
@@ -430,16 +435,14 @@ class ScheduledSends:
     def waiting_since(self, offers: bool) -> list[float]:
         """Return when each send began to wait, in seconds since the epoch: promised ones for the
         promise, offers for a server that opens the room."""
-        return [
-            send.since_s
-            for send in self.sends.values()
-            if send.is_offer is offers and (offers or not send.is_promised)
-        ]
+        return [one.since_s for one in self.sends.values()
+                if one.is_offer is offers and (offers or not one.is_promised)]  # fmt: skip
 
     def check_invariants(self) -> None:
-        sends = self.sends.values()
+        sends, begun = self.sends.values(), {*self._begun.values()}
         laws = {
             "a room is one send's": len({send.key for send in sends}) == len(sends),
+            "no other has begun": all(one.computed or not one.started for one in {*sends} - begun),
             "what is not promised holds nothing": not any(
                 not send.is_promised and (send.started or send.num_pages) for send in sends
             ),

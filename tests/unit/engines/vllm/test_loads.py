@@ -23,8 +23,8 @@ NUM_BLOCKS = 8
 class Case:
     """Two ranks; `orders` are those of the step."""
 
-    def __init__(self, most_blocks: int | None = None) -> None:
-        self.pool, ledger = BlockPool(32), Ledger(BlockGroups(BLOCK), num_ranks=2)
+    def __init__(self, most_blocks: int | None = None, num_blocks: int = 32) -> None:
+        self.pool, ledger = BlockPool(num_blocks), Ledger(BlockGroups(BLOCK), num_ranks=2)
         ledger.holds.pool = self.pool
         self.holds, self.orders = ledger.holds, ledger.orders
         self.loads = ScheduledLoads(ledger, most_blocks)
@@ -131,3 +131,30 @@ def test_the_engine_rests_once_every_worker_wakes_it_and_all_is_quiet() -> None:
         assert rest.seconds(None) == 0.0
         rest.stepped(is_quiet=True)
     assert rest.seconds(None) > 0.0
+
+
+def test_the_end_of_all_loads_at_once_costs_what_each_costs() -> None:
+    """As where a prefill server is lost: all ranks name all of them in one report."""
+    compared = 0
+
+    class Rid(str):
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return str.__eq__(self, other)
+
+    rids = [Rid(number) for number in range(100)]
+    case = Case(num_blocks=len(rids) * NUM_BLOCKS + 1)
+    for room, rid in enumerate(rids):
+        case.load(rid, room)
+    compared = 0
+    case.loads.take(WorkerReport(dict.fromkeys(rids, "lost"), settled=2 * rids, overdue=rids))
+    assert compared <= 3 * len(rids)
+    for rid in rids:
+        assert case.received(rid).error == "lost"
+        case.loads.settle(rid)
+    case.loads.check_invariants()
+    assert not case.loads.pending
+    assert not case.holds.num_blocks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -347,3 +348,44 @@ def test_a_prompt_that_is_not_sent_stays_whole() -> None:
     plain = Request("3", PROMPT)
     made.on_new_request(plain)
     assert plain.prompt_token_ids == PROMPT
+
+
+class Waiting(dict[str, Any]):
+    def _none(self) -> Any:
+        raise AssertionError("all of them are looked at")
+
+    items = values = __iter__ = _none
+
+
+def test_to_ask_of_one_request_looks_at_no_other_that_waits() -> None:
+    """vLLM asks at each step of each that waits: where decode's pool is full that is most of them,
+    and a step was as long as their number squared."""
+
+    made, _ = side_of(PREFILL, num_blocks=64)
+    for rid in range(1, 30):
+        params = {"do_remote_decode": True, "room": rid, "decode": "d"}
+        made.on_new_request(Request(str(rid), PROMPT, params))
+    made.take_reports(WorkerReport(promised=["1", "2"]), [])
+    sends, made.sends.sends = made.sends.sends, Waiting(made.sends.sends)
+    assert made.count_loadable(Request("1", PROMPT), 0) == (0, False)
+    made.allocated(Request("1", PROMPT), ([*range(1, 9)],), 0)
+    assert made.count_loadable(Request("2", PROMPT), 0) == (0, False)
+    assert made.count_loadable(Request("3", PROMPT), 0) == (None, False)
+    made.sends.sends = sends
+    made.check_invariants()
+
+
+def test_to_ask_of_a_load_looks_at_no_other_under_way() -> None:
+    """Of a server of both roles, which keeps blocks back for prompts that it computes."""
+    made, pool = side_of(BOTH, num_blocks=65)
+    under_way = load("1", 1)
+    made.on_new_request(under_way)
+    assert made.count_loadable(under_way, 0) == (30, True)
+    made.allocated(under_way, ([block.block_id for block in pool.new_blocks(8) or []],), 30)
+    for rid in range(2, 6):
+        made.on_new_request(load(str(rid), rid, [rid, *PROMPT]))
+    pending, made.loads.pending = made.loads.pending, Waiting(made.loads.pending)
+    assert made.count_loadable(load("2", 2, [2, *PROMPT]), 0) == (31, True)
+    made.loads.pending = pending
+    made.take_reports(WorkerReport(failed={"1": "lost"}, settled=["1"]), ["1"])
+    made.check_invariants()
