@@ -104,9 +104,12 @@ class Links(dict[str, Link]):
         self.changed: set[str] = set()  # leaders that may be ready now, or may not be any more
 
     def note_change(self, link: Link) -> None:
-        """Note that the leaders of this link may have become ready, or may be ready no more."""
+        """Note that the leaders of this link may have become ready, or may be ready no more. They
+        plan again: another process may answer there, or say something else."""
         self.changed.add(link.address)
         self.changed |= link.leaders
+        for leader in self.leaders(link):
+            leader.planned = False
 
     def all(self) -> list[Link]:
         """Return a copy of the list."""
@@ -267,10 +270,6 @@ class Links(dict[str, Link]):
         link.reply = reply
         self.note_change(link)
         self.watch.met(frame.sender, reply.life, link.is_local, now_s)
-        # Its leaders plan from the replies of their ranks: this one's may say something else now.
-        for address in (link.address, *link.leaders):
-            if address in self:
-                self[address].planned = False
         # The Hello is answered, so it is not repeated; heartbeats take over the timer.
         link.hello.due_s = math.inf
         self._timers.wake(link.address, link.live.heartbeat_due_s(self._timing))
@@ -308,7 +307,7 @@ class Links(dict[str, Link]):
             links[rank] = self.open(address, now_s)
             links[rank].leaders.add(leader.address)
         assert leader.reply is not None
-        # Once per set of replies, since rooms ask each time: see `accept`. Checked even while
+        # Once per set of replies, since rooms ask each time: see `note_change`. Checked even while
         # others are missing, so that a wrong rank is refused at once.
         replies = {rank: link.reply for rank, link in links.items() if link.ready and link.reply}
         if not leader.planned:

@@ -17,6 +17,7 @@ from prefixkv.protocol.messages import (
     Abort,
     Drained,
     Fenced,
+    Heartbeat,
     Hello,
     HelloWanted,
     LeaseAsk,
@@ -124,6 +125,21 @@ def test_ranks_that_cannot_be_of_one_worker_are_refused(
     assert isinstance(error, HandshakeError)
     assert text in str(error)
     assert pair.control.num_rooms == 0
+
+
+def test_what_answers_at_a_forgotten_ranks_address_is_looked_at_like_the_first() -> None:
+    pair = Writers().opened()
+    for rank in range(2):
+        pair.outcome(rank, ok=False)
+    while ADDRESSES[1] in pair.control._links:
+        pair.after(TIMING.heartbeat_s)
+        pair.say(0, Heartbeat())
+    # Another worker's leader, by now.
+    pair.on(MeetPrefill(ADDRESSES[1]))
+    pair.reply(1, by=PeerId("other", 6), rank=0, topology=Topology(PAGE_SIZE, 1))
+    said = pair.open(msgspec.structs.replace(promise(), room=8, ticket=2))
+    assert bodies(said, Promise) == []
+    assert isinstance(ended(said).error, HandshakeError)
 
 
 def test_a_rank_that_never_answers_fails_the_room_by_its_deadline_with_no_rank_told() -> None:
