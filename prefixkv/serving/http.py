@@ -57,6 +57,11 @@ _HOST: Final = re.compile(r"(\[[^\]]*\]|[^:\[\]]*)(?::\d*)?")
 _FIELD: Final = re.compile(
     r"Object (?:contains (unknown)|missing required) field `(.*)`", re.DOTALL
 )
+_THINGS: Final = 1 << 17
+# So many and one more outside of texts, in one look that never goes back.
+_MANY: Final = re.compile(
+    rb'(?:(?:[^"\[{:]++|"[^"\\]*+(?:\\.[^"\\]*+)*+"?)*+[\[{:]){%d}+' % (_THINGS + 1), re.DOTALL
+)
 
 # Clients cause these lines: by what is no HTTP, and by leaving a stream or reading no more of it.
 _CAUSED: Final = re.compile(r"socket.send\(\) raised|ASGI callable returned without completing")
@@ -217,7 +222,14 @@ async def read_body(request: Request, limits: Limits) -> bytes:
 
 
 def decode_body(body: bytes, kind: type[T]) -> T:
-    """Return JSON as a value of `kind`. Raises ApiError 400, which names the place of an error."""
+    """Return JSON as a value of `kind`. Raises ApiError 400, which names the place of an error.
+
+    Lists, objects and members are bounded, even where `kind` keeps none: Python's collector goes
+    through all of them again and again while more are made, and all other clients wait.
+    """
+    # Counted with those in texts first, which is quick.
+    if sum(map(body.count, (b"[", b"{", b":"))) > _THINGS and _MANY.match(body):
+        raise ApiError(400, f"the body has more than {_THINGS} lists, objects and members")
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
