@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import io
 import logging
+import re
 import secrets
 import time
 from collections import defaultdict
@@ -59,6 +60,7 @@ BATCH: Final = 128
 
 PARAMS: Final = "kv_transfer_params"
 _DATA: Final = b"data: "
+_WHOLE: Final = re.compile(rb".*(?:\n\r?\n|\r\r)", re.DOTALL)  # events: a line ends in three ways
 _PAGE_BYTES: Final = 1024
 _HELD_S: Final = 1800.0  # how long a prompt counts as cached where it was sent
 _ATTEMPTS: Final = 3  # with prefill; one more follows without
@@ -633,14 +635,15 @@ def retold(answer: bytes, cached: int | None) -> tuple[bytes, dict[str, int]]:
 def retold_events(events: bytes, cached: int | None) -> tuple[bytes, dict[str, int]]:
     """Do as `retold` with whole events. The last count holds: with `continuous_usage_stats` each is
     of the answer so far."""
-    lines, counts = events.split(b"\n"), dict[str, int]()
+    lines, counts = events.splitlines(keepends=True), dict[str, int]()
     for number, line in enumerate(lines):
         # Nearly all lines are passed on without decoding.
         if line.startswith(_DATA) and b'"prompt_tokens' in line:
-            told, counted = retold(line[len(_DATA) :], cached)
-            lines[number] = _DATA + told
+            text = line.rstrip(b"\r\n")
+            told, counted = retold(text[len(_DATA) :], cached)
+            lines[number] = _DATA + told + line[len(text) :]
             counts |= counted
-    return b"\n".join(lines), counts
+    return b"".join(lines), counts
 
 
 async def whole_events(piece: bytes, pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
@@ -649,9 +652,10 @@ async def whole_events(piece: bytes, pieces: AsyncIterator[bytes]) -> AsyncGener
     as part of it."""
     rest = b""
     while piece:
-        events, end, rest = (rest + piece).rpartition(b"\n\n")
-        if end:
-            yield events + end
+        rest += piece
+        if events := _WHOLE.match(rest):
+            yield events[0]
+            rest = rest[events.end() :]
         piece = await anext(pieces, b"")
     # A stream that ends in order may lack the last blank line.
     if rest:
