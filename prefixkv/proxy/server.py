@@ -67,6 +67,8 @@ _ATTEMPTS: Final = 3  # with prefill; one more follows without
 _AVOIDED_S: Final = 5.0  # how long an unreachable server gets no requests
 _LINES_PER_S: Final = 0.2  # of the log, about one server: clients ask again at once
 _GRACE_S: Final = 1.0  # for prefill's answer after decode's first piece
+# Of a server's headers, by which clients know when to ask again.
+_PASSED: Final = ("retry-after", "ratelimit", "x-ratelimit-", "x-should-retry")
 _OPEN: Final = ("/health", "/ping")  # probes of load balancers carry no key
 _TO_DECODE: Final = ("/v1/models", "/version", "/tokenize", "/detokenize")
 _NOT_FOR_PREFILL: Final = (
@@ -236,6 +238,7 @@ class Proxy(Entrance):
             try:
                 async with asked as answer:
                     found = await answer.read()
+                    _pass_headers(answer)
             except aiohttp.ClientError:
                 side.avoid(name)
                 continue
@@ -342,6 +345,12 @@ class Proxy(Entrance):
             current().fail(f"{why}: {error}", kind)
             body = failed(502, why, f"{kind} {error}", "worker_lost").body()
             yield b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+def _pass_headers(answer: aiohttp.ClientResponse) -> None:
+    current_record().headers = {
+        name: value for name, value in answer.headers.items() if name.lower().startswith(_PASSED)
+    }
 
 
 async def _note_sent(_: object, context: Any, __: object) -> None:
@@ -479,6 +488,8 @@ class _ProxiedRequest:
                 asked = client.post(url, data=content, headers=head, trace_request_ctx=is_sent)
                 answer = await stack.enter_async_context(asked)
                 step.add({"http.response.status_code": answer.status})
+                if role == "decode":
+                    _pass_headers(answer)
                 media_type = answer.headers.get("content-type", "application/json")
                 rest, kept = pieces_of(client, answer), AsyncExitStack()
                 if answer.status >= 400:

@@ -120,6 +120,7 @@ class App:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
                 headers = MutableHeaders(scope=message)
+                headers.update(record.headers)
                 headers[HEADER], headers["date"] = record.id, formatdate(usegmt=True)
                 # Counted before it is sent: its client finds it counted.
                 if outcomes is not None and record.is_error:
