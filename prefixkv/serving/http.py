@@ -54,6 +54,7 @@ _END_PAUSE_S: Final = 0.01  # before another look whether all answers have ended
 _ACKED: Final = slice(120, 128)  # of the kernel's `struct tcp_info`: `tcpi_bytes_acked`
 _TAKE: Final = "prefixkv.take"
 _HOST: Final = re.compile(r"(\[[^\]]*\]|[^:\[\]]*)(?::\d*)?")
+_SERVER: Final = re.compile(r"(?i)^https?://[^/]*")  # of a target in absolute form
 _FIELD: Final = re.compile(
     r"Object (?:contains (unknown)|missing required) field `(.*)`", re.DOTALL
 )
@@ -102,6 +103,7 @@ class App:
         self._answers: Counter[str] = Counter()  # under way, by the client's address
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["path"] = _SERVER.sub("", scope["path"])
         record, outcomes = begin_record(scope), self._outcomes
         client, taken = (scope.get("client") or ("",))[0], 0
 
