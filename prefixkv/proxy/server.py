@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import io
 import logging
+import re
 import secrets
 import time
 from collections import defaultdict
@@ -58,14 +59,16 @@ BATCH: Final = 128
 """Most prompts of one request."""
 
 PARAMS: Final = "kv_transfer_params"
-_PARAMETERS: Final = 1024
 _DATA: Final = b"data: "
+_WHOLE: Final = re.compile(rb".*(?:\n\r?\n|\r\r)", re.DOTALL)  # events: a line ends in three ways
 _PAGE_BYTES: Final = 1024
 _HELD_S: Final = 1800.0  # how long a prompt counts as cached where it was sent
 _ATTEMPTS: Final = 3  # with prefill; one more follows without
 _AVOIDED_S: Final = 5.0  # how long an unreachable server gets no requests
 _LINES_PER_S: Final = 0.2  # of the log, about one server: clients ask again at once
 _GRACE_S: Final = 1.0  # for prefill's answer after decode's first piece
+# Of a server's headers, by which clients know when to ask again.
+_PASSED: Final = ("retry-after", "ratelimit", "x-ratelimit-", "x-should-retry")
 _OPEN: Final = ("/health", "/ping")  # probes of load balancers carry no key
 _TO_DECODE: Final = ("/v1/models", "/version", "/tokenize", "/detokenize")
 _NOT_FOR_PREFILL: Final = (
@@ -235,6 +238,7 @@ class Proxy(Entrance):
             try:
                 async with asked as answer:
                     found = await answer.read()
+                    _pass_headers(answer)
             except aiohttp.ClientError:
                 side.avoid(name)
                 continue
@@ -341,6 +345,12 @@ class Proxy(Entrance):
             current().fail(f"{why}: {error}", kind)
             body = failed(502, why, f"{kind} {error}", "worker_lost").body()
             yield b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+def _pass_headers(answer: aiohttp.ClientResponse) -> None:
+    current_record().headers = {
+        name: value for name, value in answer.headers.items() if name.lower().startswith(_PASSED)
+    }
 
 
 async def _note_sent(_: object, context: Any, __: object) -> None:
@@ -478,6 +488,8 @@ class _ProxiedRequest:
                 asked = client.post(url, data=content, headers=head, trace_request_ctx=is_sent)
                 answer = await stack.enter_async_context(asked)
                 step.add({"http.response.status_code": answer.status})
+                if role == "decode":
+                    _pass_headers(answer)
                 media_type = answer.headers.get("content-type", "application/json")
                 rest, kept = pieces_of(client, answer), AsyncExitStack()
                 if answer.status >= 400:
@@ -553,8 +565,6 @@ class Steering(SessionFields, kw_only=True):
 def parameters_of(body: bytes) -> tuple[dict[str, Any], Steering]:
     """Return all members as JSON, and those that steer the proxy. Raises ApiError 400."""
     members = decode_body(body, dict[str, msgspec.Raw])
-    if len(members) > _PARAMETERS:
-        raise ApiError(400, f"there are {len(members)} parameters, {_PARAMETERS} at most are taken")
     # Copies: the body itself, with the blanks in it, does not live as long as the answer.
     return {name: raw.copy() for name, raw in members.items()}, decode_body(body, Steering)
 
@@ -563,14 +573,10 @@ def prompts_of(prompt: msgspec.Raw) -> list[msgspec.Raw]:
     """Return the prompts: one text or list of tokens, or several of either. Raises ApiError if
     there are more than `BATCH`."""
     text, prompts = bytes(prompt), [prompt]
-    first = text[1:65].lstrip()[:1] if text.startswith(b"[") else b""
-    # In lists of tokens each bracket is a prompt: counted first, since decoding them is the cost.
-    num = text.count(b"[") - 1 if first == b"[" else 1
-    if first in (b"[", b'"') and num <= BATCH:
+    if text.startswith(b"[") and text[1:65].lstrip()[:1] in (b"[", b'"'):
         prompts = decode_body(text, list[msgspec.Raw])
-        num = len(prompts)
-    if num > BATCH:
-        raise refused("prompt", f"has {num} prompts, {BATCH} at most are taken")
+    if len(prompts) > BATCH:
+        raise refused("prompt", f"has {len(prompts)} prompts, {BATCH} at most are taken")
     return prompts
 
 
@@ -640,14 +646,15 @@ def retold(answer: bytes, cached: int | None) -> tuple[bytes, dict[str, int]]:
 def retold_events(events: bytes, cached: int | None) -> tuple[bytes, dict[str, int]]:
     """Do as `retold` with whole events. The last count holds: with `continuous_usage_stats` each is
     of the answer so far."""
-    lines, counts = events.split(b"\n"), dict[str, int]()
+    lines, counts = events.splitlines(keepends=True), dict[str, int]()
     for number, line in enumerate(lines):
         # Nearly all lines are passed on without decoding.
         if line.startswith(_DATA) and b'"prompt_tokens' in line:
-            told, counted = retold(line[len(_DATA) :], cached)
-            lines[number] = _DATA + told
+            text = line.rstrip(b"\r\n")
+            told, counted = retold(text[len(_DATA) :], cached)
+            lines[number] = _DATA + told + line[len(text) :]
             counts |= counted
-    return b"\n".join(lines), counts
+    return b"".join(lines), counts
 
 
 async def whole_events(piece: bytes, pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
@@ -656,9 +663,10 @@ async def whole_events(piece: bytes, pieces: AsyncIterator[bytes]) -> AsyncGener
     as part of it."""
     rest = b""
     while piece:
-        events, end, rest = (rest + piece).rpartition(b"\n\n")
-        if end:
-            yield events + end
+        rest += piece
+        if events := _WHOLE.match(rest):
+            yield events[0]
+            rest = rest[events.end() :]
         piece = await anext(pieces, b"")
     # A stream that ends in order may lack the last blank line.
     if rest:

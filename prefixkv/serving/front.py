@@ -7,10 +7,10 @@ events. Tokens that a client has not received when it leaves are not computed.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack, aclosing
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -79,6 +79,8 @@ _PAGE_HEADERS: Final = {
     "cache-control": "no-cache",
     "x-content-type-options": "nosniff",
 }
+Outputs = AsyncGenerator[TokenEvent, None]
+_WAITING: Final = 8192  # tokens of prompts of one request that wait at once for each worker
 _SHORT: Final = 4096  # characters of a text that is tokenized in the event loop
 _MESSAGE: Final = 64  # template time of one message, in characters of tokenizer time
 
@@ -284,7 +286,7 @@ class Front(Entrance):
         usage = Usage(sum(map(len, prompts)))
         answers, outputs = Answers(rid, asked, usage, logprobs), self._outputs(asks, usage)
         if not asked.stream:
-            async with contextlib.aclosing(outputs):
+            async with aclosing(outputs):
                 return json_response(answers.whole([output async for output in outputs]))
         try:
             # The status line is sent with the first piece, so wait until the first output is known:
@@ -297,14 +299,16 @@ class Front(Entrance):
         events = _events(first, outputs, answers)
         return Stream(events, "text/event-stream", end=outputs.aclose)
 
-    async def _outputs(self, asks: list[Ask], usage: Usage) -> AsyncGenerator[TokenEvent, None]:
+    async def _outputs(self, asks: list[Ask], usage: Usage) -> Outputs:
         """Have the fleet answer, an `Ask` per prompt, and count tokens, hits and outcome. Answer
         number `i * n + sample` is of prompt `i`, as OpenAI counts. Raises ApiError."""
         metrics, trace, finishes = self.metrics, current(), list[str]()
         with metrics.counted() as line:
             try:
-                stream = numbered([*map(self.fleet.generate, asks)])
-                async with contextlib.aclosing(stream):
+                most = max(2, _WAITING // max(len(ask.tokens) for ask in asks))
+                places = asyncio.Semaphore(most * max(1, len(self.fleet.workers)))
+                stream = numbered([self._in_turn(ask, places) for ask in asks])
+                async with aclosing(stream):
                     async for number, output in stream:
                         if output.token is not None:
                             if not usage.output_tokens:
@@ -324,6 +328,15 @@ class Front(Entrance):
                 line.fields |= msgspec.structs.asdict(usage)
                 trace.add({"gen_ai.response.finish_reasons": tuple(finishes)})
 
+    async def _in_turn(self, ask: Ask, places: asyncio.Semaphore) -> Outputs:
+        """Hold a place until the first output: prompts of others come before those that have none
+        yet. It holds none where it waits for its reader."""
+        async with AsyncExitStack() as place, aclosing(self.fleet.generate(ask)) as outputs:
+            await place.enter_async_context(places)
+            async for output in outputs:
+                await place.aclose()
+                yield output
+
     def _most_tokens(
         self, num_prompt: int, asked: ChatRequest | CompletionRequest, param: str
     ) -> int:
@@ -339,7 +352,7 @@ class Front(Entrance):
 
 
 async def _events(
-    first: TokenEvent, outputs: AsyncGenerator[TokenEvent, None], answers: Answers
+    first: TokenEvent, outputs: Outputs, answers: Answers
 ) -> AsyncGenerator[bytes, None]:
     """A failure midway ends the events by an error event, without the last ones."""
     try:

@@ -54,8 +54,14 @@ _END_PAUSE_S: Final = 0.01  # before another look whether all answers have ended
 _ACKED: Final = slice(120, 128)  # of the kernel's `struct tcp_info`: `tcpi_bytes_acked`
 _TAKE: Final = "prefixkv.take"
 _HOST: Final = re.compile(r"(\[[^\]]*\]|[^:\[\]]*)(?::\d*)?")
+_SERVER: Final = re.compile(r"(?i)^https?://[^/]*")  # of a target in absolute form
 _FIELD: Final = re.compile(
     r"Object (?:contains (unknown)|missing required) field `(.*)`", re.DOTALL
+)
+_THINGS: Final = 1 << 17
+# So many and one more outside of texts, in one look that never goes back.
+_MANY: Final = re.compile(
+    rb'(?:(?:[^"\[{:]++|"[^"\\]*+(?:\\.[^"\\]*+)*+"?)*+[\[{:]){%d}+' % (_THINGS + 1), re.DOTALL
 )
 
 # Clients cause these lines: by what is no HTTP, and by leaving a stream or reading no more of it.
@@ -97,6 +103,7 @@ class App:
         self._answers: Counter[str] = Counter()  # under way, by the client's address
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["path"] = _SERVER.sub("", scope["path"])
         record, outcomes = begin_record(scope), self._outcomes
         client, taken = (scope.get("client") or ("",))[0], 0
 
@@ -115,6 +122,7 @@ class App:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
                 headers = MutableHeaders(scope=message)
+                headers.update(record.headers)
                 headers[HEADER], headers["date"] = record.id, formatdate(usegmt=True)
                 # Counted before it is sent: its client finds it counted.
                 if outcomes is not None and record.is_error:
@@ -217,7 +225,14 @@ async def read_body(request: Request, limits: Limits) -> bytes:
 
 
 def decode_body(body: bytes, kind: type[T]) -> T:
-    """Return JSON as a value of `kind`. Raises ApiError 400, which names the place of an error."""
+    """Return JSON as a value of `kind`. Raises ApiError 400, which names the place of an error.
+
+    Lists, objects and members are bounded, even where `kind` keeps none: Python's collector goes
+    through all of them again and again while more are made, and all other clients wait.
+    """
+    # Counted with those in texts first, which is quick.
+    if sum(map(body.count, (b"[", b"{", b":"))) > _THINGS and _MANY.match(body):
+        raise ApiError(400, f"the body has more than {_THINGS} lists, objects and members")
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

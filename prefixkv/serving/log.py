@@ -52,6 +52,7 @@ class RequestRecord:
         self._is_named = bool(_NAME.fullmatch(given))
         self.id = given if self._is_named else secrets.token_hex(16)
         self.fields: dict[str, Any] = {}
+        self.headers: dict[str, str] = {}  # of the answer, beside its own
         self.reason: str | None = None
         self.span: Any = None
         self.status = self.answer_bytes = 0  # 0: no answer has been sent

@@ -300,6 +300,25 @@ async def test_what_decode_answers_is_passed_on_as_it_is(stage: Stage) -> None:
     assert (await stage.client.get("/v1/models")).json() == {"data": ["decode-0"]}
 
 
+@pytest.mark.parametrize("words", ["slowly", "10.0.0.1 is slow"])
+@pytest.mark.parametrize("status", [200, 429, 503])
+@played()
+async def test_when_to_ask_again_is_passed_on(stage: Stage, status: int, words: str) -> None:
+    """Other headers are the proxy's own."""
+    told = {"retry-after": "30", "retry-after-ms": "30000", "x-ratelimit-limit-requests": "7",
+            "x-should-retry": "true", "x-inner": "10.0.0.1"}  # fmt: skip
+
+    async def say(engine: Engine, body: dict[str, Any]) -> Response:
+        return Response(json.dumps({"error": words}), status, told, "application/json")
+
+    stage.decode[0].say = say
+    for is_stream in (False, True):
+        answer = await stage.complete(stream=is_stream)
+        assert answer.status_code == (502 if status == 503 else status)
+        assert {name: answer.headers.get(name) for name in told} == told | {"x-inner": None}
+        assert answer.headers["content-type"] == "application/json"
+
+
 def test_a_stream_is_passed_on_piece_by_piece() -> None:
     go_on = asyncio.Event()
 

@@ -140,6 +140,13 @@ async def test_every_error_has_openais_form(site: Site, client: httpx.AsyncClien
 
 
 @served()
+async def test_a_target_may_name_the_server_too(site: Site, client: httpx.AsyncClient) -> None:
+    for begin in (site.server.url, "HTTP://Localhost", ""):
+        answer = await client.get("/", extensions={"target": f"{begin}/refuse?a=1".encode()})
+        assert error(answer) == (418, "teapot")
+
+
+@served()
 async def test_a_request_keeps_the_id_that_its_client_gave(
     site: Site, client: httpx.AsyncClient
 ) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import httpx
@@ -17,9 +18,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from prefixkv.engines.hf.generation import SamplingDefaults
 from prefixkv.engines.hf.small import CHAT_TEMPLATE, small_tokenizer
 from prefixkv.serving.text import Texts
+from prefixkv.serving.wire import Ask, TokenEvent
 from tests.support.fronts import fronted
 from tests.support.patience import PATIENCE_S
-from tests.support.scenes import in_loop
+from tests.support.scenes import in_loop, until
 
 
 def blanks() -> Tokenizer:
@@ -162,3 +164,29 @@ async def test_tokens_that_the_model_has_not_are_refused_of_a_text_too() -> None
             assert answer.status_code == 400
             assert "has tokens that are not in [0, 516)" in answer.json()["error"]["message"]
         assert not asked
+
+
+@pytest.mark.parametrize(("length", "first"), [(1, 64), (4000, 4)])
+@in_loop
+async def test_of_many_prompts_few_long_ones_wait_at_once(length: int, first: int) -> None:
+    """So another client's prompt is not behind all of them."""
+    places, begun = asyncio.Semaphore(0), list[Ask]()
+
+    async def generate(ask: Ask) -> AsyncGenerator[TokenEvent, None]:
+        begun.append(ask)
+        await places.acquire()
+        yield TokenEvent(token=1, text="yes")
+        yield TokenEvent(token=1, text="yes", finish="stop")
+
+    async with (
+        fronted(Held(), context=8192) as (front, _),
+        httpx.AsyncClient(base_url=front.server.url, timeout=PATIENCE_S) as client,
+    ):
+        front.fleet.generate = generate  # type: ignore[method-assign]
+        whole = asyncio.create_task(completed(client, [[7] * length] * 64))
+        for done in range(64):
+            expected = min(64, first + done)
+            await until(partial(lambda num: len(begun) >= num, expected))
+            assert len(begun) == expected
+            places.release()
+        assert len((await whole).json()["choices"]) == 64

@@ -173,6 +173,20 @@ def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
     refusal(body)
 
 
+@pytest.mark.parametrize("thing", ["[],", '[[""]],', "{},", '{"[":"\\"{"},'])
+def test_lists_objects_and_members_are_bounded_and_those_in_texts_are_none(thing: str) -> None:
+    """While more and more of them are made Python's collector goes through all again and again."""
+    with pytest.raises(ApiError, match="131072 lists, objects and members"):
+        parse(
+            f'{{"model":"m","prompt":"","metadata":[{thing * 131_072}0]}}'.encode(),
+            CompletionRequest,
+        )
+    text = json.dumps(thing * 131_072)
+    assert parse(f'{{"model":"m","prompt":{text}}}'.encode(), CompletionRequest).prompts == [
+        thing * 131_072
+    ]
+
+
 def test_only_text_is_taken_and_a_developer_is_the_system() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     asked = chat(messages=[{"role": "developer", "content": parts}])

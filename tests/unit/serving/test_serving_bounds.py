@@ -113,6 +113,7 @@ HEAVY = {
     "parts": lambda: chat(times(1, f'{{"role":"user","content":{times(600_000, TEXT)}}}')),
     "tokens": lambda: completion(times(7_000_000, "1")),
     "parameters": lambda: chat(times(1, EMPTY), **PARAMETERS),
+    "lists": lambda: completion(times(5_000_000, "[]")),
     "brackets": lambda: chat("[" * 8_000_000),
     "characters": lambda: completion(
         json.dumps("a" * (4 * MIB)) + ',"user":"' + "u" * (4 * MIB) + '"'
