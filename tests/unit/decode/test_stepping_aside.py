@@ -268,18 +268,20 @@ def test_requests_to_an_address_without_an_answer_fail_at_once_and_prefill_is_to
     assert again.error is None
 
 
+@pytest.mark.parametrize("times", [1, 2, 3])
 @pytest.mark.parametrize("is_lost", [True, False])
 def test_those_that_a_worker_has_failed_are_asked_for_again_in_the_order_of_arrival(
-    is_lost: bool,
+    is_lost: bool, times: int
 ) -> None:
-    """All at once: the last of them would go first, each time."""
-    desk = gated(1, max_retries=1)
+    """All at once: the last of them would go first, each time, or each second time."""
+    desk = gated(1, max_retries=times)
     reqs = [desk.add(rid, 4, 1) for rid in "abc"]
-    if is_lost:
-        desk.scheduler.hear(PrefillLost("p", PeerLostError("refused")), 1.0)
-    else:
-        assert desk.admit(at_s=30.0) == []
-    assert [req.retries for req in reqs] == [1, 1, 1]
+    for time in range(1, times + 1):
+        if is_lost:
+            desk.scheduler.hear(PrefillLost("p", PeerLostError("refused")), 1.0)
+        else:
+            assert desk.admit(at_s=30.0 * time) == []
+    assert [req.retries for req in reqs] == [times] * 3
     ready(desk, "p")
     for req in reqs:
         assert desk.admit() == [req.rid]
