@@ -330,8 +330,7 @@ class Planner:
             ledger.flights.enter(joined, shareable=True)
             flights.append((joined, load))
         first, rest = plan.segments[0], plan.segments[1:]
-        if first.found is not None:
-            first.source.opening(req, first)
+        first.source.opening(req, first)
         row = pages.open(
             look.match, look.new_pages, now_s, above, shared_pages,
             is_used=bool(flights), start=plan.group_start,

@@ -204,3 +204,28 @@ def test_a_source_that_brings_all_stands_in_for_a_worker_that_is_away(
     desk.abort(more)
     desk.carry_out_aborts()
     desk.at_rest()
+
+
+def test_nothing_is_committed_while_its_source_says_that_the_device_may_still_write_it(
+    tmp_path: Path,
+) -> None:
+    class Slow(WholeSource):
+        is_done = False
+
+        def may_commit(self, flight: Flight) -> bool:
+            return self.is_done
+
+    FileSource.path = tmp_path / "kv"
+    np.array([range(16), range(16)], np.int32).tofile(FileSource.path)
+    kind = type("Scheduler", (DecodeScheduler,), {"source_makers": [Slow]})
+    desk = Desk(kind=kind, workers=Workers(gated=True))
+    desk.up()
+    desk.down()
+    req = desk.add("a", list(range(16)))
+    assert desk.admit() == ["a"]
+    assert desk.transferred() == []
+    Slow.is_done = True
+    assert desk.transferred() == ["a"]
+    desk.finish(req)
+    desk.carry_out_aborts()
+    desk.at_rest()
