@@ -85,7 +85,8 @@ class Source:
     asks_late = False  # the engine submits a request to prefill once `pop_needs_prefill` returns it
 
     def reach(self, need: Need) -> Segment | None:
-        """Return what the source can bring of a need; None: nothing. It may begin before it."""
+        """Return what the source can bring of a need; None: nothing. It may begin
+        before it, at a page, if it is not `brings_pages_only`."""
         raise NotImplementedError
 
     def is_best(self, need: Need, segment: Segment) -> bool:

@@ -261,9 +261,11 @@ class Planner:
         raises is said once."""
         try:
             segment, size = source.reach(need), self._ledger.page_size
+            is_load = source.brings_pages_only
+            starts = range(need.start if is_load else 0, need.start + 1, size)
             whole = range(need.start + size, len(need.key) + 1, size)
-            ends = whole if source.brings_pages_only else (need.end,)
-            if segment and not (0 <= segment.start <= need.start and segment.end in ends):
+            ends = whole if is_load else (need.end,)
+            if segment and not (segment.start in starts and segment.end in ends):
                 raise CallerError(f"it reaches {segment[1:3]}, of {need.start} to {need.end}")
             return segment
         except Exception as error:

@@ -150,6 +150,37 @@ def test_a_source_that_says_what_no_source_can_is_asked_no_more(said: Any, is_lo
     desk.at_rest()
 
 
+@pytest.mark.parametrize(("is_load", "start"), [(True, 0), (True, 6), (False, 2), (False, 6)])
+def test_a_source_begins_where_a_page_does_and_a_load_behind_what_is_there(
+    tmp_path: Path, is_load: bool, start: int
+) -> None:
+    """Else tokens of a page that the request takes have no KV."""
+
+    class Wild(FileSource):
+        brings_pages_only = is_load
+
+        def reach(self, need: Need) -> Segment | None:
+            return Segment(self, start, 20) if need.start == 8 else None
+
+        def is_best(self, need: Need, segment: Segment) -> bool:
+            return True
+
+        def begin(self, flight: Flight, segment: Segment, now_s: float) -> None:
+            self._ledger.flights.arrived(flight)
+
+    desk = Desk(kind=type("Scheduler", (DecodeScheduler,), {"source_makers": [Wild]}), spare_rows=1)
+    desk.finish(desk.start("a", list(range(8))))
+    req = desk.add("b", list(range(20)))
+    with pytest.raises(Exception, match="of 8 to 20") as raised:
+        desk.admit()
+    assert "source 'read'" in raised.value.__notes__[0]
+    assert desk.admit() == ["b"]
+    desk.arrive(req)
+    desk.finish(req)
+    desk.commands()
+    desk.at_rest()
+
+
 @pytest.mark.parametrize("asked", [{"host_memory": HostConfig()}, {"compute": ComputeConfig()}])
 def test_what_no_source_answers_for_is_refused(
     asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
