@@ -14,6 +14,7 @@ from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.rooms import Workers
 from prefixkv.decode.scheduler import DecodeParts, DecodeScheduler
 from prefixkv.errors import ConfigError, TransferError
+from prefixkv.protocol.events import HostCopyDone
 from tests.unit.decode.desk import PAGE_SIZE, Desk, OpenRoom, RefuseRoom
 
 KV = np.zeros((16, PAGE_SIZE), np.int32)  # the pool: of each token a number
@@ -258,5 +259,38 @@ def test_nothing_is_committed_while_its_source_says_that_the_device_may_still_wr
     Slow.is_done = True
     assert desk.transferred() == ["a"]
     desk.finish(req)
+    desk.carry_out_aborts()
+    desk.at_rest()
+
+
+@pytest.mark.parametrize("is_down", [True, False])
+def test_a_request_fails_whose_source_hears_that_it_cannot_bring_it(
+    tmp_path: Path, is_down: bool
+) -> None:
+    class Late(WholeSource):
+        flight: Flight
+
+        def is_best(self, need: Need, segment: Segment) -> bool:
+            return True
+
+        def begin(self, flight: Flight, segment: Segment, now_s: float) -> None:
+            type(self).flight = flight
+
+        def hear(self, event: HostCopyDone, now_s: float) -> Flight:
+            return self.flight
+
+    FileSource.path = tmp_path / "kv"
+    np.array([range(16), range(16)], np.int32).tofile(FileSource.path)
+    kind = type("Scheduler", (DecodeScheduler,), {"source_makers": [Late]})
+    desk = Desk(kind=kind, workers=Workers(gated=True), max_retries=1)
+    desk.up()
+    if is_down:
+        desk.down()
+    req = desk.add("a", list(range(16)))
+    assert desk.admit() == ["a"]
+    desk.scheduler.hear(HostCopyDone(1, OSError("the file is gone"), 0, 0.0), desk.now_s)
+    desk.scheduler.check_invariants()
+    assert desk.pop_failed() == [req]
+    assert "the file is gone" in str(req.error)
     desk.carry_out_aborts()
     desk.at_rest()
