@@ -248,9 +248,11 @@ class Planner:
     def needs_no_prefill(self, req: DecodeRequest, now_s: float, joins: bool = True) -> bool:
         """Tell whether the plan of a request would be whole with prefill closed. `joins`: whether
         it may wait for other flights."""
+        if not self._makers:
+            return False
         look = self.look(req, None, now_s, can_ask=False, joins=joins)
         need = Need(req, look.key, look.match, look.start, req.kv_len, False, now_s)
-        return bool(self._makers and self._ways(need))
+        return bool(self._ways(need))
 
     def _ways(self, need: Need) -> list[Segment]:
         sources = (self._cached, *self._makers) if need.req.resumed else self._makers

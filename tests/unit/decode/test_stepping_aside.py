@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from prefixkv.decode.admission import MAX_WALK, Admission, Waiter
+from prefixkv.decode.plan import Planner
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.rooms import Workers
 from prefixkv.errors import (
@@ -307,6 +308,21 @@ def test_the_wait_for_a_worker_that_goes_away_begins_then(answered: bool) -> Non
         desk.now_s = now_s
         assert desk.admit() == []
         assert sorted(desk.pop_failed(), key=attrgetter("rid")) == failed
+
+
+def test_that_a_worker_goes_away_costs_no_look_where_nothing_could_stand_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    desk, looks = gated(), []
+    ready(desk, "p")
+    for rid in "ab":
+        desk.add(rid, 8, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Planner, "look", lambda *args, **more: looks.append(args))
+        desk.scheduler.hear(PrefillAway("p"), desk.now_s)
+    assert looks == []
+    ready(desk, "p")
+    assert desk.admit() == ["a", "b"]
 
 
 def test_the_end_of_one_wait_for_an_answer_costs_no_look_at_the_others(
