@@ -147,9 +147,9 @@ class Admission:
         return iter([waiter.req for waiter in waiters])
 
     def at(self, address: str) -> list[DecodeRequest]:
-        """Return the requests that wait for this worker, aside or not, by arrival. O(waiting)."""
+        """Return the requests that wait for this worker, aside or not, in turn. O(waiting)."""
         waiters = [one for one in self._waiters.values() if one.worker.address == address]
-        return [waiter.req for waiter in sorted(waiters, key=attrgetter("arrival"))]
+        return [waiter.req for waiter in sorted(waiters, key=attrgetter("turn"))]
 
     # --- the scheduler's calls --------------------------------------------------------------------
 
@@ -590,7 +590,7 @@ class Admission:
         """Return those that have waited too long for a worker that does not answer. They have to be
         removed. O(1) if there are none."""
         late = []
-        for waiter in sorted(self._unanswered.due(now_s), key=attrgetter("arrival")):
+        for waiter in sorted(self._unanswered.due(now_s), key=attrgetter("turn")):
             if waiter.worker.is_open:
                 continue
             if self._answer_due_s(waiter) <= now_s:

@@ -85,7 +85,8 @@ class Source:
     asks_late = False  # the engine submits a request to prefill once `pop_needs_prefill` returns it
 
     def reach(self, need: Need) -> Segment | None:
-        """Return what the source can bring of a need; None: nothing. It may begin before it."""
+        """Return what the source can bring of a need; None: nothing. It may begin before it, at a
+        page, if it is not `brings_pages_only`."""
         raise NotImplementedError
 
     def is_best(self, need: Need, segment: Segment) -> bool:
@@ -145,7 +146,7 @@ class Source:
         return []
 
     def hear(self, event: Any, now_s: float) -> Flight | None:
-        """Take what became of an order. Return the flight that it fails."""
+        """Take what became of an order. Return the flight that it fails, with its owner."""
         return None
 
     def feeds(self, worker: PeerId) -> list[EventFeed]:

@@ -175,11 +175,10 @@ class Ledger:
         committed, unwritten = [], []
         while flights.complete:
             flight = flights.complete.popleft()
-            req, request = flight.owner, flight.request
-            is_written = req is None or req.unwritten is None
-            if not (is_written or flight.source.may_commit(flight)):
+            if not flight.source.may_commit(flight):
                 unwritten.append(flight)
                 continue
+            req, request = flight.owner, flight.request
             # 1. To the tree. A flight without an owner is there only for others, which find it in
             # the tree.
             if req is None or request.cacheable:

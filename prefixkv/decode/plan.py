@@ -248,9 +248,11 @@ class Planner:
     def needs_no_prefill(self, req: DecodeRequest, now_s: float, joins: bool = True) -> bool:
         """Tell whether the plan of a request would be whole with prefill closed. `joins`: whether
         it may wait for other flights."""
+        if not self._makers:
+            return False
         look = self.look(req, None, now_s, can_ask=False, joins=joins)
         need = Need(req, look.key, look.match, look.start, req.kv_len, False, now_s)
-        return bool(self._makers and self._ways(need))
+        return bool(self._ways(need))
 
     def _ways(self, need: Need) -> list[Segment]:
         sources = (self._cached, *self._makers) if need.req.resumed else self._makers
@@ -261,9 +263,11 @@ class Planner:
         raises is said once."""
         try:
             segment, size = source.reach(need), self._ledger.page_size
+            is_load = source.brings_pages_only
+            starts = range(need.start if is_load else 0, need.start + 1, size)
             whole = range(need.start + size, len(need.key) + 1, size)
-            ends = whole if source.brings_pages_only else (need.end,)
-            if segment and not (0 <= segment.start <= need.start and segment.end in ends):
+            ends = whole if is_load else (need.end,)
+            if segment and not (segment.start in starts and segment.end in ends):
                 raise CallerError(f"it reaches {segment[1:3]}, of {need.start} to {need.end}")
             return segment
         except Exception as error:
@@ -330,8 +334,7 @@ class Planner:
             ledger.flights.enter(joined, shareable=True)
             flights.append((joined, load))
         first, rest = plan.segments[0], plan.segments[1:]
-        if first.found is not None:
-            first.source.opening(req, first)
+        first.source.opening(req, first)
         row = pages.open(
             look.match, look.new_pages, now_s, above, shared_pages,
             is_used=bool(flights), start=plan.group_start,

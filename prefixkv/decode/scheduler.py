@@ -655,6 +655,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
                 for source in self._organs:
                     if (flight := source.hear(event, now_s)) is not None:
                         self._ending.cancel(flight, event.error)
+                        if flight.owner is not None:
+                            self._fail(flight.owner, ours(event.error))
 
     def take_orders(self) -> list[Any]:
         """Return the copies that sources want to be made, and forget them; `hear` takes the end of

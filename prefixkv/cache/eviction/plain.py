@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
+from operator import index
 from typing import Any, cast
 
 from prefixkv.cache.eviction.policy import (
@@ -209,7 +210,8 @@ class Guard:
             no_mark = method in ("mark", "fold") and said is None  # it stands for no use at all
             no_tick = method == "last_tick" and said < 0  # what is no number raises here
             # Above the first step it may be outside the leaf, below the last it may take nothing.
-            if no_mark or no_tick or (method == "floor" and said not in (None, *dict(args[0]))):
+            is_step = method != "floor" or said is None or index(said) in dict(args[0])
+            if no_mark or no_tick or not is_step:
                 raise ValueError(f"{method} has returned {said!r}")
             return said
         except Exception as error:
@@ -220,8 +222,9 @@ class Guard:
         try:
             marks = list(self.asked.insertion_marks(use))
             # One outside the new pages would break the staircase: steps rise, inside their node.
-            new = range(use.old_pages, use.num_pages + 1)
-            if marks[-1][0] == new[-1] and all(d in new and m is not None for d, m in marks):
+            ends = [use.old_pages, *(index(depth) for depth, _ in marks)]
+            is_marked = all(mark is not None for _, mark in marks)
+            if is_marked and ends[-1] == use.num_pages and ends == sorted(ends):
                 return marks
             raise ValueError(f"insertion_marks of {use.num_pages} pages are {marks}")
         except Exception as error:

@@ -166,8 +166,12 @@ class Marks(LeastRecentlyUsed):
 
 @pytest.mark.parametrize(
     "said",
-    [(), ((1, 3),), ((0, 3), (3, 3)), None, ((2, None),), ((3, 3), (2, 3)), ((1.5, 3), (2, 3))],
-)
+    [
+        (), ((1, 3),), ((0, 3), (3, 3)), None, ((2, None),), ((3, 3), (2, 3)), ((1.5, 3), (2, 3)),
+        ((2.0, 3),), ((1.0, 3), (2, 3)), ((2, 3), (1, 3), (2, 3)),
+        ((1, None), (2, 3)),
+    ],
+)  # fmt: skip
 def test_after_what_no_policy_may_say_the_cache_is_lru(said: Any) -> None:
     lines: list[str] = []
     errors = UserErrors(lines.append)
@@ -248,7 +252,7 @@ def full_cache(policy: Policy) -> RadixCache:
 
 @pytest.mark.parametrize(
     ("what", "said"),
-    [*product(["floor"], [10**9, -5, 0, 0.5]), *product(["queue"], [Stale, Silent, Stuck]),
+    [*product(["floor"], [10**9, -5, 0, 0.5, 2.0]), *product(["queue"], [Stale, Silent, Stuck]),
      ("rank", Later), ("rank", lambda history: float("nan"))],
 )  # fmt: skip
 def test_an_eviction_ends_and_takes_each_page_once_whatever_a_policy_says(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from prefixkv.decode.admission import MAX_WALK, Admission, Waiter
+from prefixkv.decode.plan import Planner
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.rooms import Workers
 from prefixkv.errors import (
@@ -268,18 +269,20 @@ def test_requests_to_an_address_without_an_answer_fail_at_once_and_prefill_is_to
     assert again.error is None
 
 
+@pytest.mark.parametrize("times", [1, 2, 3])
 @pytest.mark.parametrize("is_lost", [True, False])
 def test_those_that_a_worker_has_failed_are_asked_for_again_in_the_order_of_arrival(
-    is_lost: bool,
+    is_lost: bool, times: int
 ) -> None:
-    """All at once: the last of them would go first, each time."""
-    desk = gated(1, max_retries=1)
+    """All at once: the last of them would go first, each time, or each second time."""
+    desk = gated(1, max_retries=times)
     reqs = [desk.add(rid, 4, 1) for rid in "abc"]
-    if is_lost:
-        desk.scheduler.hear(PrefillLost("p", PeerLostError("refused")), 1.0)
-    else:
-        assert desk.admit(at_s=30.0) == []
-    assert [req.retries for req in reqs] == [1, 1, 1]
+    for time in range(1, times + 1):
+        if is_lost:
+            desk.scheduler.hear(PrefillLost("p", PeerLostError("refused")), 1.0)
+        else:
+            assert desk.admit(at_s=30.0 * time) == []
+    assert [req.retries for req in reqs] == [times] * 3
     ready(desk, "p")
     for req in reqs:
         assert desk.admit() == [req.rid]
@@ -305,6 +308,21 @@ def test_the_wait_for_a_worker_that_goes_away_begins_then(answered: bool) -> Non
         desk.now_s = now_s
         assert desk.admit() == []
         assert sorted(desk.pop_failed(), key=attrgetter("rid")) == failed
+
+
+def test_that_a_worker_goes_away_costs_no_look_where_nothing_could_stand_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    desk, looks = gated(), []
+    ready(desk, "p")
+    for rid in "ab":
+        desk.add(rid, 8, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Planner, "look", lambda *args, **more: looks.append(args))
+        desk.scheduler.hear(PrefillAway("p"), desk.now_s)
+    assert looks == []
+    ready(desk, "p")
+    assert desk.admit() == ["a", "b"]
 
 
 def test_the_end_of_one_wait_for_an_answer_costs_no_look_at_the_others(

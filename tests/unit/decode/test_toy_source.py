@@ -14,6 +14,7 @@ from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.rooms import Workers
 from prefixkv.decode.scheduler import DecodeParts, DecodeScheduler
 from prefixkv.errors import ConfigError, TransferError
+from prefixkv.protocol.events import HostCopyDone
 from tests.unit.decode.desk import PAGE_SIZE, Desk, OpenRoom, RefuseRoom
 
 KV = np.zeros((16, PAGE_SIZE), np.int32)  # the pool: of each token a number
@@ -150,6 +151,37 @@ def test_a_source_that_says_what_no_source_can_is_asked_no_more(said: Any, is_lo
     desk.at_rest()
 
 
+@pytest.mark.parametrize(("is_load", "start"), [(True, 0), (True, 6), (False, 2), (False, 6)])
+def test_a_source_begins_where_a_page_does_and_a_load_behind_what_is_there(
+    tmp_path: Path, is_load: bool, start: int
+) -> None:
+    """Else tokens of a page that the request takes have no KV."""
+
+    class Wild(FileSource):
+        brings_pages_only = is_load
+
+        def reach(self, need: Need) -> Segment | None:
+            return Segment(self, start, 20) if need.start == 8 else None
+
+        def is_best(self, need: Need, segment: Segment) -> bool:
+            return True
+
+        def begin(self, flight: Flight, segment: Segment, now_s: float) -> None:
+            self._ledger.flights.arrived(flight)
+
+    desk = Desk(kind=type("Scheduler", (DecodeScheduler,), {"source_makers": [Wild]}), spare_rows=1)
+    desk.finish(desk.start("a", list(range(8))))
+    req = desk.add("b", list(range(20)))
+    with pytest.raises(Exception, match="of 8 to 20") as raised:
+        desk.admit()
+    assert "source 'read'" in raised.value.__notes__[0]
+    assert desk.admit() == ["b"]
+    desk.arrive(req)
+    desk.finish(req)
+    desk.commands()
+    desk.at_rest()
+
+
 @pytest.mark.parametrize("asked", [{"host_memory": HostConfig()}, {"compute": ComputeConfig()}])
 def test_what_no_source_answers_for_is_refused(
     asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -202,5 +234,63 @@ def test_a_source_that_brings_all_stands_in_for_a_worker_that_is_away(
         assert KV[req.pages].ravel().tolist() == list(range(16))
     desk.finish(req)
     desk.abort(more)
+    desk.carry_out_aborts()
+    desk.at_rest()
+
+
+def test_nothing_is_committed_while_its_source_says_that_the_device_may_still_write_it(
+    tmp_path: Path,
+) -> None:
+    class Slow(WholeSource):
+        is_done = False
+
+        def may_commit(self, flight: Flight) -> bool:
+            return self.is_done
+
+    FileSource.path = tmp_path / "kv"
+    np.array([range(16), range(16)], np.int32).tofile(FileSource.path)
+    kind = type("Scheduler", (DecodeScheduler,), {"source_makers": [Slow]})
+    desk = Desk(kind=kind, workers=Workers(gated=True))
+    desk.up()
+    desk.down()
+    req = desk.add("a", list(range(16)))
+    assert desk.admit() == ["a"]
+    assert desk.transferred() == []
+    Slow.is_done = True
+    assert desk.transferred() == ["a"]
+    desk.finish(req)
+    desk.carry_out_aborts()
+    desk.at_rest()
+
+
+@pytest.mark.parametrize("is_down", [True, False])
+def test_a_request_fails_whose_source_hears_that_it_cannot_bring_it(
+    tmp_path: Path, is_down: bool
+) -> None:
+    class Late(WholeSource):
+        flight: Flight
+
+        def is_best(self, need: Need, segment: Segment) -> bool:
+            return True
+
+        def begin(self, flight: Flight, segment: Segment, now_s: float) -> None:
+            type(self).flight = flight
+
+        def hear(self, event: HostCopyDone, now_s: float) -> Flight:
+            return self.flight
+
+    FileSource.path = tmp_path / "kv"
+    np.array([range(16), range(16)], np.int32).tofile(FileSource.path)
+    kind = type("Scheduler", (DecodeScheduler,), {"source_makers": [Late]})
+    desk = Desk(kind=kind, workers=Workers(gated=True), max_retries=1)
+    desk.up()
+    if is_down:
+        desk.down()
+    req = desk.add("a", list(range(16)))
+    assert desk.admit() == ["a"]
+    desk.scheduler.hear(HostCopyDone(1, OSError("the file is gone"), 0, 0.0), desk.now_s)
+    desk.scheduler.check_invariants()
+    assert desk.pop_failed() == [req]
+    assert "the file is gone" in str(req.error)
     desk.carry_out_aborts()
     desk.at_rest()

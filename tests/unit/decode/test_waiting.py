@@ -250,8 +250,8 @@ class Case:
             if max(one.since_s, one.worker.away_s) + AWAY_S <= self.now_s
         }  # fmt: skip
         late = self.list.unanswered(self.now_s)
-        by_arrival = sorted(self.all, key=lambda one: one.arrival)
-        assert late == [one.req for one in by_arrival if one.req in due]
+        in_turn = sorted(self.all, key=lambda one: -one.arrival if one.is_returned else one.arrival)
+        assert late == [one.req for one in in_turn if one.req in due]
         for waiter in [one for one in self.all if one.req in due]:
             self._end(waiter)
 
@@ -290,7 +290,9 @@ BROKEN: dict[str, tuple[type, str, Any]] = {
     "patience ends no overtaking": (Admission, "_note_overdue", _never_overdue),
     "a line has a turn in spite of its share": (Admission, "_turns", _all_have_turns),
     "a wait for an answer is not timed": (Admission, "_time_answer", lambda self, waiter: None),
-    "the last to return is not the first": (Waiter, "turn", property(lambda self: self.arrival)),
+    "the last to return is not the first": (
+        Waiter, "turn", property(lambda self: self.arrival, lambda self, turn: None),
+    ),
     "a share binds a worker that is alone": (
         Workers, "refuses",
         lambda self, worker, num: bool(worker.num_pages) and worker.num_pages + num > SHARE,
