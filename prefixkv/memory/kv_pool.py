@@ -36,7 +36,7 @@ from prefixkv.memory.kv_layout import (
     whole_blocks,
 )
 from prefixkv.paging import MAX_INDEX, PageIds, as_pages, check_in_pool
-from prefixkv.settings import MAX_BYTES, check_flag, check_kind, check_whole
+from prefixkv.settings import MAX_BYTES, check_flag, check_kind, check_list, check_whole
 
 _HUGE_PAGE_BYTES = 2 << 20
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
@@ -428,10 +428,9 @@ def _merged(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     return tuple((one[0][0], max(end for *_, end in one) - one[0][0]) for one in found)
 
 
-def checked_regions(regions: object) -> tuple[tuple[int, int], ...]:
+def checked_regions(regions: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """Return ranges of memory as (address, bytes). Raises ConfigError for what is none."""
-    if not isinstance(regions, tuple | list):
-        raise ConfigError(f"regions is a {type(regions).__name__}, a list is needed")
+    check_list("regions", regions)
     for region in regions:
         if not isinstance(region, tuple | list) or len(region) != 2:
             raise ConfigError(f"region {shown(region)} is no pair of address and bytes")
