@@ -607,6 +607,12 @@ def check_kind(name: str, value: object, kind: type) -> None:
         raise ConfigError(f"{name} is a {type(value).__name__}, a {kind.__name__} is needed")
 
 
+def check_list(name: str, value: object) -> None:
+    """Raise ConfigError unless `value` is a list or a tuple."""
+    if not isinstance(value, tuple | list):
+        raise ConfigError(f"{name} is a {type(value).__name__}, a list is needed")
+
+
 def check_callable(name: str, value: object) -> None:
     """Raise ConfigError unless `value` is None or can be called."""
     if value is not None and not callable(value):

@@ -16,7 +16,8 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar, Final, Generic, Self, TypeVar
 
 from prefixkv.errors import CallerError
@@ -171,6 +172,16 @@ class Closing(ABC):
 
     def __exit__(self, *_error: object) -> None:
         self.close()
+
+
+@contextmanager
+def undoing(undo: Callable[[], object]) -> Iterator[None]:
+    """Call `undo` if the block raises: nothing else closes what an object had made by then."""
+    try:
+        yield
+    except BaseException:
+        undo()
+        raise
 
 
 class OneThread(Closing):

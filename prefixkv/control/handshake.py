@@ -18,6 +18,7 @@ from prefixkv.errors import HandshakeError, RefusedError
 from prefixkv.memory.mesh import (
     GroupHeads,
     Mesh,
+    check_equal,
     check_group_heads,
     check_holds,
     check_meshes,
@@ -99,8 +100,7 @@ def check_rank(address: str, reply: HelloReply, rank: int, leader: HelloReply) -
     said."""
     of_leader = {"rank": rank, "topology": leader.topology, "checksum": leader.checksum}
     for name, expected in of_leader.items():
-        if getattr(reply, name) != expected:
-            raise HandshakeError(name, expected, getattr(reply, name), f"of {address} differs")
+        check_equal(name, expected, getattr(reply, name), f"of {address} differs")
 
 
 def relay_plan(hello: Hello, leader: HelloReply, replies: dict[int, HelloReply]) -> Any:
@@ -177,19 +177,11 @@ def accept(ours: OurSide, peer: PeerId, hello: Hello) -> Accepted:
     our_mesh, theirs = ours.mesh, hello.topology.mesh(digest)
     check_holds(layout, theirs.shard(hello.rank))
     # 4. The layout says the same as digest and topology, which are what was compared in 1.
-    expected = {
-        "dtype": digest.dtype,
-        "attention": digest.attention,
-        "head_dim": digest.head_dim,
-        "opaque": digest.opaque,
-        "page_size": hello.topology.page_size,
-    }
-    for name, value in expected.items():
-        if getattr(layout, name) != value:
-            raise HandshakeError(f"layout.{name}", value, getattr(layout, name))
+    for name in ("dtype", "attention", "head_dim", "opaque"):
+        check_equal(f"layout.{name}", getattr(digest, name), getattr(layout, name))
+    check_equal("layout.page_size", hello.topology.page_size, layout.page_size)
     groups = tuple(GroupDigest.of(group) for group in layout.groups)
-    if groups != hello.digest.groups:
-        raise HandshakeError("layout.groups", hello.digest.groups, groups)
+    check_equal("layout.groups", hello.digest.groups, groups)
     # 5. What of ours goes to this rank. Nothing: it still promises pages to us if it is a reader.
     readers = readers_awaited(our_mesh, rank, theirs)
     share = sent_share(our_mesh, rank, theirs, hello.rank)

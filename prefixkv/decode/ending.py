@@ -118,10 +118,6 @@ class Ending:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def untold(self) -> list[DecodeRequest]:
-        """Return the requests that failed while the engine wrote their pages."""
-        return [req for req, (event, _) in self.deferred.items() if event is UNTOLD]
-
     def coming_pages(self, releases: Releases) -> int:
         """Count the pages that come back by themselves. `releases` collects the locks that end with
         them."""

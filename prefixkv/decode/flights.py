@@ -393,6 +393,7 @@ class Flights:
         """Raise InternalError if a law of the flights or of the index is broken."""
         flights, size = self._flights, self._page_bytes
         self.starts.check_invariants({one: one.key for one in flights})
+        arrived = [one for one in flights if not one.is_open and one.joined is None]
         laws = {
             "numbers count up": all(a.number < b.number for a, b in pairwise(flights)),
             "a request has the flight that it owns": self.by_owner
@@ -400,10 +401,8 @@ class Flights:
             "no two begin alike": all(
                 [*self.starts.at(one.key, one.start_pages)] == [one] for one in self.starts
             ),
-            "what has arrived and waits for nothing is complete": [
-                one.number for one in flights if not one.is_open and one.joined is None
-            ]
-            == sorted(one.number for one in self.complete),
+            "what has arrived and waits for nothing is complete": arrived
+            == sorted(self.complete, key=attrgetter("number")),
         }
         check_laws(laws, list(flights))
         for flight in flights:
@@ -415,9 +414,8 @@ class Flights:
                     waiter in flights and waiter.joined is flight for waiter in flight.waiters
                 ),
                 "what has joined shares pages that are on their way, and no other does": (
-                    flight.pages.num_joined > 0
-                )
-                == (above is not None),
+                    (flight.pages.num_joined > 0) == (above is not None)
+                ),
                 "what is joined is brought": above is None
                 or (
                     above.start_pages < flight.start_pages <= above.end_pages

@@ -38,20 +38,18 @@ class BatchGrowth:
         # The whole batch passes here at every step, so all but one comparison is left to the few
         # requests that are at their limit. Where the list is that of the step before, it names none
         # twice, and none of another node: neither ever changes.
-        is_known = type(reqs) is list and reqs == self._batch
-        if not is_known:
+        if not (type(reqs) is list and reqs == self._batch):
             self.check_batch(reqs)
+            self._batch = list(reqs)
         if num_tokens != len(reqs):
             raise RequestError(f"{num_tokens} tokens for {len(reqs)} requests")
         due: list[DecodeRequest] = []
         for req in reqs:  # in a loop: a comprehension is a call
             if len(req.output) >= req.output_limit:
                 due.append(req)
-        running = self._running_of(due) if due else due
-        if not is_known:
-            self._batch = list(reqs)
         if not due:
             return False
+        running = self._running_of(due)
         lengths = []  # the step that gave the token has written the KV of the one before
         for req in running:
             if (num_output := len(req.output)) >= req.max_new_tokens:
@@ -98,12 +96,9 @@ class BatchGrowth:
     def _running_of(self, reqs: Sequence[DecodeRequest]) -> list[DecodeRequest]:
         """Leave out what was cut short: the engine may have sampled before it could hear of that.
         Raises RequestError for another that does not run."""
-        running = []
-        for req in reqs:
-            if req.state in CAN_RUN:
-                running.append(req)
-            elif req.state not in CUT_SHORT:
-                raise RequestError(f"request {req.rid!r} is {req.state.value}, it does not run")
+        running = [req for req in reqs if req.state not in CUT_SHORT]
+        for req in running:
+            req.check_state(CAN_RUN, "does not run")
         return running
 
     def _take(

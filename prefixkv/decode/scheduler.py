@@ -222,9 +222,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         """Commit the requests with complete KV to the tree, and return them. They run from now on,
         with `req.pages` and `req.aux`."""
         now_s = self._pump()
-        flights = self.ledger.commit(now_s)
         committed = []
-        for flight in flights:
+        for flight in self.ledger.commit(now_s):
             req = flight.owner
             assert req is not None
             assert req.pages_held is not None
@@ -325,7 +324,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         """
         now_s = self._pump()
         check_event("after", after)
-        if untold := self._ending.untold():
+        untold = [req for req, (event, _) in self.ledger.deferred.items() if event is UNTOLD]
+        if untold:  # those that failed while the engine wrote their pages
             after = not_done(after)  # may raise: before anything changes
             for req in untold:
                 self._ending.release_after(after, End(req), now_s)
@@ -961,5 +961,4 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def _check_runs(self, req: DecodeRequest) -> None:
         self.check_own(req)
-        if req.state not in CAN_RUN:
-            raise RequestError(f"request {req.rid!r} is {req.state.value}, it does not run")
+        req.check_state(CAN_RUN, "does not run")

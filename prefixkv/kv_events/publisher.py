@@ -20,6 +20,7 @@ import os
 import threading
 import time
 from collections import Counter, deque
+from functools import partial
 from typing import Any, Final
 
 import zmq
@@ -33,7 +34,7 @@ from prefixkv.protocol.ids import PeerId
 from prefixkv.request import Request
 from prefixkv.runtime.channel import Newcomers, set_bounds
 from prefixkv.runtime.node import Node
-from prefixkv.threads import Inbox
+from prefixkv.threads import Inbox, undoing
 
 _log = logging.getLogger("prefixkv.kv_events")
 
@@ -163,7 +164,7 @@ class KVEventPublisher:
         self._refused_log_s = -_REFUSED_LOG_S
         self._newcomers: dict[_Socket, Newcomers] = {}
         self._context: zmq.Context[_Socket] = zmq.Context()
-        try:
+        with undoing(self._bell.close), undoing(partial(self._close_sockets, linger_s=0)):
             pub = self._bound(zmq.PUB, "endpoint", _QUEUE_BATCHES)
             assert pub is not None  # the config has an address for it
             self._pub = pub
@@ -176,10 +177,6 @@ class KVEventPublisher:
                 target=self._run, name="prefixkv-kv-events", daemon=True
             )
             self._thread.start()
-        except BaseException:
-            self._close_sockets(linger_s=0)
-            self._bell.close()
-            raise
 
     # --- the scheduler's thread -------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ import torch
 
 from prefixkv.errors import ConfigError, check_range, shown
 from prefixkv.paging import MAX_INDEX
-from prefixkv.settings import check_whole
+from prefixkv.settings import check_list, check_whole
 
 TensorLike: TypeAlias = torch.Tensor | npt.NDArray[Any]
 
@@ -118,8 +118,8 @@ def _checked_axes(description: AxisNames, *, k_and_v: bool) -> tuple[str, ...]:
             f"opaque is {shown(description.opaque)}, must be a str, the name of the format"
         )
     given = description.axes
-    if given is not None and not isinstance(given, tuple | list):
-        raise ConfigError(f"axes is {shown(given)}, a list of names is needed")
+    if given is not None:
+        check_list("axes", given)
     for name in ("page_size", "num_kv_heads", "head_dim"):
         if (size := getattr(description, name)) is not None:
             check_whole(name, size, 1, MAX_INDEX)

@@ -28,6 +28,7 @@ from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.kv_pool import check_device, prefer_huge_pages
 from prefixkv.paging import MAX_INDEX, Pages, checked_pages
 from prefixkv.settings import MAX_BYTES, check_whole
+from prefixkv.threads import undoing
 
 _MEMINFO: Final = "/proc/meminfo"
 _GROUPS: Final = "/sys/fs/cgroup"  # where the system's control groups are mounted
@@ -92,11 +93,8 @@ class HostPool:
         self._closing = False
         self._thread: threading.Thread | None = None
         if device == "cpu":
-            try:
+            with undoing(self.close):  # the exception may be kept, and this object with it
                 self._fill()
-            except BaseException:
-                self.close()  # the exception may be kept, and this object with it
-                raise
             return
         name = "prefixkv-host-pool"
         thread = threading.Thread(target=self._fill_aside, name=name, daemon=True)

@@ -36,7 +36,7 @@ from prefixkv.memory.kv_layout import (
     whole_blocks,
 )
 from prefixkv.paging import MAX_INDEX, PageIds, as_pages, check_in_pool
-from prefixkv.settings import MAX_BYTES, check_flag, check_kind, check_whole
+from prefixkv.settings import MAX_BYTES, check_flag, check_kind, check_list, check_whole
 
 _HUGE_PAGE_BYTES = 2 << 20
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
@@ -313,13 +313,9 @@ class KVPool:
         return torch.tensor(ids, dtype=torch.int64, device=self._words[0].device)
 
 
-def zeros(shape: tuple[int, ...], dtype: str, device: str) -> torch.Tensor:
-    """Return zeros of `dtype`, from a multiple of 4096 on, made as bytes: float8 has few operations
-    of its own. Raises CapacityError for too little memory, ConfigError for a device that is not
-    there."""
+def _zero_bytes(num_bytes: int, device: str) -> torch.Tensor:
+    """Return zeros, uint8, from a multiple of 4096 on."""
     check_device(device)
-    element = getattr(torch, dtype)
-    num_bytes = prod(shape) * element.itemsize
     try:
         # A block more than needed, so that an aligned start lies in it.
         raw = torch.empty(num_bytes + BLOCK_BYTES, dtype=torch.uint8, device=device)
@@ -331,26 +327,29 @@ def zeros(shape: tuple[int, ...], dtype: str, device: str) -> torch.Tensor:
     except RuntimeError as error:
         raise CapacityError(f"{num_bytes} bytes do not fit on {device}: {error}") from error
     skip = -raw.data_ptr() % BLOCK_BYTES
-    return raw[skip : skip + num_bytes].view(element).view(shape)
+    return raw[skip : skip + num_bytes]
 
 
 def make_zeros(
     shape: tuple[int, ...], dtype: str, device: str, shared: bool, count: int = 1
 ) -> list[torch.Tensor]:
-    """Return `count` tensors as `zeros` makes them, or in one block of memory that a peer may map.
-    Raises as `zeros`, and ConfigError for shared memory not on the CPU."""
-    if not shared:
-        return [zeros(shape, dtype, device) for _ in range(count)]
-    if not (isinstance(device, str) and device == "cpu"):
-        raise ConfigError(f'device is {shown(device)}, memory that a peer may map is on the "cpu"')
+    """Return `count` tensors of zeros, each from a multiple of 4096 on; with `shared` in one block
+    of memory that a peer may map. They are made as bytes: float8 has few operations of its own.
+
+    Raises CapacityError for too little memory, ConfigError for a device that is not there, or
+    shared memory not on the CPU.
+    """
     element = getattr(torch, dtype)
     num_bytes = prod(shape) * element.itemsize
-    # One block for all: a peer maps each block by a descriptor of its own. Each tensor begins at a
-    # block boundary.
-    step = whole_blocks(num_bytes)
-    block = shared_bytes(step * count)
-    starts = range(0, step * count, step)
-    return [block[at : at + num_bytes].view(element).view(shape) for at in starts]
+    if not shared:
+        made = [_zero_bytes(num_bytes, device) for _ in range(count)]
+    elif not (isinstance(device, str) and device == "cpu"):
+        raise ConfigError(f'device is {shown(device)}, memory that a peer may map is on the "cpu"')
+    else:
+        # One block for all: a peer maps each block by a descriptor of its own. Each tensor begins
+        # at a block boundary.
+        made = list(shared_bytes(whole_blocks(num_bytes) * count).chunk(count))
+    return [memory[:num_bytes].view(element).view(shape) for memory in made]
 
 
 def _synchronize(device: torch.device) -> None:
@@ -429,10 +428,9 @@ def _merged(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     return tuple((one[0][0], max(end for *_, end in one) - one[0][0]) for one in found)
 
 
-def checked_regions(regions: object) -> tuple[tuple[int, int], ...]:
+def checked_regions(regions: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """Return ranges of memory as (address, bytes). Raises ConfigError for what is none."""
-    if not isinstance(regions, tuple | list):
-        raise ConfigError(f"regions is a {type(regions).__name__}, a list is needed")
+    check_list("regions", regions)
     for region in regions:
         if not isinstance(region, tuple | list) or len(region) != 2:
             raise ConfigError(f"region {shown(region)} is no pair of address and bytes")

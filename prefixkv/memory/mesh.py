@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from prefixkv.errors import ConfigError, HandshakeError
 from prefixkv.memory.kv_layout import KVLayout, Slab
 from prefixkv.paging import MAX_INDEX
-from prefixkv.settings import check_whole
+from prefixkv.settings import check_list, check_whole
 
 MAX_RANKS: Final = 256  # each pair of ranks is looked at, which takes half a second for 256
 MAX_FOLD: Final = 1024  # of page sizes: a peer may make a table this many rows long, for a run
@@ -111,8 +111,7 @@ class Mesh:
                 "divided by it"
             )
         stages = self.stage_layers
-        if not isinstance(stages, tuple | list):
-            raise ConfigError(f"stage_layers is a {type(stages).__name__}, a tuple is needed")
+        check_list("stage_layers", stages)
         for layers in stages:
             check_whole("stage_layers", layers, 1, MAX_INDEX)
         if stages and (len(stages) != self.pp_size or sum(stages) != self.num_layers):

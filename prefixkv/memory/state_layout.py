@@ -28,7 +28,7 @@ from prefixkv.memory.kv_layout import (
 )
 from prefixkv.memory.mesh import Mesh, Shard, check_equal, check_meshes, sent_share
 from prefixkv.paging import MAX_INDEX
-from prefixkv.settings import check_whole
+from prefixkv.settings import check_list, check_whole
 
 Shape = Annotated[tuple[int, ...], msgspec.Meta(max_length=16)]
 
@@ -73,8 +73,7 @@ class StateTensor(msgspec.Struct, frozen=True, array_like=True):
         check_choice(f"{where}: dtype", self.dtype, tuple(ITEMSIZE))
         check_whole(f"{where}: layer", self.layer, 0, mesh.num_layers - 1)
         check_whole(f"{where}: num_heads", self.num_heads, 1, MAX_INDEX)
-        if not isinstance(self.head_shape, tuple | list):
-            raise ConfigError(f"{where}: head_shape is {shown(self.head_shape)}, a tuple is needed")
+        check_list(f"{where}: head_shape", self.head_shape)
         for size in self.head_shape:
             check_whole(f"{where}: head_shape", size, 1, MAX_INDEX)
         if self.num_heads * self.head_bytes > MAX_INDEX:

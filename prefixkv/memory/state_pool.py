@@ -12,7 +12,7 @@ from prefixkv.memory.kv_pool import checked_regions, make_zeros, storages
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateEntry, StateLayout, StateTensor
 from prefixkv.paging import MAX_INDEX
-from prefixkv.settings import check_flag, check_kind, check_whole
+from prefixkv.settings import check_flag, check_kind, check_list, check_whole
 
 
 class StatePool:
@@ -116,9 +116,8 @@ class StatePool:
         return self._views[name, layer]
 
 
-def _checked_tensors(tensors: object) -> tuple[StateTensor, ...]:
-    if not isinstance(tensors, tuple | list):
-        raise ConfigError(f"tensors is a {type(tensors).__name__}, a list of StateTensor is needed")
+def _checked_tensors(tensors: Sequence[StateTensor]) -> tuple[StateTensor, ...]:
+    check_list("tensors", tensors)
     for tensor in tensors:
         check_kind("a state tensor", tensor, StateTensor)
         check_whole("layer", tensor.layer, 0, MAX_INDEX)

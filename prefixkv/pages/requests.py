@@ -127,6 +127,11 @@ class PagedRequest(Generic[State]):
             )
         self.state = state
 
+    def check_state(self, allowed: Set[State], why: str) -> None:
+        """Raise RequestError in another state than these; `why`: what it does not do there."""
+        if self.state not in allowed:
+            raise RequestError(f"request {self.rid!r} is {self.state.value}, it {why}")
+
     @property
     def room_key(self) -> RoomKey:
         """Room and generation: one attempt at the transfer."""

@@ -223,8 +223,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
                     req.plan.send(end)
                     self._computed[req] = None
             return 0
-        if self.requests.get(req.rid) is not req or req.state is not PrefillState.COMPUTING:
-            raise RequestError(f"request {req.rid!r} is {req.state.value}, it takes no chunk")
+        req.check_state({PrefillState.COMPUTING}, "takes no chunk")
         assert req.plan is not None
         assert req.pages_held is not None
         # 3. Send. The plan checks `end`, so it moves first; the ids are copied, since caching may
@@ -284,8 +283,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         end = whole_count("end", end)
         if req.state is PrefillState.FAILED:
             return -1
-        if req.state is not PrefillState.COMPUTING:
-            raise RequestError(f"request {req.rid!r} is {req.state.value}, it saves no state")
+        req.check_state({PrefillState.COMPUTING}, "saves no state")
         return self._resume.take(req, end)
 
     def pop_sent(self) -> list[PrefillRequest]:

@@ -39,7 +39,7 @@ from prefixkv.errors import (
     WeightsVersionError,
 )
 from prefixkv.memory.kv_layout import MAX_GROUPS, GroupName, KVLayout, PageGroup, RelayArea
-from prefixkv.memory.mesh import MAX_RANKS, Mesh
+from prefixkv.memory.mesh import MAX_RANKS, Mesh, check_equal
 from prefixkv.memory.state_layout import StateLayout, StateTensor
 from prefixkv.protocol.ids import PeerId, RoomKey
 
@@ -156,8 +156,7 @@ def _check_fields(
 ) -> None:
     """Raise HandshakeError for the first field that differs; `of` is put before its name."""
     for field in fields:
-        if getattr(ours, field) != getattr(theirs, field):
-            raise HandshakeError(of + field, getattr(ours, field), getattr(theirs, field))
+        check_equal(of + field, getattr(ours, field), getattr(theirs, field))
 
 
 class Libraries(msgspec.Struct, frozen=True, array_like=True):

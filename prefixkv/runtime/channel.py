@@ -27,7 +27,7 @@ from prefixkv.config import ControlConfig, check_address, is_loopback, short_key
 from prefixkv.control.effects import ConnectFailed, FrameReceived, Reached, Unreached
 from prefixkv.errors import ConfigError, HandshakeError, RefusedError
 from prefixkv.protocol.messages import MAX_FRAME_BYTES
-from prefixkv.threads import Closing
+from prefixkv.threads import Closing, undoing
 
 HANDSHAKE_S: Final = 10.0
 """Seconds after which libzmq ends a connection that has not shaken hands."""
@@ -169,11 +169,8 @@ class _Channel(Closing):
         """Raises ValueError or ZMQError; nothing is left open."""
         check_address(address)
         sock = self._context.socket(kind)
-        try:
+        with undoing(sock.close):
             self._set_options(sock, address)
-        except BaseException:
-            sock.close()
-            raise
         return sock
 
     def _set_options(self, sock: zmq.Socket[bytes], address: str) -> None:

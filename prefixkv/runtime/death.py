@@ -33,6 +33,7 @@ from prefixkv.config import ControlConfig
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.messages import ProcessLife
 from prefixkv.runtime.control_thread import Proofs
+from prefixkv.threads import undoing
 
 _log = logging.getLogger("prefixkv.control")
 
@@ -56,13 +57,10 @@ class HeldLife:
         opened_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
         self.life = ProcessLife(*_place(), os.getpid(), began, name, opened_ns)
         self._holder = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        try:
+        with undoing(self._holder.close):
             # A fork inherits the socket: while it lives, it may write what this process could
             # write.
             self._holder.bind(_HOLDER + name)
-        except OSError:
-            self._holder.close()
-            raise
 
     def close(self, *, ended: bool = True) -> None:
         """Let go of the socket, since writes are over. If not (`ended` False), it stays open until

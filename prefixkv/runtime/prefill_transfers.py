@@ -41,6 +41,7 @@ from prefixkv.runtime.transfers import (
     Transfers,
     room_key,
 )
+from prefixkv.threads import undoing
 from prefixkv.transport.nixl.agent import loaded_libraries
 
 _RELAY_WINDOW = 4  # leases under way at once, per room and pair of ranks
@@ -118,11 +119,8 @@ class PrefillTransfers(Transfers[PrefillCommand, PrefillEvent]):
         self._router = RouterChannel(config.bind, config.control, wake_fd)
         # Bound first: only then is it known whether others can reach it, and closed again if KV
         # cannot follow the same way.
-        try:
+        with undoing(self._router.close):
             self._check_interface(f"bind is {config.bind!r}", config.bind)
-        except ConfigError:
-            self._router.close()
-            raise
         return self._router
 
     @property

@@ -39,7 +39,7 @@ from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.runtime.prefill_transfers import PrefillTransfers
 from prefixkv.runtime.rank_spec import RankSpec
 from prefixkv.runtime.transfers import OfTransfers, Transfers
-from prefixkv.settings import check_kind
+from prefixkv.settings import check_kind, check_list
 from prefixkv.threads import wait_readable
 
 
@@ -218,8 +218,7 @@ _Others: TypeAlias = Sequence[FollowingRank]
 
 
 def _of_ranks(kind: str, given: Sequence[T], mesh: Mesh) -> Sequence[T]:
-    if not isinstance(given, tuple | list):
-        raise ConfigError(f"{kind} is a {type(given).__name__}, a list is needed")
+    check_list(kind, given)
     if len(given) != mesh.num_ranks:
         raise ConfigError(f"{len(given)} {kind} are given for {mesh.num_ranks} ranks")
     return given

@@ -30,6 +30,7 @@ from prefixkv.digest import prompt_digest
 from prefixkv.errors import ConfigError
 from prefixkv.paging import page_floor
 from prefixkv.runtime.decode_node import DecodeNode
+from prefixkv.threads import undoing
 
 MAX_FILES: Final = 4
 """Files of one record, the one that is written included."""
@@ -92,11 +93,8 @@ class Recorder:
                 f"record is {str(self._path)!r}, which cannot be written: {why}"
             ) from error
         self._thread = threading.Thread(target=self._run, name="prefixkv-record", daemon=True)
-        try:
+        with undoing(self._close_file):
             self._thread.start()
-        except BaseException:
-            os.close(self._file)
-            raise
 
     def ended(self, req: Any, now_s: float) -> None:
         """Queue a request that has ended. Left out if never admitted, or not to be cached."""

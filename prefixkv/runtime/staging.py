@@ -16,7 +16,6 @@ from prefixkv.control.prefill.control import PrefillControl
 from prefixkv.errors import ConfigError
 from prefixkv.memory.kv_layout import BLOCK_BYTES, KVLayout, RelayArea
 from prefixkv.memory.kv_pool import make_zeros
-from prefixkv.memory.mesh import Shard
 from prefixkv.memory.stage_copy import StagingCopy, scatter_together, staging_copy
 from prefixkv.protocol.ids import PeerId
 from prefixkv.runtime.copies import CopyOrder, CopyThreads
@@ -83,12 +82,11 @@ class CopyPool(CopyThreads):
 
     def submit(self, copy_id: int, copy: Callable[[], None]) -> None:
         """Queue a copy. Raises ClosedError after `close`."""
-        self.put(
-            CopyOrder(
-                lambda _start, _stop: copy(),
-                lambda order: self._sink(CopyDone(copy_id, order.error)),
-            )
-        )
+
+        def ended(order: CopyOrder) -> None:
+            self._sink(CopyDone(copy_id, order.error))
+
+        self.put(CopyOrder(lambda _start, _stop: copy(), ended))
 
 
 class StagingCopies:
@@ -102,11 +100,11 @@ class StagingCopies:
         self, layout: KVLayout, buffer: RelayBuffer, slot_bytes: int, workers: CopyPool
     ) -> None:
         self.buffer = buffer
-        self._layout = layout
         self._slot_bytes = slot_bytes
         self._workers = workers
-        # By part and unit, built at most a few times.
-        self._copies: dict[tuple[Shard, int], StagingCopy] = {}
+        # By part and unit: tables of the whole pool, built on first use, at most a few times. Where
+        # two threads build one at once, one of them is kept.
+        self._copy_of = cache(lambda part, unit: staging_copy(layout, part, unit, buffer.device))
         self._reader = cache(lambda *what: CHECKS[0].reader(layout, *what))  # likewise
         # Read by workers, changed by the control thread.
         self.to_peers: dict[PeerId, StagingCopy] = {}
@@ -164,16 +162,6 @@ class StagingCopies:
 
     def close(self) -> None:
         self._workers.close()
-
-    def _copy_of(self, part: Shard, unit_tokens: int) -> StagingCopy:
-        """Built on first use, since it holds tables of the whole pool. Two threads may both build
-        one; one of them is kept."""
-        copy = self._copies.get((part, unit_tokens))
-        if copy is None:
-            copy = self._copies[part, unit_tokens] = staging_copy(
-                self._layout, part, unit_tokens, self.buffer.device
-            )
-        return copy
 
 
 # --- prefill: what the sender says ----------------------------------------------------------------

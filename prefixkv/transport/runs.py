@@ -102,10 +102,8 @@ class Runs:
     def joined(self, other: Runs) -> Runs:
         """Return these runs with those of another pair of pools behind them, whose pages have the
         same ids. Raises ConfigError for more blocks than an int32 can index."""
-        assert (self.src_positions, self.dst_positions) == (
-            other.src_positions,
-            other.dst_positions,
-        ), "pages are counted alike"
+        assert self.src_positions == other.src_positions, "pages are counted alike"
+        assert self.dst_positions == other.dst_positions, "on both sides"
         num_runs = self.num_runs + other.num_runs
         for positions in (self.src_positions, self.dst_positions):
             check_index_range(num_runs, positions.num_positions)
@@ -453,15 +451,6 @@ def state_runs(src: StateLayout, link: StateLink, devices: tuple[int, int]) -> R
     layout breaks a law, or a block is not inside a slot."""
     dst, blocks = link.layout, link.blocks
     dst.validate()
-    # A block outside its slot would read or write a neighbour's state.
-    for block in blocks:
-        sides = (src, block.src_entry, block.src_offset), (dst, block.dst_entry, block.dst_offset)
-        for layout, entry, offset in sides:
-            if (
-                not 0 <= entry < len(layout.entries)
-                or offset + block.num_bytes > layout.entries[entry].num_bytes
-            ):
-                raise ConfigError(f"{block} is not inside a slot of {len(layout.entries)} entries")
     # A group has blocks of one size.
     blocks = tuple(sorted(blocks, key=lambda block: block.num_bytes))
     groups: list[RunGroup] = []
@@ -469,15 +458,25 @@ def state_runs(src: StateLayout, link: StateLink, devices: tuple[int, int]) -> R
         first = sum(group.num_runs for group in groups)
         groups.append(RunGroup(first, len(list(same)), num_bytes, dense=False))
     places = (
-        [(src.entries[one.src_entry], one.src_offset) for one in blocks],
-        [(dst.entries[one.dst_entry], one.dst_offset) for one in blocks],
+        [(one.src_entry, one.src_offset, one.num_bytes) for one in blocks],
+        [(one.dst_entry, one.dst_offset, one.num_bytes) for one in blocks],
     )
-    rows = [
-        ([(entry.base + offset, block.num_bytes, device, entry.slot_stride)
-          for block, (entry, offset) in zip(blocks, where, strict=True)], layout.num_slots)
+    sides = [
+        ([_state_row(layout, *place, device) for place in where], layout.num_slots)
         for layout, where, device in zip((src, dst), places, devices, strict=True)
-    ]  # fmt: skip
-    return _stepping_runs(rows, tuple(groups))
+    ]
+    return _stepping_runs(sides, tuple(groups))
+
+
+def _state_row(
+    layout: StateLayout, number: int, offset: int, num_bytes: int, device: int
+) -> tuple[int, int, int, int]:
+    """Raise ConfigError for a block outside its slot: it would read or write a neighbour's."""
+    entry = layout.entries[number] if 0 <= number < len(layout.entries) else None
+    if entry is None or offset + num_bytes > entry.num_bytes:
+        block = f"block of {num_bytes} bytes at {offset} of entry {number}"
+        raise ConfigError(f"{block} is not inside a slot of {len(layout.entries)} entries")
+    return entry.base + offset, num_bytes, device, entry.slot_stride
 
 
 def _stepping_runs(

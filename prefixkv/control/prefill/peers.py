@@ -26,6 +26,7 @@ from prefixkv.errors import (
     OverpromisedError,
     ProtocolError,
 )
+from prefixkv.memory.mesh import check_equal
 from prefixkv.paging import pages_for
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.messages import (
@@ -297,8 +298,7 @@ class Peers(dict[str, Peer]):
         # 4. It agrees with the other ranks of its worker on how the model is shared out.
         others = [peer for peer in self.all() if peer.worker == worker]
         for peer in others:
-            if peer.hello.topology != hello.topology:
-                raise HandshakeError("topology", peer.hello.topology, hello.topology)
+            check_equal("topology", peer.hello.topology, hello.topology)
         # 5. There is room for it.
         workers = {peer.worker.name for peer in self.all()}
         if worker.name not in workers and len(workers) >= self._timing.max_peers:

@@ -22,6 +22,7 @@ from typing import Final, NamedTuple
 from prefixkv.errors import HandshakeError, PeerLostError, TransferError
 from prefixkv.memory.kv_pool import SharedBlock
 from prefixkv.protocol.ids import PeerId
+from prefixkv.threads import undoing
 from prefixkv.transport.base import PeerMemory
 from prefixkv.transport.loop import LoopPeer
 from prefixkv.transport.runs import Routes
@@ -66,14 +67,10 @@ class ShmLink:
         self.answered = False
         self.until_s = time.monotonic() + GREETING_S
         self.socket = connect(found.door)
-        try:
+        with undoing(self.socket.close):
             self.socket.send(MAGIC + found.token)
             self.fd = self.socket.fileno()
             epoll.register(self.fd, select.EPOLLIN | select.EPOLLRDHUP)
-        # Nothing else closes the socket of an object that was never built.
-        except BaseException:
-            self.socket.close()
-            raise
 
     @property
     def is_whole(self) -> bool:

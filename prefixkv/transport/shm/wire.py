@@ -39,7 +39,9 @@ import msgspec
 from prefixkv.errors import HandshakeError
 from prefixkv.memory.kv_layout import ADDRESS_END
 from prefixkv.memory.kv_pool import SharedBlock
+from prefixkv.memory.mesh import check_equal
 from prefixkv.protocol.ids import PeerId, tag_bytes
+from prefixkv.threads import undoing
 
 MAGIC: Final = b"pkvshm1|"
 TOKEN_BYTES: Final = 32
@@ -87,8 +89,7 @@ def read_offer(raw: bytes, peer: PeerId) -> ShmOffer:
         offer = msgspec.msgpack.decode(raw[len(MAGIC) :], type=ShmOffer)
     except msgspec.DecodeError as error:
         raise HandshakeError("shm offer", "an offer", str(error)) from None
-    if (offer.name, offer.incarnation) != peer:
-        raise HandshakeError("shm offer", peer, (offer.name, offer.incarnation), "is of another")
+    check_equal("shm offer", peer, (offer.name, offer.incarnation), "is of another")
     return offer
 
 
@@ -98,12 +99,9 @@ def read_offer(raw: bytes, peer: PeerId) -> ShmOffer:
 def listen(door: str) -> socket.socket:
     """Return a socket that listens at this door. Raises OSError."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-    try:
+    with undoing(listener.close):
         listener.bind(_DOOR + door)
         listener.listen(128)
-    except OSError:
-        listener.close()
-        raise
     return listener
 
 
@@ -111,13 +109,10 @@ def connect(door: str) -> socket.socket:
     """Return a connection to this door. Raises OSError without a listener, HandshakeError if it
     runs as another user."""
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-    try:
+    with undoing(link.close):
         # Any process could listen under this name: the user is checked before the token is said.
         link.connect(_DOOR + door)
         check_user(link)
-    except BaseException:
-        link.close()
-        raise
     return link
 
 
@@ -126,8 +121,7 @@ def check_user(link: socket.socket) -> None:
     remembers from when it connected, or began to listen."""
     raw = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(raw)
-    if user != os.geteuid():
-        raise HandshakeError("user", os.geteuid(), user, "is another: shm is within one user")
+    check_equal("user", os.geteuid(), user, "is another: shm is within one user")
 
 
 def hand_over(
@@ -161,7 +155,7 @@ def take(
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             fds.frombytes(data[: len(data) - len(data) % size])
     # 1. Complete, and of this protocol.
-    try:
+    with undoing(lambda: close_all(fds)):
         if not raw:
             raise HandshakeError("shm", "memory", "the end", "is what the peer answered")
         # CTRUNC: the kernel has dropped descriptors beyond the buffer.
@@ -181,9 +175,6 @@ def take(
         for block in blocks:
             check_file(block)
         _check_places(blocks, memory.ranges)
-    except BaseException:
-        close_all(fds)
-        raise
     return blocks, memory.ranges
 
 
@@ -199,10 +190,8 @@ def check_file(block: SharedBlock) -> None:
         raise HandshakeError("shm seals", fcntl.F_SEAL_SHRINK, seals, "lack that against shrinking")
     if size < block.num_bytes:
         raise HandshakeError("shm file bytes", block.num_bytes, size, "are fewer than was said")
-    if page != mmap.PAGESIZE:  # of hugetlbfs: see `kv_pool.py`
-        raise HandshakeError(
-            "shm file's pages", mmap.PAGESIZE, page, "may fail where there is a hole"
-        )
+    # Of hugetlbfs: see `kv_pool.py`.
+    check_equal("shm file's pages", mmap.PAGESIZE, page, "may fail where there is a hole")
 
 
 def _check_places(blocks: Iterable[SharedBlock], ranges: Iterable[tuple[int, int]]) -> None:
@@ -264,12 +253,9 @@ class ShmListener:
         self._listener = listen(door)
         self._links: dict[int, socket.socket] = {}  # by descriptor
         self._writers: set[int] = set()  # those that have said the token
-        try:
+        with undoing(self._listener.close):
             self.offer = pack_offer(ShmOffer(*me, door, self._token))
             epoll.register(self._listener.fileno(), select.EPOLLIN)
-        except BaseException:
-            self._listener.close()
-            raise
 
     def on_ready(self, fd: int, arrived: Callable[[bytes], None]) -> bool:
         if fd == self._listener.fileno():
