@@ -54,7 +54,6 @@ class Ending:
     def __init__(self, ledger: Ledger, ask_again: Callable[[DecodeRequest], None]) -> None:
         self._ledger, self._pages = ledger, ledger.pages
         self._ask_again = ask_again
-        self.deferred = ledger.deferred
         # By session: tokens that other sessions begin with, as it has said.
         self._shared: dict[tuple[Hashable, str], int] = {}
 
@@ -133,14 +132,14 @@ class Ending:
         if req.state in CUT_SHORT and after is not UNTOLD:
             after = self._ledger.own.still_writes(req, after)
         if after is not None:
-            self.deferred[req] = after, end
+            self._ledger.deferred[req] = after, end
         else:
             self.release(end, now_s)
 
     def release(self, end: End, now_s: float) -> None:
         """Release what an ended request holds: the device is done with it."""
         req, continues, keep_tokens = end
-        self.deferred.pop(req, None)
+        self._ledger.deferred.pop(req, None)
         # 1. A request that finished, or was retracted, leaves its whole pages to the cache; one
         # that was aborted or has failed, also since it was retracted, leaves nothing (law 10).
         if req.pages_held is not None:

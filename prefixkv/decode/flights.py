@@ -169,9 +169,6 @@ class Source:
         """Check the source's own laws, and those of the requests that hold pages. Raises
         InternalError."""
 
-    # Of the source that the engine computes for (`is_own`): what it hears of, and the calls, for
-    # which see `DecodeScheduler`.
-
     def opening(self, req: DecodeRequest, segment: Segment) -> None:
         """The pages of a request are taken next."""
 
@@ -183,6 +180,9 @@ class Source:
 
     def leaving(self, req: DecodeRequest, key: RadixKey, now_s: float) -> None:
         """A request leaves the whole pages of this key to the tree next, and its lock ends."""
+
+    # Of the source that the engine computes for (`is_own`): what it hears of, and the calls, for
+    # which see `DecodeScheduler`.
 
     def dropped(self, req: DecodeRequest) -> None:
         """A request's pages, or those of its flight, go elsewhere than to the tree."""

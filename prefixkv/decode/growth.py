@@ -87,8 +87,7 @@ class BatchGrowth:
             if len(set(reqs)) != len(reqs):
                 raise RequestError("a request is named twice")
         except TypeError:
-            what = f"reqs is {shown(reqs)}, a list of DecodeRequest is needed"
-            raise RequestError(what) from None
+            raise RequestError(f"reqs is {shown(reqs)}, no list of DecodeRequest") from None
         for req in reqs:
             if type(req) is not DecodeRequest or req.page_manager is not self._pages:
                 check_own(req, DecodeRequest, self._pages)

@@ -302,12 +302,9 @@ class RouterChannel(_Channel):
                 answer = version, number, b"%d" % code, b"", user.encode(), b""
                 zap.send_multipart(answer)
                 if not is_listed:
-                    why = (
-                        f"its key {short_key(text)!r} is not in our allowed_clients: list it there"
-                    )
-                    yield ConnectFailed(
-                        host.decode(), ConfigError(f"{why} under its worker's name")
-                    )
+                    why = f"its key {short_key(text)!r} is not in our allowed_clients"
+                    error = ConfigError(f"{why}: list it there under its worker's name")
+                    yield ConnectFailed(host.decode(), error)
 
     def _failed_handshakes(self, codes: list[int]) -> Iterator[ConnectFailed]:
         """libzmq does not say from where these clients came."""

@@ -155,7 +155,7 @@ def test_an_abort_wherever_a_request_is_leaves_nothing(
     assert ("HELD" in desk.states()) == (exposed or place is _retry_queued)
     for generation in range(key.generation + 1):
         desk.fail(RoomKey(key.room, generation), drained=True)
-    for event, _ in list(desk.scheduler._ending.deferred.values()):
+    for event, _ in list(desk.scheduler.ledger.deferred.values()):
         event.done = True
     desk.admit()
     for other in list(desk.scheduler.requests.values()):
@@ -285,7 +285,7 @@ def test_an_abort_while_it_is_being_retracted_waits_for_the_same_device() -> Non
     before = desk.states()
     desk.abort(req)
     assert desk.states() == before
-    next(iter(desk.scheduler._ending.deferred.values()))[0].done = True
+    next(iter(desk.scheduler.ledger.deferred.values()))[0].done = True
     assert desk.admit() == [], "and it does not come back"
     assert desk.states() == {"FREE": 12, "CACHED": 3, "OWNED": 1}, (
         "the older one keeps the page it writes to"
@@ -494,7 +494,7 @@ def test_a_flush_lets_what_runs_finish_and_keeps_none_of_it(place: str) -> None:
         desk.succeed(req.room_key)
         desk.transferred()
     if place == "being retracted":
-        next(iter(desk.scheduler._ending.deferred.values()))[0].done = True
+        next(iter(desk.scheduler.ledger.deferred.values()))[0].done = True
         assert desk.admit() == ["a"]
         [ask] = desk.scheduler.pop_needs_prefill()
         assert (len(ask.tokens), req.prefix_len) == (8, 0)
