@@ -14,6 +14,7 @@ from prefixkv.errors import TransferError
 from prefixkv.pages.allocator import PageState
 from prefixkv.pages.groups import GroupSpec
 from prefixkv.pages.manager import PageManager
+from prefixkv.pages.requests import still_pending
 from prefixkv.protocol.commands import AbortRoom, DecodeCommand, OpenRoom, RefuseRoom
 from prefixkv.protocol.events import PrefillAway, PrefillReady, RoomEnded
 from prefixkv.protocol.ids import KVPoll, RoomKey
@@ -220,7 +221,9 @@ class Desk:
         for flight in [one for one in self.scheduler.flights if one.source.name == "computed"]:
             self.scheduler.abort(flight.request.rid)
         self._go_on_for_long()
-        if self.scheduler.ledger.deferred:
+        if deferred := self.scheduler.ledger.deferred:
+            waits = [still_pending(event, self.pages.errors) for event, _ in deferred.values()]
+            assert None not in waits, f"{list(deferred)} wait for nothing"
             return
         for req in list(self.scheduler.requests.values()):
             is_away = not self.scheduler.workers.of(req.prefill).is_open
