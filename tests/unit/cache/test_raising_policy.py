@@ -267,7 +267,7 @@ def test_an_eviction_ends_and_takes_each_page_once_whatever_a_policy_says(
     assert (cache.policy.error is None) is (what == "rank")
 
 
-@pytest.mark.parametrize("said", [None, "7", [7], object()])
+@pytest.mark.parametrize("said", [None, -1, "7", [7], object()])
 def test_what_a_request_waits_for_goes_last_whatever_a_policy_says_of_its_last_use(
     said: Any,
 ) -> None:

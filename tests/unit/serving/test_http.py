@@ -231,8 +231,8 @@ async def test_a_body_without_end_is_not_read_for_ever(
 async def test_without_the_key_nothing_is_answered_but_what_is_open(
     site: Site, client: httpx.AsyncClient
 ) -> None:
-    for said in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
-        answer = await client.post("/echo", json={}, headers=said)
+    for said in ("", "Bearer wrong", "secret", "Basic secret"):
+        answer = await client.post("/echo", json={}, headers={"authorization": said})
         assert error(answer) == (401, "invalid_api_key")
         assert answer.headers["www-authenticate"] == "Bearer"
     assert error(await client.get("/refuse")) == (418, "teapot")

@@ -313,6 +313,17 @@ def test_attributes_have_the_names_of_the_conventions() -> None:
     assert written.status.description == "http://host/v1 said ?"
 
 
+def test_the_hit_that_a_proxy_knows_is_read_from_the_cache() -> None:
+    memory = Memory()
+    parent = memory.tracing.context_of(Headers(CLIENT))
+    trace = memory.tracing.start("x", parent, SpanKind.SERVER, {})
+    record = RequestRecord()
+    record.fields = {"id": "r", "prompt_tokens": 7, "decode_hit_tokens": 3}
+    trace.end_answer(record)
+    (written,) = memory.spans
+    assert written.attributes["gen_ai.usage.cache_read.input_tokens"] == 3
+
+
 # --- whether there are any ------------------------------------------------------------------------
 
 

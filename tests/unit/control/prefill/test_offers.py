@@ -102,6 +102,18 @@ def test_a_number_that_is_in_use_is_not_offered() -> None:
     assert peer.on(OFFER) == []
 
 
+def test_the_answer_of_a_former_use_of_its_number_leaves_the_offer() -> None:
+    peer = both_known()
+    peer.on(OFFER)
+    peer.say(promise())
+    send_all(peer, SENT)
+    assert peer.on(OFFER) == []
+    peer.say(OutcomeAck(*KEY.numbers, 0, promise().ticket))
+    assert peer.control.num_rooms == 1
+    again = msgspec.structs.replace(promise(), ticket=5)
+    assert kinds(peer.say(again, OTHER)) == ["PromiseAck", "Bootstrapped"]
+
+
 def test_it_is_withdrawn() -> None:
     peer = both_known()
     peer.on(OFFER)
