@@ -47,8 +47,9 @@ def test_an_exception_in_the_control_thread(
             raise ZeroDivisionError("on purpose")
         return real(*args)
 
-    monkeypatch.setattr(owner, name, broken)
     pair.d.submit("r", tokens_of(1, 10), pair.prefill.endpoint)
+    # From here on only what `step` calls may raise it; the room's frames are still to be sent.
+    monkeypatch.setattr(owner, name, broken)
     seen: list[InternalError] = []
 
     def step() -> bool:
