@@ -38,9 +38,10 @@ class BatchGrowth:
         # The whole batch passes here at every step, so all but one comparison is left to the few
         # requests that are at their limit. Where the list is that of the step before, it names none
         # twice, and none of another node: neither ever changes.
-        if not (type(reqs) is list and reqs == self._batch):
+        batch = self._batch
+        if not (type(reqs) is list and reqs == batch):
             self.check_batch(reqs)
-            self._batch = list(reqs)
+            batch = list(reqs)
         if num_tokens != len(reqs):
             raise RequestError(f"{num_tokens} tokens for {len(reqs)} requests")
         due: list[DecodeRequest] = []
@@ -48,6 +49,7 @@ class BatchGrowth:
             if len(req.output) >= req.output_limit:
                 due.append(req)
         if not due:
+            self._batch = batch
             return False
         running = self._running_of(due)
         lengths = []  # the step that gave the token has written the KV of the one before
@@ -57,6 +59,7 @@ class BatchGrowth:
             lengths.append((req, req.prompt_len + num_output))
         self._take(lengths, 1, now_s)
         # Now nothing can fail any more: states and limits change.
+        self._batch = batch
         runs = DecodeState.RUNNING  # looked up once: that costs more than to compare
         for req in running:
             if req.state is not runs:  # it gets its first token

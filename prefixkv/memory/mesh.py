@@ -167,9 +167,8 @@ def check_page_sizes(ours: int, theirs: int) -> None:
     if ours < 1 or theirs < 1 or not _divides(ours, theirs):
         raise HandshakeError("page_size", ours, theirs, "neither divides the other")
     if max(ours, theirs) > MAX_FOLD * min(ours, theirs):
-        raise HandshakeError(
-            "page_size", ours, theirs, f"one is more than {MAX_FOLD} times the other"
-        )
+        why = f"one is more than {MAX_FOLD} times the other"
+        raise HandshakeError("page_size", ours, theirs, why)
 
 
 def check_opaque(ours: Mesh, our_page_size: int, theirs: Mesh, their_page_size: int) -> None:

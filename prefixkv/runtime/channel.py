@@ -299,8 +299,7 @@ class RouterChannel(_Channel):
                 text = z85.encode(key).decode()
                 is_listed = curve is not None and text in curve.allowed_clients
                 code, user = (200, text) if is_listed else (_NOT_LISTED, "")
-                answer = version, number, b"%d" % code, b"", user.encode(), b""
-                zap.send_multipart(answer)
+                zap.send_multipart((version, number, b"%d" % code, b"", user.encode(), b""))
                 if not is_listed:
                     why = f"its key {short_key(text)!r} is not in our allowed_clients"
                     error = ConfigError(f"{why}: list it there under its worker's name")

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from prefixkv.decode.request import DecodeState
 from prefixkv.errors import RequestError
 from prefixkv.paging import pages_for
+from tests.support.picture import picture
 from tests.support.spelled import Event
 from tests.unit.decode.desk import PAGE_SIZE, Desk
 
@@ -120,6 +121,10 @@ def test_a_batch_that_was_checked_before_is_checked_for_what_may_have_changed() 
             with pytest.raises(RequestError, match=r"named twice|another node's"):
                 append(batch, [9] * len(batch))
         assert (desk.snapshot(), other.snapshot()) == (before, others)
+    seen = picture(desk.scheduler)
+    with pytest.raises(RequestError, match="0 tokens for 1 requests"):
+        append([reqs[0]], [])
+    assert picture(desk.scheduler) == seen
     for again in (tuple(reqs), reqs[::-1]):
         append(again, [9] * 3)
     assert [req.output for req in reqs] == [[0, 1, 2, 9, 9]] * 3
