@@ -761,7 +761,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             fault = error
         # A worker may have the first attempt, where that is not asked late.
         if (fault or not sends) and self.prefill.may_have(req):
-            here = AbortedError(f"request {req.rid!r} is computed by decode")
+            here = AbortedError(f"request {req.rid!r} is brought by decode itself")
             self._refuse_waiting(req, fault or here)
         req.asks = req.prefill  # the next admission is decided by what is known then
         if fault is None:
@@ -821,7 +821,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if not may or not self._planner.needs_no_prefill(req, self.now_s):
             return False
         if req in self.waiting:  # its worker may have it, and be back before it is done
-            self._move(req, "", "is computed by decode")
+            self._move(req, "", "is brought by decode itself")
         req.asks = ""
         self.counters["failovers"] += 1
         return True

@@ -11,6 +11,7 @@ import pytest
 from prefixkv.config import ComputeConfig, DecodeConfig, HostConfig
 from prefixkv.decode.flights import Flight, Need, Segment, Source
 from prefixkv.decode.ledger import Ledger
+from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.rooms import Workers
 from prefixkv.decode.scheduler import DecodeParts, DecodeScheduler
 from prefixkv.errors import ConfigError, TransferError
@@ -125,6 +126,18 @@ def test_a_source_that_raises_is_asked_no_more_and_prefill_sends_all(tmp_path: P
     assert Broken.looks == 1
 
 
+def check_prefill_sends(desk: Desk, req: DecodeRequest, why: str) -> None:
+    """The next pass says what the source did wrong, and the one behind it asks prefill for all."""
+    with pytest.raises(Exception, match=why) as raised:
+        desk.admit()
+    assert "source 'read'" in raised.value.__notes__[0]
+    assert desk.admit() == [req.rid]
+    desk.arrive(req)
+    desk.finish(req)
+    desk.commands()
+    desk.at_rest()
+
+
 @pytest.mark.parametrize("is_load", [True, False])
 @pytest.mark.parametrize(
     "said", [(0, 24), (0, 0), (4, 0), (0, 3), (8, 12), (-4, -1), (-4, 20), (0, None), "ab", True]
@@ -141,14 +154,7 @@ def test_a_source_that_says_what_no_source_can_is_asked_no_more(said: Any, is_lo
     kind = type("Scheduler", (DecodeScheduler,), {"source_makers": [Wild]})
     desk = Desk(kind=kind, spare_rows=1)
     req = desk.add("b", list(range(22)))
-    with pytest.raises(Exception, match=r"of 0 to 22|attribute|operand|<") as raised:
-        desk.admit()
-    assert "source 'read'" in raised.value.__notes__[0]
-    assert desk.admit() == ["b"]
-    desk.arrive(req)
-    desk.finish(req)
-    desk.commands()
-    desk.at_rest()
+    check_prefill_sends(desk, req, "of 0 to 22|attribute|operand|<")
 
 
 @pytest.mark.parametrize(("is_load", "start"), [(True, 0), (True, 6), (False, 2), (False, 6)])
@@ -172,14 +178,7 @@ def test_a_source_begins_where_a_page_does_and_a_load_behind_what_is_there(
     desk = Desk(kind=type("Scheduler", (DecodeScheduler,), {"source_makers": [Wild]}), spare_rows=1)
     desk.finish(desk.start("a", list(range(8))))
     req = desk.add("b", list(range(20)))
-    with pytest.raises(Exception, match="of 8 to 20") as raised:
-        desk.admit()
-    assert "source 'read'" in raised.value.__notes__[0]
-    assert desk.admit() == ["b"]
-    desk.arrive(req)
-    desk.finish(req)
-    desk.commands()
-    desk.at_rest()
+    check_prefill_sends(desk, req, "of 8 to 20")
 
 
 @pytest.mark.parametrize("asked", [{"host_memory": HostConfig()}, {"compute": ComputeConfig()}])

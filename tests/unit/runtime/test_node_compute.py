@@ -46,7 +46,7 @@ def test_what_both_sides_were_told_is_refused_at_prefill_before_it_computes() ->
         refused: list[Any] = []
         until(lambda: refused, step=lambda: (admit(), refused.extend(prefill.pop_failed())))
         assert isinstance(refused[0].error, TransferError | AbortedError)
-        assert "is computed by decode" in str(refused[0].error)
+        assert "is brought by decode itself" in str(refused[0].error)
         decode.append_many([req], [7])
         decode.finish(req)
         until(lambda: not left(decode) and not left(prefill), step=admit)
