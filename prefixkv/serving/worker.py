@@ -477,10 +477,11 @@ def make_worker(config: WorkerConfig) -> PrefillWorker | DecodeWorker:
 
 def _model(settings: WorkerSettings, node: C) -> tuple[Any, C]:
     """Load the model, and return it with the node's config. Raises ConfigError."""
-    import torch
+    with interrupts.importing():
+        import torch
 
-    from prefixkv.engines.hf import load_model
-    from prefixkv.engines.hf.small import small_model
+        from prefixkv.engines.hf import load_model
+        from prefixkv.engines.hf.small import small_model
 
     models, context = settings.models, settings.models.context or None
     if models.threads:
