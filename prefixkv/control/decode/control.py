@@ -539,6 +539,7 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
 
     def _refuse_link(self, link: Link, error: Exception, now_s: float) -> None:
         kind = "lost" if isinstance(error, PeerLostError) else "refused"
+        kind = "left" if str(error).endswith(LEFT) else kind  # it was closed in order
         self.news.say(kind, link.peer or link.address, str(error))
         # `close` below removes the link, so its leaders are collected first, each once.
         for leader in dict.fromkeys((link, *self._links.leaders(link))):
