@@ -380,9 +380,9 @@ class PrefillGroup(_Group[PrefillRequest, PrefillCommand, PrefillEvent], Prefill
         finally:
             self._chunk_ready = None
 
-    def stats(self) -> dict[str, int]:
+    def figures(self) -> dict[str, int]:
         """Return the counters, summed over the ranks; those of requests and pages are rank 0's."""
-        stats = Counter(super().stats())
+        figures = Counter(super().figures())
         for other in self.others:
-            stats.update(other.stats())
-        return dict(stats)
+            figures.update(other.stats())
+        return dict(figures)
