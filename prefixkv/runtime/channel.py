@@ -134,6 +134,7 @@ _GONE = (
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
 _CURVE_BYTES = 64  # CURVE's own bytes in a frame are fewer
+_MAX_SOCKETS = 1 << 14  # three for each address; by itself libzmq allows 1,023
 _QUEUED_MESSAGES = 16  # of one connection
 _KERNEL_BYTES = 128 << 10  # the kernel takes twice as many
 _FRAMES_A_POLL = 256  # so that many frames do not keep the owner from its other work
@@ -146,7 +147,7 @@ def _keys_differ(is_curve: bool) -> HandshakeError:
 
 def _came_from(frame: zmq.Frame) -> str:
     try:
-        host = str(frame.get("Peer-Address"))
+        host = str(frame.get("Peer-Address")).removeprefix("::ffff:")  # IPv4, at a socket of IPv6
     except zmq.ZMQError:
         return ""
     return f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0"
@@ -162,6 +163,7 @@ class _Channel(Closing):
         self._is_curve = config.curve is not None
         self._wake_fd = wake_fd
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self._poller = zmq.Poller()
         self._poller.register(wake_fd, zmq.POLLIN)
 
