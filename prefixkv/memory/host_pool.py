@@ -11,6 +11,7 @@ its chunk: together they take no more than there is.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import tempfile
 import threading
@@ -33,6 +34,7 @@ from prefixkv.threads import undoing
 _MEMINFO: Final = "/proc/meminfo"
 _GROUPS: Final = "/sys/fs/cgroup"  # where the system's control groups are mounted
 _OWN_GROUP: Final = "/proc/self/cgroup"  # the groups that this process is in
+_log = logging.getLogger("prefixkv.host")
 _SHM: Final = "/dev/shm"  # where the lock is: one folder, whatever TMPDIR a process has
 
 
@@ -166,6 +168,8 @@ class HostPool:
             self._fill()
         except Exception as error:
             self.error = error
+            what = self._ready_pages, self.num_pages, error
+            _log.error("host memory: %d of %d pages can be used: %s", *what)
 
 
 @contextmanager
