@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -44,8 +44,6 @@ from prefixkv.protocol.messages import (
     Topology,
 )
 from prefixkv.transport.base import PeerMemory
-
-_EVERY: Final = re.compile(r"^tcp://(\*|0\.0\.0\.0|\[::\])(?=:)")
 
 
 def named(error: Exception, option_names: Mapping[str, str]) -> Exception:
@@ -96,8 +94,8 @@ def addresses_told(hello: Hello, address: str, reply: HelloReply) -> dict[int, s
         )
     ranks = ranks_promised_to(theirs, hello.topology.mesh(hello.digest), hello.rank)
     # A rank that listens at every address of its host is reached at the leader's.
-    host = address.rpartition(":")[0]
-    return {rank: _EVERY.sub(host, reply.endpoints[rank]) if rank else address for rank in ranks}
+    every, host = r"^tcp://(\*|0\.0\.0\.0|\[::\])(?=:)", address.rpartition(":")[0]
+    return {rank: re.sub(every, host, reply.endpoints[rank]) if rank else address for rank in ranks}
 
 
 def check_rank(address: str, reply: HelloReply, rank: int, leader: HelloReply) -> None:

@@ -264,9 +264,7 @@ def _after_prefill_add(_result: Any, queue: Any, req: Any, *_args: Any, **_named
 def _before_bootstrapped(queue: Any, *_args: Any, **_named: Any) -> None:
     """Take in decode's announcements at each step, also where no sender is polled: an announcement
     may belong to a request that has ended here."""
-    pump = getattr(queue.kv_manager, "prefixkv_pump", None)
-    if pump is not None:
-        pump()
+    getattr(queue.kv_manager, "prefixkv_pump", lambda: None)()
 
 
 def _after_request(_result: Any, scheduler: Any, asked: Any, *_args: Any, **_named: Any) -> None:
@@ -290,9 +288,8 @@ def _decline(queue: Any, req: Any) -> None:
     # SGLang's own health checks are left alone.
     from prefixkv.engines.sglang import internals as sgl
 
-    decline = getattr(queue.kv_manager, "decline", None)
-    is_fake = req.bootstrap_host == sgl.fake_host()
-    if decline is not None and req.bootstrap_room is not None and not is_fake:
+    decline: Any = getattr(queue.kv_manager, "decline", None)
+    if None not in (decline, req.bootstrap_room) and req.bootstrap_host != sgl.fake_host():
         decline(req)
 
 

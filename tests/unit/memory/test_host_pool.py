@@ -305,7 +305,7 @@ def test_what_is_pinned_stays_where_more_is_not_to_be_had(
     assert isinstance(pool.error, CapacityError)
     assert pool.ready_pages == 4
     pool.close()
-    said = "host memory: 4 of 10 pages can be used: no more can be pinned"
+    said = "host memory: 4 of 10 pages: no more can be pinned"
     assert caplog.messages == [said], "nothing else tells an operator"
 
 
