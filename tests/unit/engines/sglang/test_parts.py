@@ -21,9 +21,10 @@ from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey
 from prefixkv.engines.sglang.clock import RankClock, TimeMark
 from prefixkv.engines.sglang.joins import Joins
 from prefixkv.engines.sglang.keys import FEW, Packer, RequestKey, namespace_of
+from prefixkv.engines.sglang.plugin import build
 from prefixkv.engines.sglang.slots import SlotTable
 from prefixkv.engines.sglang.waiting import Depths, NewPagesFirst, weight_order
-from prefixkv.errors import TokenError
+from prefixkv.errors import ConfigError, TokenError
 
 # --- keys -----------------------------------------------------------------------------------------
 
@@ -325,3 +326,15 @@ def test_pages_are_hashed_as_the_listener_says_and_runs_are_still_runs() -> None
         [(NO_PARENT, b"salt\1\2"), (b"salt\1\2", b"salt\1\2\3\4")],
         [(NO_PARENT, b"\1\2"), (b"\1\2", b"\1\2\3\4")],
     ]
+
+
+# --- settings -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["soon", "nan", "-1"])
+def test_a_patience_that_is_no_time_is_refused_as_the_server_starts(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setenv("PREFIXKV_PATIENCE_S", text)
+    with pytest.raises(ConfigError, match=f"PREFIXKV_PATIENCE_S is '{text}'"):
+        build(None)
