@@ -693,7 +693,7 @@ def run_proxy(config: ProxyConfig, prefill: Sequence[ServerAt], decode: Sequence
             await proxy.stop()
             raise
         interrupts.keep_what_is_loaded()
-        print(f"{proxy.server.url}/v1 (health and metrics: {proxy.status.url})", flush=True)
+        interrupts.say(f"{proxy.server.url}/v1 (health and metrics: {proxy.status.url})")
         await signals.stop.wait()
         if not await signals.end(proxy.stop(config.listen.drain_timeout_s)):
             await proxy.stop()
