@@ -273,6 +273,7 @@ class Launch(Generic[C]):
             # Three ways out of the wait: stopped, too late, or every worker ready (or one failed).
             if stopping.done() or not ready.done():
                 ready.cancel()
+                await asyncio.gather(ready, return_exceptions=True)
                 if stopping.done():
                     return 0
                 raise WorkerFailedError(f"no workers after {config.start_timeout_s:g} s")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import logging
 import os
 import signal
@@ -17,8 +18,9 @@ import pytest
 
 from prefixkv.errors import ConfigError
 from prefixkv.serving import interrupts, launch
+from prefixkv.serving.config import FrontConfig, ListenSettings
 from prefixkv.serving.fleet import Fleet
-from prefixkv.serving.launch import Child, Followed, _signal
+from prefixkv.serving.launch import Child, Followed, FrontLaunch, _signal
 from prefixkv.serving.wire import WorkerInfo
 from prefixkv.serving.worker import READY
 from tests.support.patience import PATIENCE_S
@@ -103,6 +105,25 @@ def test_what_cannot_be_written_ends_neither_a_worker_nor_its_front(
         monkeypatch.setattr(sys, name, SimpleNamespace(write=write, flush=lambda: None))
     asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
     interrupts.say("it is ready")
+
+
+def test_a_signal_while_workers_start_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    class Starting(FrontLaunch):
+        async def _begin(self, fleet: Fleet, name: str) -> None:
+            await super()._begin(fleet, name)
+            self._workers[0].ready = asyncio.get_running_loop().create_future()
+            self.signals.note()
+
+    config = FrontConfig(
+        workers="http://127.0.0.1:1", listen=ListenSettings(port=0, status_port=0),
+    )  # fmt: skip
+
+    async def main() -> None:
+        assert await Starting(config).run() == 0
+
+    asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
+    gc.collect()
+    assert [one.message for one in caplog.records if one.name == "asyncio"] == []
 
 
 class ByHand:
