@@ -1,8 +1,9 @@
-"""A command and its event loop: signals, its log on stderr, and what it never collects."""
+"""A command and its event loop: signals, what it says, and what it never collects."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import signal
@@ -39,6 +40,13 @@ class Signals:
         draining.cancel()
         await asyncio.wait((draining,))
         return False
+
+
+def say(line: str, to: Any = None) -> None:
+    """Print a line on stdout, or `to`. Where it cannot be written (a full disk, a reader that has
+    left) it is lost, and nothing ends by that."""
+    with contextlib.suppress(OSError):
+        print(line, file=to, flush=True)
 
 
 def log_to_stderr() -> None:

@@ -194,7 +194,7 @@ class Child(Kept):
                     else:
                         logger.warning("%s does not start: %s", self._name, why)
                 else:
-                    sys.stderr.write(text)
+                    interrupts.say(text.rstrip("\n"), sys.stderr)
             status = await process.wait()
         finally:
             # Cancelled, or the output could not be read: the process must not stay without an
@@ -233,11 +233,10 @@ def _signal(process: Process, number: int) -> None:
 
 
 class Launch(Generic[C]):
-    """A front and its workers, which require `key`. Used on one event loop. `say` gets each line
-    that is meant for a person."""
+    """A front and its workers, which require `key`. Used on one event loop."""
 
-    def __init__(self, config: C, say: Callable[[str], object], key: str) -> None:
-        self.config, self._say, self._key = config, say, key
+    def __init__(self, config: C, key: str) -> None:
+        self.config, self._key = config, key
         self.signals = interrupts.Signals()
         self._workers: list[Kept] = []
 
@@ -280,9 +279,10 @@ class Launch(Generic[C]):
             ready.result()
             interrupts.keep_what_is_loaded()
             await front.server.start()
-            self._say(f"{name}: {front.server.url}/v1 (health and metrics: {front.status.url})")
+            status = front.status.url
+            interrupts.say(f"{name}: {front.server.url}/v1 (health and metrics: {status})")
             await stopping
-            self._say("draining; a second signal ends at once")
+            interrupts.say("draining; a second signal ends at once")
             return 0
         finally:
             # Orderly end: front first, then workers. A second signal during it kills all workers at
@@ -310,9 +310,9 @@ class Launch(Generic[C]):
 class ServeLaunch(Launch[ServeConfig]):
     """The workers are children of this process."""
 
-    def __init__(self, config: ServeConfig, say: Callable[[str], object] = print) -> None:
+    def __init__(self, config: ServeConfig) -> None:
         # Of this run, so that no other user of the machine reaches the workers.
-        super().__init__(config, say, secrets.token_urlsafe(24))
+        super().__init__(config, secrets.token_urlsafe(24))
         self.environs = {role: role_environs(config, role, self._key, os.environ) for role in KINDS}
 
     async def _begin(self, fleet: Fleet, name: str) -> None:
@@ -323,8 +323,8 @@ class ServeLaunch(Launch[ServeConfig]):
 class FrontLaunch(Launch[FrontConfig]):
     """The workers were started by hand, and are left as they are."""
 
-    def __init__(self, config: FrontConfig, say: Callable[[str], object] = print) -> None:
-        super().__init__(config, say, config.workers_key)
+    def __init__(self, config: FrontConfig) -> None:
+        super().__init__(config, config.workers_key)
 
     async def _begin(self, fleet: Fleet, name: str) -> None:
         model = self.config.models.model

@@ -539,7 +539,7 @@ def run_worker(config: WorkerConfig) -> int:
         if not config.worker.parent:
             raise
         # One line for all workers: the process that started them prints it.
-        print(REFUSED + msgspec.json.encode(str(error)).decode(), flush=True)
+        interrupts.say(REFUSED + msgspec.json.encode(str(error)).decode())
         return 2
 
 
@@ -565,7 +565,7 @@ async def _run_worker(config: WorkerConfig) -> int:
     serving = True
     try:
         interrupts.keep_what_is_loaded()
-        print(READY + msgspec.json.encode(worker.info).decode(), flush=True)
+        interrupts.say(READY + msgspec.json.encode(worker.info).decode())
         return 0 if await worker.run() else 1
     finally:
         await worker.close()

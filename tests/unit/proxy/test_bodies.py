@@ -6,9 +6,10 @@ import asyncio
 import re
 from collections.abc import AsyncGenerator
 
+import msgspec
 import pytest
 
-from prefixkv.proxy.server import retold_events, whole_events
+from prefixkv.proxy.server import prompts_of, retold_events, whole_events
 
 STREAM = b'data: {"id": "a"}\n\ndata: {"id": "b", "usage": null}\n\ndata: [DONE]\n\n'
 
@@ -44,3 +45,13 @@ def test_what_breaks_off_is_passed_on_in_whole_events(
         out = asyncio.run(passed_on(begun, size, breaks=True, cached=cached))
         assert out == stream[: max([0, *(end for end in ends if end <= cut)])]
         assert asyncio.run(passed_on(begun, size, breaks=False, cached=cached)) == begun
+
+
+def test_prompts_are_told_apart_whatever_blanks_stand_before_them() -> None:
+    """Several with one room would be computed by the two servers as one."""
+    for first, second in ((b'"a"', b'"b"'), (b"[1]", b"[2]")):
+        blanks = b"\n" + b" " * 100
+        several = msgspec.Raw(b"[" + blanks + first + b"," + second + b"]")
+        assert [*map(bytes, prompts_of(several))] == [first, second]
+    for one in (b'"[\\"a"', b"[]", b"[1, 2]"):
+        assert prompts_of(msgspec.Raw(one)) == [msgspec.Raw(one)]

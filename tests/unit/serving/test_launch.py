@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import logging
 import os
@@ -18,7 +19,7 @@ import msgspec
 import pytest
 
 from prefixkv.errors import ConfigError
-from prefixkv.serving import launch
+from prefixkv.serving import interrupts, launch
 from prefixkv.serving.config import ServeConfig
 from prefixkv.serving.fleet import Fleet
 from prefixkv.serving.launch import Child, Followed, _signal
@@ -82,6 +83,30 @@ def test_a_child_says_that_it_is_started_and_that_it_is_given_up() -> None:
         assert child.gone_s is None
 
     asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
+
+
+def test_what_cannot_be_written_ends_neither_a_worker_nor_its_front(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A library of a worker says something on stdout, and the disk of the log is full."""
+    line = READY + msgspec.json.encode(INFO).decode()
+    program = f"print('hello'); print({line!r}, flush=True); __import__('time').sleep(1e6)"
+
+    async def main() -> None:
+        here: list[str] = []
+        fleet = SimpleNamespace(add=lambda info: here.append(info.name), remove=lambda *_: None)
+        child = Child("decode", os.environ, fleet, [sys.executable, "-c", program])
+        await child.ready
+        assert here == ["d"]
+        await child.end(0)
+
+    def write(_: str) -> int:
+        raise OSError(errno.ENOSPC, "no space")
+
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, SimpleNamespace(write=write, flush=lambda: None))
+    asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
+    interrupts.say("it is ready")
 
 
 class Asleep(launch.Launch[ServeConfig]):
