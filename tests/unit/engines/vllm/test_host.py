@@ -15,10 +15,10 @@ from prefixkv import HostConfig, KVPool
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.engines.vllm.blocks import Holds
 from prefixkv.engines.vllm.host import DeviceBlocks, HostBlocks, key_of
-from prefixkv.engines.vllm.host_worker import WorkerHost
 from prefixkv.engines.vllm.options import ServerSetup
 from prefixkv.engines.vllm.orders import CopyOrder, WorkerReport
 from prefixkv.engines.vllm.scheduler import SchedulerSide
+from prefixkv.engines.vllm.worker import WorkerHost
 from prefixkv.memory.page_copy import CpuPageCopy
 from prefixkv.protocol.events import HostCopy, HostCopyDone
 from prefixkv.spi import HostMemory, Inbox
