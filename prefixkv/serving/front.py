@@ -23,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from prefixkv.engines.hf.generation import OPENAI, SamplingDefaults
+from prefixkv.engines.hf.folder import OPENAI, SamplingDefaults
 from prefixkv.serving.client import numbered
 from prefixkv.serving.config import ListenSettings
 from prefixkv.serving.failures import refused

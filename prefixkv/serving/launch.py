@@ -20,8 +20,7 @@ import aiohttp
 import msgspec
 
 from prefixkv import PrefixKVError
-from prefixkv.engines.hf.folder import check_folder
-from prefixkv.engines.hf.generation import SamplingDefaults, load_sampling_defaults
+from prefixkv.engines.hf.folder import SamplingDefaults, check_folder, load_sampling_defaults
 from prefixkv.engines.hf.small import NAME, save_tokenizer
 from prefixkv.errors import ConfigError
 from prefixkv.serving import interrupts

@@ -26,6 +26,7 @@ from prefixkv import (
     Request,
 )
 from prefixkv.engines.hf.engine import NodeEngine, Work
+from prefixkv.engines.hf.layers import Row
 from prefixkv.engines.hf.models import PagedModel
 from prefixkv.engines.hf.requests import (
     Choice,
@@ -38,9 +39,7 @@ from prefixkv.engines.hf.requests import (
     pack_first,
     unpack_first,
 )
-from prefixkv.engines.hf.rows import Row
-from prefixkv.engines.hf.text import AnswerText
-from prefixkv.engines.hf.thinking import KeepThinking, Markers
+from prefixkv.engines.hf.text import AnswerText, KeepThinking, Markers
 from prefixkv.errors import ConfigError, RequestError
 from prefixkv.spi import MAX_INDEX, DeviceEvent, secret_number, whole_number
 

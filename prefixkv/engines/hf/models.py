@@ -1,7 +1,8 @@
 """The transformers models that are served: from a folder of safetensors, or a config and a seed.
 
 A model that would be served wrongly is refused by name: by its config where that is enough, and by
-a trial, which compares its logits on the paged pool with those of the plain model.
+a trial, which compares its logits on the paged pool with those of the plain model. `Reference` is a
+plain model to compare answers with.
 """
 
 from __future__ import annotations
@@ -22,12 +23,17 @@ from transformers.utils import logging as transformers_logging
 
 from prefixkv import DecodeConfig, KVPool, ModelConfig, PoolGroup, PrefillConfig, StatePool
 from prefixkv.engines.hf.attention import NAME, FlatPool, Plan
-from prefixkv.engines.hf.folder import MODEL_FILES, check_folder, one_line
-from prefixkv.engines.hf.generation import end_tokens, token_ids
+from prefixkv.engines.hf.folder import MODEL_FILES, check_folder, end_tokens, one_line, token_ids
 from prefixkv.engines.hf.identity import identity_of
-from prefixkv.engines.hf.layers import DTYPES, find_layers, find_windows, has_states
-from prefixkv.engines.hf.recurrent import StateMemory, page_mixers
-from prefixkv.engines.hf.rows import NO_SLOT, Row
+from prefixkv.engines.hf.layers import (
+    DTYPES,
+    NO_SLOT,
+    Row,
+    StateMemory,
+    find_layers,
+    find_windows,
+    has_states,
+)
 from prefixkv.errors import CapacityError, ConfigError
 from prefixkv.spi import MAX_INDEX, GroupPages, as_pages, check_device, default_topic, pages_for
 
@@ -107,7 +113,6 @@ class PagedModel:
             # 2. What its layers keep, by a forward without pages.
             _attend_plainly(self.model)
             self.layers = find_layers(self.model, self.context)
-            page_mixers(self.layers)
             # 3. The trial begins without pages too, and needs the sizes above.
             if trial:
                 _run_trial(self)
@@ -392,6 +397,34 @@ def unpaged_copy(model: PagedModel) -> Any:
     copy = deepcopy(model.model)
     _attend_plainly(copy)
     return copy
+
+
+class Reference:
+    """A copy of a model, as transformers runs it. Owned by one thread, and computes with one:
+    several, on a busy machine, wait for each other at every small kernel."""
+
+    def __init__(self, model: PagedModel) -> None:
+        self.model = unpaged_copy(model)
+
+    def save(self, folder: Path) -> None:
+        self.model.save_pretrained(folder)
+
+    @torch.inference_mode()
+    def answer(self, tokens: Sequence[int], max_new_tokens: int) -> list[int]:
+        """Return the greedy answer of transformers' own `generate`, its end token included."""
+        prompt = torch.tensor([list(tokens)], device=self.model.device)
+        # The number of threads is the process's, not this call's: put it back in any case.
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            generated = self.model.generate(
+                prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens,
+                do_sample=False, pad_token_id=0,
+            )  # fmt: skip
+        finally:
+            torch.set_num_threads(threads)
+        answer: list[int] = generated[0, len(tokens) :].tolist()
+        return answer
 
 
 def _attend_plainly(model: Any) -> None:
