@@ -24,10 +24,9 @@ from prefixkv.engines.hf.folder import SamplingDefaults, check_folder, load_samp
 from prefixkv.engines.hf.small import NAME, save_tokenizer
 from prefixkv.errors import ConfigError
 from prefixkv.serving import interrupts
-from prefixkv.serving.config import KINDS, FrontConfig, FrontSettings, ServeConfig
+from prefixkv.serving.config import KINDS, FrontConfig, FrontSettings, ServeConfig, role_environs
 from prefixkv.serving.fleet import Fleet, Start
 from prefixkv.serving.front import Front
-from prefixkv.serving.roles import role_environs
 from prefixkv.serving.text import load_texts
 from prefixkv.serving.wire import WorkerInfo
 from prefixkv.serving.worker import READY, REFUSED

@@ -42,7 +42,6 @@ from prefixkv.serving.config import (
     WorkerConfig,
     WorkerSettings,
 )
-from prefixkv.serving.feed import EventTap
 from prefixkv.serving.http import ApiError, Entrance, Stream, json_response
 from prefixkv.serving.log import current_record
 from prefixkv.serving.tracing import NodeSpans
@@ -50,6 +49,7 @@ from prefixkv.serving.wire import (
     LIFE_SIGN_S,
     Announcement,
     Ask,
+    EventTap,
     FenceRequest,
     LostPeer,
     TokenEvent,
