@@ -129,13 +129,11 @@ class KVPattern:
         """Write tokens `start` to `len(hashes)`. Raises CallerError if `pages` has too few."""
         self._check(pages, hashes)
         at = np.arange(start, len(hashes))
-        self._write(np.asarray(pages)[at // self.page_size], at % self.page_size, hashes[start:])
+        places = np.asarray(pages)[at // self.page_size], at % self.page_size
+        self.fill_tokens(*places, hashes[start:])
 
     def fill_tokens(self, pages: Pages, slots: npt.NDArray[np.int64], hashes: Hashes) -> None:
         """Write token `hashes[i]` to slot `slots[i]` of page `pages[i]`, for each i."""
-        self._write(pages, slots, hashes)
-
-    def _write(self, pages: Pages, slots: npt.NDArray[np.int64], hashes: Hashes) -> None:
         values = self._values(hashes)
         for memory, places in self._slabs:
             memory[pages, slots] = values ^ places

@@ -1,5 +1,6 @@
 """What each layer of a model keeps of a text: KV, on the pages of a pool; a recurrent state, in a
-slot of a StatePool; both; or nothing, as experts by themselves. And recurrent layers on such slots.
+slot of a StatePool; both; or nothing, as experts by themselves. Models that are refused by their
+config, and recurrent layers on slots.
 
 The config of a model that only attends says which layers see a window of the last tokens alone. Of
 others transformers' own cache says what a layer keeps, and a forward of two tokens shows the
@@ -23,7 +24,7 @@ from transformers import DynamicCache
 
 from prefixkv import StatePool, StateTensor
 from prefixkv.errors import ConfigError
-from prefixkv.spi import GroupPages, Pages
+from prefixkv.spi import MAX_INDEX, GroupPages, Pages
 
 ATTENTION: Final = frozenset({"full_attention", "sliding_attention"})
 """Kinds of layers that keep KV and nothing else."""
@@ -41,6 +42,7 @@ _KEEPS: Final = {
     "LinearAttentionAndSlidingWindowAttentionLayer": (True, True),
     "DummyLayer": (False, False),
 }
+_ROPE_BY_LENGTH: Final = ("dynamic", "longrope")
 _CACHE_NAMES: Final = ("cache", "cache_params", "past_key_values")
 
 StateKind = Literal["conv", "recurrent"]
@@ -105,8 +107,8 @@ def find_layers(model: Any, context: int) -> Layers:
     that keeps something else, or whose state is not in transformers' cache.
     """
     config = model.config.get_text_config()
-    if not has_states(config):
-        window, sliding = find_windows(config, context)
+    if not _has_states(config):
+        window, sliding = _find_windows(config, context)
         full = tuple(at for at in range(int(config.num_hidden_layers)) if at not in sliding)
         return Layers(full, sliding=sliding, window=window)
     # 1. By the cache that transformers makes for it.
@@ -142,12 +144,63 @@ def find_layers(model: Any, context: int) -> Layers:
     return Layers(full, parts, cache)
 
 
-def has_states(config: Any) -> bool:
+def check_served(model: Any, context: int | None) -> int:
+    """Return the longest context that is served: `context`, or what the model was made for.
+
+    Raises ConfigError, which names the setting, for a model that needs more than attention to all
+    earlier tokens on pages of K and V.
+    """
+    config = model.config.get_text_config()
+    # 1. Kinds of models that do not call our attention, or not for all of their text.
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError("it has an encoder")
+    # Some with recurrent layers do go through it and do not say so.
+    can_set = getattr(model, "_can_set_attn_implementation", None)
+    told = getattr(model, "_supports_attention_backend", False)
+    if not told and not (_has_states(config) and can_set is not None and can_set()):
+        raise ConfigError("its attention does not go through transformers' attention interface")
+    # 2. The length, which the checks of windows below need.
+    limit = getattr(config, "max_position_embeddings", None)
+    if context is None:
+        context = limit
+    if not isinstance(context, int) or not 0 < context <= (limit or MAX_INDEX):
+        kind = config.model_type
+        raise ConfigError(f"context is {context!r}, {kind} was made for {limit} tokens")
+    # 3. Attention of another kind.
+    for name in ("attn_logit_softcapping", "kv_lora_rank", "attention_chunk_size"):
+        if getattr(config, name, None):
+            raise ConfigError(f"{name} is {getattr(config, name)}")
+    if getattr(config, "use_bidirectional_attention", False):
+        raise ConfigError("its tokens see later ones (use_bidirectional_attention)")
+    # Pages of layers that keep every token are what a cache of prefixes consists of.
+    window, sliding = _find_windows(config, context)
+    why = ""
+    if len(sliding) == config.num_hidden_layers:
+        why = "no layer attends to all tokens"
+    elif sliding and _has_states(config):
+        why = "it has recurrent layers beside a window"
+    if why:
+        raise ConfigError(
+            f"{why}: its sliding window has {window} tokens, the context {context}; with "
+            f"context={window} it would be"
+        )
+    # 4. Positions. The parameters are one dict, or one per kind of layer. Cached KV can be reused
+    # only if it does not depend on how long its text became.
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in (ropes, *(one for one in ropes.values() if isinstance(one, dict))):
+        if rope.get("rope_type") in _ROPE_BY_LENGTH:
+            raise ConfigError(
+                f"its rope is {rope['rope_type']}: KV depends on the length of the text"
+            )
+    return context
+
+
+def _has_states(config: Any) -> bool:
     """Tell by a text config whether a model has layers that do not attend."""
     return bool({*(getattr(config, "layer_types", None) or ())} - ATTENTION)
 
 
-def find_windows(config: Any, context: int) -> tuple[int, tuple[int, ...]]:
+def _find_windows(config: Any, context: int) -> tuple[int, tuple[int, ...]]:
     """Return by a text config the tokens that a token sees in layers with a window, itself among
     them, and these layers; 0 and () where no text of `context` tokens is longer."""
     window = getattr(config, "sliding_window", None)

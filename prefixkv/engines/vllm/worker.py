@@ -69,7 +69,7 @@ class WorkerHost:
             undo.callback(self._ends.close)
             self._memory.start(self._ends.put)
             undo.pop_all()
-        self._writes: list[HostCopy] = []  # that wait for the kernels of a step to be queued
+        self.writes: list[HostCopy] = []  # that wait for the kernels of a step to be queued
         self._loads: dict[int, str] = {}  # under way: the request of each
         self._num_reported = -1
 
@@ -85,18 +85,14 @@ class WorkerHost:
                 self._loads[copy.number] = rid
                 self._memory.submit(copy, ready)
             else:
-                self._writes.append(copy)
+                self.writes.append(copy)
         return [rid for copy, rid in orders if copy.is_load]
 
     def begin_writes(self, ready: DeviceEvent | None) -> None:
         """Begin the writes that were kept back: the kernels of their step stand before `ready`."""
-        writes, self._writes = self._writes, []
+        writes, self.writes = self.writes, []
         for copy in writes:
             self._memory.submit(copy, ready)
-
-    @property
-    def has_writes(self) -> bool:
-        return bool(self._writes)
 
     def take_ends(self) -> list[tuple[HostCopyDone, str]]:
         """Return the copies that have ended, with errors that any process knows, and the request of
@@ -336,8 +332,7 @@ class WorkerSide:
             self._sends[key] = _Send(rid, [], *offered)
 
     def has_work_after(self, orders: StepOrders) -> bool:
-        has_writes = self._host is not None and self._host.has_writes
-        return has_writes or bool(orders.computed)
+        return bool(orders.computed or (self._host is not None and self._host.writes))
 
     def after_forward(self, orders: StepOrders, ready: DeviceEvent | None = None) -> None:
         """Hand over what a step has computed, and begin the writes to host memory. The KV is there

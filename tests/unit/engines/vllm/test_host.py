@@ -513,9 +513,9 @@ def test_a_write_waits_for_the_kernels_of_its_step() -> None:
         before, step = Event(), Event()
         before.is_over = True
         assert host.begin([write], before) == []
-        assert host.has_writes
+        assert host.writes
         host.begin_writes(step)
-        assert not host.has_writes
+        assert not host.writes
         until(lambda: step.looks > 2)
         memory[3] = 30.0  # computed in the step
         step.is_over = True
