@@ -167,10 +167,6 @@ class ScenarioRun:
         """Return a node's counters; none of a node in another process."""
         return witness.node.stats() if (witness := self._witnesses.get(side)) else {}
 
-    def end_copies(self) -> None:
-        """Make passes until nothing is copied to or from host memory."""
-        self.until(lambda: not self.stats()["host_copies"], "law 2")
-
     # --- passes -----------------------------------------------------------------------------------
 
     def until(self, done: Callable[[], bool], law: str) -> None:

@@ -245,11 +245,10 @@ class DecodeEngine(NodeEngine):
         """Tell that a job did not reach its prefill worker, or was refused there: it is tried
         again, computed here, or its answer fails, as the config says. False if the answer has
         ended, or the job is not its last attempt."""
-        name = "/".join(job.rid.rsplit("/", 2)[1:]).rpartition(".")[0]
-        req = self.node.requests.get(name)
+        req = self.node.requests.get(job.answer_rid)
         if req is None or req.generation != job.generation:
             return False
-        return self.node.give_up_prefill(name, reason)
+        return self.node.give_up_prefill(req.rid, reason)
 
     # --- the loop ---------------------------------------------------------------------------------
 
