@@ -20,15 +20,13 @@ import aiohttp
 import msgspec
 
 from prefixkv import PrefixKVError
-from prefixkv.engines.hf.folder import check_folder
-from prefixkv.engines.hf.generation import SamplingDefaults, load_sampling_defaults
+from prefixkv.engines.hf.folder import SamplingDefaults, check_folder, load_sampling_defaults
 from prefixkv.engines.hf.small import NAME, save_tokenizer
 from prefixkv.errors import ConfigError
 from prefixkv.serving import interrupts
-from prefixkv.serving.config import KINDS, FrontConfig, FrontSettings, ServeConfig
+from prefixkv.serving.config import KINDS, FrontConfig, FrontSettings, ServeConfig, role_environs
 from prefixkv.serving.fleet import Fleet, Start
 from prefixkv.serving.front import Front
-from prefixkv.serving.roles import role_environs
 from prefixkv.serving.text import load_texts
 from prefixkv.serving.wire import WorkerInfo
 from prefixkv.serving.worker import READY, REFUSED

@@ -161,9 +161,9 @@ def _add_transfer_backend(sgl: Any) -> None:
 def _with_time(
     original: Any, receiver: Any, recv_reqs: list[Any] | None, *rest: Any, **named: Any
 ) -> list[Any]:
-    """Add the time to the broadcast of requests, and remove it on each rank (`clock.py`). Only the
+    """Add the time to the broadcast of requests, and remove it on each rank (`RankClock`). Only the
     rank that receives requests has a list here; the others have None."""
-    from prefixkv.engines.sglang.clock import CLOCK
+    from prefixkv.engines.sglang.waiting import CLOCK
 
     if recv_reqs is not None:
         recv_reqs = CLOCK.mark(recv_reqs, time.monotonic())
@@ -171,7 +171,7 @@ def _with_time(
 
 
 def _around_pop(original: Any, queue: Any, *args: Any, **named: Any) -> Any:
-    from prefixkv.engines.sglang.clock import CLOCK
+    from prefixkv.engines.sglang.waiting import CLOCK
 
     cache = _enabled_cache(queue.tree_cache)
     if cache is None:
@@ -207,8 +207,7 @@ def _after_handshakes(_result: Any, queue: Any, *_args: Any, **_named: Any) -> N
 def _queue_state(queue: Any, cache: Any) -> Any:
     state = queue.__dict__.get("prefixkv_queue_state")
     if state is None:
-        from prefixkv.engines.sglang.joins import Joins
-        from prefixkv.engines.sglang.waiting import Depths, NewPagesFirst
+        from prefixkv.engines.sglang.waiting import Depths, Joins, NewPagesFirst
 
         depths = Depths(cache.tree, cache.key_of_waiting)
         state = queue.prefixkv_queue_state = SimpleNamespace(
@@ -220,12 +219,12 @@ def _queue_state(queue: Any, cache: Any) -> Any:
 
 def _around_manager(original: Any, queue: Any, *args: Any, **named: Any) -> Any:
     # SGLang's constructor has no argument for the layout of pages.
-    from prefixkv.engines.sglang import shares
+    from prefixkv.engines.sglang.memory import share_of, use_share
 
     total_heads = int(queue.scheduler.model_config.get_total_num_kv_heads())
-    share = shares.share_of(queue.token_to_kv_pool, total_heads)
+    share = share_of(queue.token_to_kv_pool, total_heads)
     window = getattr(queue.scheduler, "sliding_window_size", None) or 0
-    with shares.use_share(share._replace(window=window)):
+    with use_share(share._replace(window=window)):
         return original(queue, *args, **named)
 
 

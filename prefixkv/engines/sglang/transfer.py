@@ -30,11 +30,26 @@ from prefixkv.engines.rank_group import decode_transfers, prefill_transfers
 from prefixkv.engines.sglang import NAME, ROOMS
 from prefixkv.engines.sglang import internals_transfer as sgl
 from prefixkv.engines.sglang.fences import FenceFolder
-from prefixkv.engines.sglang.memory import Rows, pool_of
-from prefixkv.engines.sglang.receives import Receive, Receives
-from prefixkv.engines.sglang.sends import ALONE, ANNOUNCED, SILENT, NumberState, RoomSend, RoomSends
-from prefixkv.engines.sglang.shares import OPAQUE, UNKNOWN, current_share
-from prefixkv.engines.sglang.states import NOTHING, Components, state_refusals
+from prefixkv.engines.sglang.memory import (
+    NOTHING,
+    OPAQUE,
+    UNKNOWN,
+    Components,
+    Rows,
+    current_share,
+    pool_of,
+    state_refusals,
+)
+from prefixkv.engines.sglang.rooms import (
+    ALONE,
+    ANNOUNCED,
+    SILENT,
+    NumberState,
+    Receive,
+    Receives,
+    RoomSend,
+    RoomSends,
+)
 from prefixkv.engines.sglang.transfer_options import (
     OPTION_NAMES,
     VARIABLE,
@@ -50,7 +65,7 @@ _log = logging.getLogger("prefixkv.sglang")
 TAG: Final = b"PREFIXKV"
 """First frame of the message by which a decode rank announces itself. Then the room, the name, and
 the digest of the prompt (empty where it is unknown). If the request has ended before any promise,
-two frames follow: the reason, and the state of the number on decode (`sends.NumberState`)."""
+two frames follow: the reason, and the state of the number on decode (`rooms.NumberState`)."""
 FIELD: Final = "prefixkv"
 """Field of a row of the bootstrap server that holds the rank's endpoint."""
 ASK_AGAIN_S: Final = 10.0

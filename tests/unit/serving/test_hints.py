@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from prefixkv import Hints
 from prefixkv.engines.hf.small import CHAT_TEMPLATE, small_tokenizer
-from prefixkv.serving.hints import HEADER, SessionFields
+from prefixkv.serving.api import HEADER, SessionFields
 from prefixkv.serving.http import ApiError
 from prefixkv.serving.text import Texts
 from tests.support.fronts import fronted

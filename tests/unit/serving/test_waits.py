@@ -10,9 +10,8 @@ import pytest
 
 from prefixkv.cache.events import EventBatch
 from prefixkv.serving.client import wait_set
-from prefixkv.serving.feed import EventTap
 from prefixkv.serving.http import Stream
-from prefixkv.serving.wire import Ask, TokenEvent
+from prefixkv.serving.wire import Ask, EventTap, TokenEvent
 from prefixkv.serving.worker import DecodeWorker, _OpenRequest
 from tests.support.scenes import in_loop
 

@@ -18,12 +18,17 @@ from hypothesis import strategies as st
 from prefixkv.cache.events import NO_PARENT, Inserted, PagePaths
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey
-from prefixkv.engines.sglang.clock import RankClock, TimeMark
-from prefixkv.engines.sglang.joins import Joins
 from prefixkv.engines.sglang.keys import FEW, Packer, RequestKey, namespace_of
 from prefixkv.engines.sglang.plugin import build
 from prefixkv.engines.sglang.slots import SlotTable
-from prefixkv.engines.sglang.waiting import Depths, NewPagesFirst, weight_order
+from prefixkv.engines.sglang.waiting import (
+    Depths,
+    Joins,
+    NewPagesFirst,
+    RankClock,
+    TimeMark,
+    weight_order,
+)
 from prefixkv.errors import ConfigError, TokenError
 
 # --- keys -----------------------------------------------------------------------------------------
