@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from prefixkv.cache.radix_key import RadixKey
-from prefixkv.errors import PromptMismatchError
+from prefixkv.config import ControlConfig
+from prefixkv.errors import PromptMismatchError, WeightsVersionError
 from tests.support.gates import Gate
 from tests.support.node_pair import NodePair, first_token, tokens_of
 from tests.support.patience import NEVER_S, SkippableClock
@@ -197,3 +198,40 @@ def test_another_prompt_fails_on_both_sides_and_its_pages_are_free_at_once(
     stats = pair.decode.stats()
     assert stats["pages_held"] == stats["pages_owned"] == 0
     assert (sent_bytes(pair), pair.p.chunks) == (0, {})
+
+
+# No deadline here is shorter than a test may take: what ends, ends for another reason.
+PATIENT = ControlConfig(bootstrap_timeout_s=300.0, waiting_timeout_s=300.0, parked_timeout_s=300.0)
+
+
+def moved(error: Exception | None) -> tuple[str, str]:
+    assert isinstance(error, WeightsVersionError), repr(error)
+    return error.versions
+
+
+def works(pair: NodePair, rid: str) -> None:
+    pair.submit(rid, tokens_of(1, 21))
+    pair.run(rid)
+    assert pair.d.ended[rid] is None
+    pair.check_at_rest()
+
+
+def test_what_runs_and_what_is_on_its_way_ends_on_both_sides(make_pair: MakePair) -> None:
+    """By name, at once, by `flush(weights_version=)`; the pair works again when both have it."""
+    pair = make_pair(decode={"reserve_tokens": 0}, control=PATIENT)
+    pair.d.hold_running = True
+    pair.submit("runs", tokens_of(1, 21))
+    pair.until(lambda: "runs" in pair.d.running)
+    pair.p.hold = True
+    for rid in ("way", "joins"):
+        pair.submit(rid, tokens_of(2, 21))
+    joined = "shared_flights"
+    pair.until(lambda: "way" in pair.p.computing and pair.decode.stats()[joined] == 1)
+    pair.decode.flush(weights_version="v2")
+    pair.until(lambda: {"runs", "way", "joins"} <= pair.d.ended.keys())
+    assert {moved(pair.d.ended[rid]) for rid in ("runs", "way", "joins")} == {("0", "v2")}
+    pair.until(lambda: {"way", "joins"} <= pair.p.failed.keys())
+    assert {moved(pair.p.failed[rid]) for rid in ("way", "joins")} == {("0", "v2")}
+    pair.d.hold_running = pair.p.hold = False
+    pair.prefill.flush(weights_version="v2")
+    works(pair, "after")
