@@ -1,7 +1,5 @@
 """What the fuzzed machines share: chance that is spelled by integers, and the device's events."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

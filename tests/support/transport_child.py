@@ -1,7 +1,5 @@
 """A target of writes in a process of its own, obeying one call at a time over a pipe."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

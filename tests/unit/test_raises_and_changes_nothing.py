@@ -4,8 +4,6 @@ reaches; then its laws hold, and the story that was under way runs to its end. N
 schedulers: tests/unit/runtime/test_raises_and_changes_nothing.py.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """What an engine submits: packed and checked once, with an error that names the value. And the
 batch as kernels take it, against one token at a time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

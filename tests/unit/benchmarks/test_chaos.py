@@ -1,8 +1,6 @@
 """The storm's own parts: what is to find a fault has to find it. And a short storm on each
 transport finds nothing."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """`python -m benchmarks` lists what there is, refuses what it lacks, and each still runs, at tiny
 sizes. How fast anything was is not looked at. Generated traces are the same on every machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

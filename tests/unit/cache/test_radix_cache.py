@@ -1,8 +1,6 @@
 """The contract of the radix cache, case by case: its dump and the readers of its changes
 included."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

@@ -1,8 +1,6 @@
 """The command line: one line and exit status 2 for bad input, quick to load, and help that has a
 word for each option and fits 80 columns."""
 
-from __future__ import annotations
-
 import errno
 import re
 import subprocess

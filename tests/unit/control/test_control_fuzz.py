@@ -5,8 +5,6 @@ and only forwards, nothing is called drained or free without proof, and no page 
 Each side is run where its pages are written directly, and where slices of heads are staged.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections import Counter

@@ -2,8 +2,6 @@
 each side hears where the other does not work with it. Which lives are over: what is kept, what is
 forgotten first, and what a Hello has to prove."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

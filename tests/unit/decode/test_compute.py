@@ -1,8 +1,6 @@
 """Requests whose missing part decode's engine computes itself: admitted, joined, ended, and carried
 on with where prefill is gone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

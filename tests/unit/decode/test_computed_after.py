@@ -1,8 +1,6 @@
 """What the device has still to write of a prompt that is computed here: nothing copies it, and
 nothing else gets its pages, before `after` of `computed` is done."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

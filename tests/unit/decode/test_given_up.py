@@ -1,8 +1,6 @@
 """Law 10 on decode: what a request has written since its last commit enters no tree, no checkpoint
 and no host memory once the engine has failed or aborted it."""
 
-from __future__ import annotations
-
 import pytest
 
 from prefixkv.cache.checkpoints import Checkpoints

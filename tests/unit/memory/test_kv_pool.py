@@ -1,8 +1,6 @@
 """Pools against the memory itself: what a layout says lies at an address is read there. Of tensors
 by the names of their axes, of numpy arrays, and of several groups of layers."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import itertools

@@ -1,7 +1,5 @@
 """Pools, layouts of tensors, groups and buffers that cannot be: each is refused by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 """The allocator against its model, and what the model leaves out: the reserved pages, which no
 request ever gets."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,8 +1,6 @@
 """The prefill scheduler, call by call: its queue of bootstrapped requests, and the journal of what
 it writes down of each."""
 
-from __future__ import annotations
-
 import gc
 import json
 from itertools import product

@@ -1,8 +1,6 @@
 """Extra state on prefill: computing goes on from a checkpoint, at its depth and at no other; which
 slot is handed over when, when it is the engine's again, and what a hit is worth."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -2,8 +2,6 @@
 say nothing, die in the middle. Streams are cut anywhere. With real ones:
 tests/integration/vllm."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

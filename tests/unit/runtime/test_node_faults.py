@@ -1,8 +1,6 @@
 """Peers that do not answer, do not fit, or say what they must not; aborts from either side, at
 every point of a request's life; rooms that are used again. Real NIXL, one process."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """What a group of ranks does beyond its first rank, what each may be given, and what it waits for
 where another rank's process is dead: until it is fenced."""
 
-from __future__ import annotations
-
 import select
 from collections.abc import Callable
 from dataclasses import replace

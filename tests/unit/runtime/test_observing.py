@@ -1,8 +1,6 @@
 """What an operator sees of two real nodes: metrics as scraped, the request log, cache events,
 against what happened. A client's salt is in none of it: a digest stands for it."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

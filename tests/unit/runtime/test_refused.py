@@ -1,8 +1,6 @@
 """What a node, rank, group or setting cannot be is refused by name, and nothing of it is left. Of
 requests that prefill does not take, and peers that do not fit, both real nodes hear at once."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """The inbox: nothing is lost, nobody waits for what is there, nobody spins on what is not. And
 nodes are used from one thread, and say so where PREFIXKV_DEBUG is 1, as it is in tests."""
 
-from __future__ import annotations
-
 import fcntl
 import math
 import os

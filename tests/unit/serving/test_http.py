@@ -1,8 +1,6 @@
 """The server that all of ours are, over real sockets; a client that leaves in the very turns of
 the event loop in which something comes for it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

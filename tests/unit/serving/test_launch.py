@@ -1,7 +1,5 @@
 """Workers as child processes, where the process says what no worker of ours does."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

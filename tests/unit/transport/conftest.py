@@ -2,8 +2,6 @@
 NIXL over CMA and over TCP; what one alone shows stands in its folder. Which bytes a write moves:
 test_unequal_pairs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import closing
 

@@ -1,8 +1,6 @@
 """The thread of a transport: where it does not start, what its sink does, how it ends; how long it
 sleeps between polls that found nothing, and what leaves when at a rate of bytes."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

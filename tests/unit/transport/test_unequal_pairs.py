@@ -1,8 +1,6 @@
 """Runs, indices and parts of them: every pair of small meshes, orders and page sizes against a
 copy element by element, canaries around it all; how large blocks are, and what is refused."""
 
-from __future__ import annotations
-
 from functools import cache
 from itertools import product
 from typing import Any

@@ -1,8 +1,6 @@
 """Rooms that prefill draws itself: the first decode worker that proves the prompt opens one, once,
 in whatever order things come, and at one cost however many rooms there are."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import permutations
 from typing import Any

@@ -2,8 +2,6 @@
 pools and rows at addresses, runs of pages. The rest runs on SGLang's own pools:
 `tests/integration/sglang`."""
 
-from __future__ import annotations
-
 from array import array
 from itertools import pairwise
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 """Host memory behind vLLM's blocks: whole requests in the stand-ins, which look at the KV of each
 token, and what each part of it decides by itself."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any

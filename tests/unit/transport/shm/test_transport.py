@@ -1,8 +1,6 @@
 """What only the transport over shared memory can show: other processes that die or stand still,
 writes that are cancelled half way, and peers that lie about their memory."""
 
-from __future__ import annotations
-
 import fcntl
 import mmap
 import os
