@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.errors import CallerError, OutOfPagesError, RequestError
 from prefixkv.paging import pages_for
+from tests.support.gates import Gate
 from tests.support.picture import picture
-from tests.support.spelled import Event
 from tests.unit.decode.desk import PAGE_SIZE, Desk
 
 
@@ -93,7 +93,7 @@ CAN_RUN = (DecodeState.TRANSFERRED, DecodeState.RUNNING)
 def test_an_ended_request_gets_no_token_though_its_pages_have_room(how: str) -> None:
     desk = Desk()
     desk.start("old", 4)
-    req, event = desk.start("a", 9, max_new=9, outputs=1), Event()
+    req, event = desk.start("a", 9, max_new=9, outputs=1), Gate()
     assert req.output_limit == 3
     getattr(desk, how)(req, after=event)
     assert len(req.pages) == 3, "they wait for the device"

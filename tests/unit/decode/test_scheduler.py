@@ -25,7 +25,7 @@ from prefixkv.pages.manager import PageManager
 from prefixkv.protocol.events import RoomOverdue
 from prefixkv.protocol.ids import RoomKey
 from prefixkv.request import Request
-from tests.support.spelled import Event
+from tests.support.gates import Gate
 from tests.unit.decode.desk import BROKEN, AbortRoom, Desk, RefuseRoom
 
 # --- add ------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ def _retry_admitted(desk: Desk) -> DecodeRequest:
 def _deferred_retraction(desk: Desk) -> DecodeRequest:
     desk.start("old", 4, outputs=1)
     req = desk.start("a", 8, outputs=1)
-    desk.retract(req, after=Event())
+    desk.retract(req, after=Gate())
     return req
 
 
@@ -157,7 +157,7 @@ def test_an_abort_wherever_a_request_is_leaves_nothing(
     for generation in range(key.generation + 1):
         desk.fail(RoomKey(key.room, generation), drained=True)
     for event, _ in list(desk.scheduler.ledger.deferred.values()):
-        event.done = True
+        event.answer = True
     desk.admit()
     for other in list(desk.scheduler.requests.values()):
         assert other.rid == "old"
@@ -183,13 +183,13 @@ def test_an_end_that_crosses_our_abort_drains_but_revives_nothing(end: str) -> N
 
 def test_an_abort_of_what_runs_waits_for_the_device() -> None:
     desk = Desk()
-    req, event = desk.start("a", 9, outputs=2), Event()
+    req, event = desk.start("a", 9, outputs=2), Gate()
     desk.abort(req, after=event)
     assert desk.pop_failed() == [req]
     assert desk.states() == {"FREE": 13, "OWNED": 1, "CACHED": 2}
     desk.admit()
     assert len(desk.scheduler.ledger.deferred) == 1
-    event.done = True
+    event.answer = True
     desk.admit()
     assert desk.states() == {"FREE": 14, "CACHED": 2}
 
@@ -286,7 +286,7 @@ def test_an_abort_while_it_is_being_retracted_waits_for_the_same_device() -> Non
     before = desk.states()
     desk.abort(req)
     assert desk.states() == before
-    next(iter(desk.scheduler.ledger.deferred.values()))[0].done = True
+    next(iter(desk.scheduler.ledger.deferred.values()))[0].answer = True
     assert desk.admit() == [], "and it does not come back"
     assert desk.states() == {"FREE": 12, "CACHED": 3, "OWNED": 1}, (
         "the older one keeps the page it writes to"
@@ -455,14 +455,14 @@ def test_the_oldest_keeps_its_age_through_a_retraction() -> None:
 def test_nothing_is_released_before_the_device_is_done(how: str) -> None:
     desk = Desk()
     desk.start("old", 4)
-    req, event = desk.start("a", 8, outputs=1), Event()
+    req, event = desk.start("a", 8, outputs=1), Gate()
     before = desk.states()
     getattr(desk, how)(req, after=event)
     for _ in range(2):
         assert desk.admit() == []
         assert desk.states() == before
     assert len(desk.scheduler.ledger.deferred) == 1
-    event.done = True
+    event.answer = True
     assert desk.admit() == (["a"] if how == "retract" else [])
     assert len(desk.scheduler.ledger.deferred) == 0
 
@@ -495,7 +495,7 @@ def test_a_flush_lets_what_runs_finish_and_keeps_none_of_it(place: str) -> None:
         desk.succeed(req.room_key)
         desk.transferred()
     if place == "being retracted":
-        next(iter(desk.scheduler.ledger.deferred.values()))[0].done = True
+        next(iter(desk.scheduler.ledger.deferred.values()))[0].answer = True
         assert desk.admit() == ["a"]
         [ask] = desk.scheduler.pop_needs_prefill()
         assert (len(ask.tokens), req.prefix_len) == (8, 0)
@@ -529,10 +529,10 @@ def test_the_hint_about_the_conversation_reaches_the_tree(
 def test_what_will_not_be_asked_again_is_freed_and_not_cached(
     keep: int | None, cached: int, deferred: bool
 ) -> None:
-    desk, event = Desk(), Event()
+    desk, event = Desk(), Gate()
     req = desk.start("a", 8, 9, outputs=9)  # two pages of prompt, 16 tokens with KV
     desk.finish(req, after=event if deferred else None, keep_tokens=keep)
-    event.done = True
+    event.answer = True
     desk.scheduler.release_deferred(1.0)
     assert desk.states() == {"FREE": 16 - cached, "CACHED": cached}
     assert desk.pages.match(req.key).prefix_len == 4 * cached

@@ -22,7 +22,7 @@ from prefixkv.errors import (
 from prefixkv.protocol.commands import MeetPrefill
 from prefixkv.protocol.events import PrefillAway, PrefillLost, PrefillReady, RoomOverdue
 from prefixkv.protocol.ids import RoomKey
-from tests.support.spelled import Event
+from tests.support.gates import Gate
 from tests.unit.decode.desk import Desk, OpenRoom, RefuseRoom
 
 POLICIES = ["hit_aware", "fifo", "priority"]
@@ -489,13 +489,13 @@ def test_only_one_is_retracted_late() -> None:
         desk.token(*reqs)
     assert len(missing.value.retract) == 1, "its four pages, and it does not grow"
     (rid,) = missing.value.retract
-    event = Event()
+    event = Gate()
     desk.retract(desk.scheduler.requests[rid], after=event)
     rest = [req for req in reqs if req.rid != rid]
     with pytest.raises(OutOfPagesError) as coming:
         desk.token(*rest)
     assert coming.value.retract == ()
-    event.done = True
+    event.answer = True
     desk.admit()
     desk.token(*rest)
     assert desk.scheduler.counters["retracted"] == 1

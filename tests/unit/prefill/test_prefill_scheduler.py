@@ -30,8 +30,8 @@ from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.request import Request
 from tests.laws.auditor import assert_at_rest
+from tests.support.gates import Gate
 from tests.support.schedulers import prefill_scheduler
-from tests.support.spelled import Event
 
 PAGE_SIZE = 4
 BROKEN = TransferError("broken")
@@ -108,7 +108,7 @@ class Desk:
     def pop_sent(self) -> list[PrefillRequest]:
         return self._checked(self.scheduler.pop_sent())
 
-    def pop_failed(self, after: Event | None = None) -> list[PrefillRequest]:
+    def pop_failed(self, after: Gate | None = None) -> list[PrefillRequest]:
         return self._checked(self.scheduler.pop_failed(after))
 
     def done(self, req: PrefillRequest) -> None:
@@ -164,7 +164,7 @@ def test_a_request_from_arrival_to_sent() -> None:
         0,
         3,
     )
-    row, ready = req.pages.tolist(), Event()
+    row, ready = req.pages.tolist(), Gate()
     assert [desk.send(req, 3), desk.send(req, 9, ready=ready)] == [0, 1]
     assert desk.send(req, 10, last=True, aux=b"first") == 1
     chunk, last = desk.scheduler.take_commands()
@@ -486,7 +486,7 @@ def test_an_end_wherever_a_request_is_leaves_nothing(place: str, how: str) -> No
 
 def test_pages_of_a_failed_request_wait_for_the_device() -> None:
     desk = Desk()
-    req, event = desk.computing("a", 8), Event()
+    req, event = desk.computing("a", 8), Gate()
     desk.send(req, 4)
     desk.end(req, ok=False)
     desk.source_free(req)
@@ -495,7 +495,7 @@ def test_pages_of_a_failed_request_wait_for_the_device() -> None:
         assert desk.next_pass() == []
         assert desk.states() == {"FREE": 14, "CACHED": 1, "OWNED": 1}
         assert desk.pages.cache.protected_pages == 1
-    event.done = True
+    event.answer = True
     desk.scheduler.pop_bootstrapped()
     assert desk.states() == {"FREE": 15, "CACHED": 1}
     assert_at_rest(desk.scheduler)

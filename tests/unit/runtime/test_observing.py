@@ -27,9 +27,9 @@ from prefixkv.request import Request
 from prefixkv.runtime import metrics
 from prefixkv.runtime.metrics import NodeCollector
 from prefixkv.stats import namespace_label
+from tests.support.gates import Gate
 from tests.support.node_pair import NodePair, make_pool, tokens_of
 from tests.support.patience import until
-from tests.support.spelled import Event
 from tests.unit.decode.desk import Desk
 from tests.unit.runtime.conftest import QUICK, MakePair
 
@@ -152,7 +152,7 @@ def test_queues_by_what_is_waited_for() -> None:
     assert queues() == {"pages": 1, "commit": 1, "flight": 1}
     desk.transferred()
     assert queues() == {"pages": 1, "running": 2}
-    desk.finish(first, after=Event())
+    desk.finish(first, after=Gate())
     assert queues() == {"pages": 1, "running": 1, "device": 1}
 
 

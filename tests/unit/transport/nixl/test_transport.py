@@ -39,18 +39,13 @@ from prefixkv.transport.nixl.agent import loaded_libraries
 from prefixkv.transport.nixl.loop import NixlTransport
 from tests.support.gates import Gate
 from tests.support.patience import PATIENCE_S, until
-from tests.support.transport_child import BIG, Child, children
+from tests.support.transport_child import BIG, Child, add_child, children
 from tests.support.transport_driver import NixlDriver, Node
 from tests.support.transport_pools import make_pool
 
 
 def transport_threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith("prefixkv-transport")]
-
-
-def add_child(writer: Node, child: Child) -> Node:
-    writer.transport.add_peer(child.me, child.metadata, PeerMemory(child.layout))
-    return Node(child.me, writer.pool, None)
 
 
 def write_until_failed(
