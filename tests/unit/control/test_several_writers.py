@@ -1,7 +1,5 @@
 """A decode rank that several prefill ranks write to."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

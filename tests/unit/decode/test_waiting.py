@@ -1,8 +1,6 @@
 """The list of waiting requests against a naive one, which keeps no order and no line; and copies
 that are broken in one place, each of which it has to find."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Host memory for pages: rows apart, in chunks, refused before anything is taken."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 import threading

@@ -1,7 +1,5 @@
 """The sockets: frames both ways, what is dropped and counted, and who gets in."""
 
-from __future__ import annotations
-
 import gc
 import os
 import resource

@@ -1,7 +1,5 @@
 """Workers as child processes, where the process says what no worker of ours does."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import gc
@@ -114,7 +112,7 @@ class Asleep(launch.Launch[ServeConfig]):
 
     def __init__(self) -> None:
         listen = replace(ServeConfig().listen, port=0, status_port=0)
-        super().__init__(replace(ServeConfig(), listen=listen), print, "key")
+        super().__init__(replace(ServeConfig(), listen=listen), "key")
 
     async def _begin(self, fleet: Fleet, name: str) -> None:
         program = [sys.executable, "-c", "import time; time.sleep(1e6)"]

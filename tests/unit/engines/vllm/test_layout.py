@@ -1,8 +1,6 @@
 """vLLM's KV tensors as pools: every layout of its `KVCacheLayout`, as `create_kv_cache_views` of
 0.32.0 makes them (stand-ins of the same strides), and refusals by name."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
