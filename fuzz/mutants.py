@@ -31,13 +31,13 @@ PARTS = {
     ),
     "serving": (
         [
-            "proxy/server.py", "serving/fleet.py", "serving/feed.py",
+            "proxy/server.py", "serving/fleet.py", "serving/wire.py",
             "serving/worker.py", "serving/front.py", "serving/http.py",
         ],
         [
             "tests/unit/proxy", "tests/unit/serving/test_fleet.py",
             "tests/unit/serving/test_feed.py", "tests/unit/serving/test_http.py",
-            "tests/unit/serving/test_waits.py", "tests/unit/serving/test_page.py",
+            "tests/unit/serving/test_page.py",
             "tests/integration/serving/test_decode_worker.py",
         ],
     ),

@@ -34,10 +34,9 @@ from prefixkv import Hints
 from prefixkv.errors import ConfigError
 from prefixkv.proxy.metrics import ProxyMetrics
 from prefixkv.serving import interrupts
+from prefixkv.serving.api import ApiError, SessionFields, failed, is_inner, refused
 from prefixkv.serving.client import make_client, pieces_of
 from prefixkv.serving.config import ProxyConfig, ServerAt
-from prefixkv.serving.failures import ApiError, failed, is_inner, refused
-from prefixkv.serving.hints import SessionFields
 from prefixkv.serving.http import (
     Entrance,
     Stream,

@@ -25,8 +25,7 @@ from prefixkv.engines.hf.requests import (
     Sampling,
     TokenLogprob,
 )
-from prefixkv.serving.failures import refused
-from prefixkv.serving.hints import SessionFields
+from prefixkv.serving.api import SessionFields, refused
 from prefixkv.serving.http import ApiError, decode_body, not_decoded
 from prefixkv.serving.text import TokenTexts
 from prefixkv.serving.wire import TokenEvent

@@ -5,15 +5,13 @@ The state after some tokens is a hash of them. Prefill's engine that goes on fro
 without the state behind it computes a wrong one, as a real engine would.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from prefixkv import PrefillConfig
-from prefixkv.conformance.hashing import PrefixHasher
+from prefixkv.conformance.pattern import PrefixHasher
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateTensor

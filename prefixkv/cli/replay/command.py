@@ -16,12 +16,10 @@ from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
 from prefixkv.cli.outputs import check_outputs, write_json
 from prefixkv.cli.replay.check import check_trace
-from prefixkv.cli.replay.curves import capacities_for, makers_of, replay_curves
-from prefixkv.cli.replay.optimum import OPTIMUM
-from prefixkv.cli.replay.readers import read_trace
+from prefixkv.cli.replay.curves import OPTIMUM, capacities_for, makers_of, replay_curves
 from prefixkv.cli.replay.report import TraceResults, draw, sentence, table
 from prefixkv.cli.replay.run import ReplayResult
-from prefixkv.cli.replay.trace import client_hints, footprint
+from prefixkv.cli.replay.trace import client_hints, footprint, read_trace
 from prefixkv.errors import ConfigError
 from prefixkv.spi import policy_names
 

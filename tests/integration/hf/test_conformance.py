@@ -1,7 +1,5 @@
 """The HF engine keeps every law of the conformance kit, with a real model."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -12,7 +10,7 @@ from prefixkv import conformance
 from prefixkv.config import ComputeConfig
 from prefixkv.engines.hf import PagedModel, make_model
 from prefixkv.engines.hf.conformance import HFSides
-from prefixkv.engines.hf.reference import Reference
+from prefixkv.engines.hf.models import Reference
 from tests.support.hybrid_models import config_of
 from tests.support.patience import PATIENCE_S
 

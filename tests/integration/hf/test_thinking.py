@@ -1,7 +1,5 @@
 """Thinking that clients leave out of the next turn, and the cache: by the tokenizer's markers."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 
@@ -11,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import BPE
 
 from prefixkv.engines.hf import PagedModel
-from prefixkv.engines.hf.thinking import KeepThinking, Markers
+from prefixkv.engines.hf.text import KeepThinking, Markers
 from prefixkv.errors import ConfigError
 from tests.support.hf_world import Reference, World
 

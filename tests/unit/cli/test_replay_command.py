@@ -1,8 +1,6 @@
 """`prefixkv replay`: what it reads and refuses, its table and recommendation, and what it says of
 traces in which nothing is found."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

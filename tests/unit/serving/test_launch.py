@@ -1,7 +1,5 @@
 """Workers as child processes, where the process says what no worker of ours does."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import gc
@@ -10,7 +8,9 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any, cast
 
 import aiohttp
 import msgspec
@@ -21,9 +21,9 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from prefixkv.errors import ConfigError
 from prefixkv.serving import interrupts, launch
-from prefixkv.serving.config import FrontConfig, ListenSettings
+from prefixkv.serving.config import ServeConfig
 from prefixkv.serving.fleet import Fleet
-from prefixkv.serving.launch import Child, Followed, FrontLaunch, _signal
+from prefixkv.serving.launch import Child, Followed, _signal
 from prefixkv.serving.wire import WorkerInfo
 from prefixkv.serving.worker import READY
 from tests.support.patience import PATIENCE_S
@@ -114,23 +114,55 @@ def test_what_cannot_be_written_ends_neither_a_worker_nor_its_front(
     interrupts.say("it is ready")
 
 
-def test_a_signal_while_workers_start_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
-    class Starting(FrontLaunch):
-        async def _begin(self, fleet: Fleet, name: str) -> None:
-            await super()._begin(fleet, name)
-            self._workers[0].ready = asyncio.get_running_loop().create_future()
-            self.signals.note()
+class Asleep(launch.Launch[ServeConfig]):
+    """Its one worker says nothing."""
 
-    config = FrontConfig(
-        workers="http://127.0.0.1:1", listen=ListenSettings(port=0, status_port=0),
-    )  # fmt: skip
+    def __init__(self) -> None:
+        listen = replace(ServeConfig().listen, port=0, status_port=0)
+        super().__init__(replace(ServeConfig(), listen=listen), "key")
 
-    async def main() -> None:
-        assert await Starting(config).run() == 0
+    async def _begin(self, fleet: Fleet, name: str) -> None:
+        program = [sys.executable, "-c", "import time; time.sleep(1e6)"]
+        self._workers.append(Child("decode", os.environ, fleet, program))
+        await until(lambda: self.process is not None)
 
-    asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
+    @property
+    def process(self) -> Any:
+        (worker,) = self._workers
+        return cast(Child, worker)._process
+
+
+@in_loop
+async def test_what_the_front_cannot_load_ends_the_workers_that_have_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sleeper = Asleep()
+
+    def fail(folder: str) -> None:
+        assert sleeper.process.returncode is None, "it starts meanwhile"
+        raise ConfigError("no template")
+
+    monkeypatch.setattr(launch, "load_texts", fail)
+    monkeypatch.setattr(launch, "_END_S", 0.1)
+    with pytest.raises(ConfigError, match="no template"):
+        await sleeper.run()
+    assert sleeper.process.returncode is not None
+    assert gc.isenabled()
+
+
+def test_a_start_that_is_stopped_logs_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(launch, "_END_S", 0.1)
+
+    async def main() -> int:
+        sleeper = Asleep()
+        asyncio.get_running_loop().call_later(0.2, sleeper.signals.stop.set)
+        return await sleeper.run()
+
+    assert asyncio.run(asyncio.wait_for(main(), PATIENCE_S)) == 0
     gc.collect()
-    assert [one.message for one in caplog.records if one.name == "asyncio"] == []
+    assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
 class ByHand:

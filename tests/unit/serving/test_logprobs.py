@@ -1,7 +1,5 @@
 """Log-probabilities in OpenAI's forms: texts and bytes of tokens, and places."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

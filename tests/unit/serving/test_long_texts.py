@@ -1,7 +1,5 @@
 """How a front's texts and defaults become tokens: no client waits for the long text of another."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import AsyncGenerator
@@ -15,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from prefixkv.engines.hf.generation import SamplingDefaults
+from prefixkv.engines.hf.folder import SamplingDefaults
 from prefixkv.engines.hf.small import CHAT_TEMPLATE, small_tokenizer
 from prefixkv.serving.text import Texts
 from prefixkv.serving.wire import Ask, TokenEvent

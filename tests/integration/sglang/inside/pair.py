@@ -1,8 +1,6 @@
 """Prefill and decode ranks in one process: SGLang's own manager, sender, receiver, registry,
 metadata rows and transfer queue under the backend, in the order in which SGLang calls them."""
 
-from __future__ import annotations
-
 import threading
 import urllib.request
 from collections.abc import Callable
@@ -23,7 +21,7 @@ from sglang.srt.disaggregation.utils import (
 )
 
 from prefixkv.engines.sglang import plugin
-from prefixkv.engines.sglang.shares import Share, use_share
+from prefixkv.engines.sglang.memory import Share, use_share
 from prefixkv.engines.sglang.transfer import CLASSES
 from tests.integration.sglang.stubs import CONTEXT, HERE
 from tests.support.patience import PATIENCE_S, until

@@ -1,8 +1,6 @@
 """What models keep beside their KV, on SGLang's own pools: windows, states of requests, keys of an
 index. Every byte of both servers' pools is compared."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -18,7 +16,7 @@ from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, HybridLinearKVPoo
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from prefixkv.engines.sglang import plugin
-from prefixkv.engines.sglang.shares import MHA, Share, current_share
+from prefixkv.engines.sglang.memory import MHA, Share, current_share
 from prefixkv.errors import ConfigError
 from tests.integration.sglang.inside.pair import PAGE, Pair, Rank, Servers, manager, request
 

@@ -1,8 +1,6 @@
 """Rooms of a prefill and a decode server over real NIXL, with pools at addresses, as SGLang tells
 them."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
@@ -13,8 +11,7 @@ import pytest
 
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.engines.sglang.memory import pool_of
-from prefixkv.engines.sglang.receives import Receive, Receives
-from prefixkv.engines.sglang.sends import RoomSend, RoomSends
+from prefixkv.engines.sglang.rooms import Receive, Receives, RoomSend, RoomSends
 from prefixkv.transfer import DecodeTransfers, KVPoll, PrefillTransfers
 from tests.support.patience import until
 
