@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from prefixkv.engines.hf import PagedModel, Sampling
+from prefixkv.engines.hf.engine import chosen_logprobs
 from prefixkv.engines.hf.requests import LEAST, Choice, TokenLogprob, pack_first, unpack_first
-from prefixkv.engines.hf.sampling import chosen_logprobs
 from tests.support.hf_workload import check_answers
 from tests.support.hf_world import Reference, World
 

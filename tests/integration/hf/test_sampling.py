@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from prefixkv.engines.hf import Sampling
+from prefixkv.engines.hf.engine import choose, draw
 from prefixkv.engines.hf.requests import Choice
-from prefixkv.engines.hf.sampling import choose, draw
 from prefixkv.errors import RequestError
 from tests.support.hf_world import choose_plainly
 
