@@ -37,7 +37,7 @@ PARTS = {
         [
             "tests/unit/proxy", "tests/unit/serving/test_fleet.py",
             "tests/unit/serving/test_feed.py", "tests/unit/serving/test_http.py",
-            "tests/unit/serving/test_waits.py", "tests/unit/serving/test_page.py",
+            "tests/unit/serving/test_page.py",
             "tests/integration/serving/test_decode_worker.py",
         ],
     ),

@@ -360,7 +360,10 @@ def is_server(url: str) -> bool:
     """
     try:
         parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        # A path is asked for below it, with a bearer token.
+        more = parts.username or parts.query or parts.fragment
+        is_named = parts.hostname and parts.port != 0 and not more
+        return parts.scheme in ("http", "https") and bool(is_named)
     except ValueError:
         return False
 

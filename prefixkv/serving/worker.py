@@ -473,10 +473,11 @@ def make_worker(config: WorkerConfig) -> PrefillWorker | DecodeWorker:
 
 def _model(settings: WorkerSettings, node: C) -> tuple[Any, C]:
     """Load the model, and return it with the node's config. Raises ConfigError."""
-    import torch
+    with interrupts.importing():
+        import torch
 
-    from prefixkv.engines.hf import load_model
-    from prefixkv.engines.hf.small import small_model
+        from prefixkv.engines.hf import load_model
+        from prefixkv.engines.hf.small import small_model
 
     models, context = settings.models, settings.models.context or None
     if models.threads:
@@ -529,7 +530,7 @@ def run_worker(config: WorkerConfig) -> int:
         if not config.worker.parent:
             raise
         # One line for all workers: the process that started them prints it.
-        print(REFUSED + msgspec.json.encode(str(error)).decode(), flush=True)
+        interrupts.say(REFUSED + msgspec.json.encode(str(error)).decode())
         return 2
 
 
@@ -555,7 +556,7 @@ async def _run_worker(config: WorkerConfig) -> int:
     serving = True
     try:
         interrupts.keep_what_is_loaded()
-        print(READY + msgspec.json.encode(worker.info).decode(), flush=True)
+        interrupts.say(READY + msgspec.json.encode(worker.info).decode())
         return 0 if await worker.run() else 1
     finally:
         await worker.close()

@@ -1,8 +1,6 @@
 """The adaptive policy, page by page, with a list of everything that ever happened in the place of
 tables."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ Which pages an allocation gives is the allocator's choice; the model says which 
 pages that were free, in as few runs as any choice would have.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 

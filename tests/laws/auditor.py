@@ -4,8 +4,6 @@ step of the pair test.
 Each structure checks itself (`check_invariants`); here they are held against each other.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from prefixkv.control.decode.control import DecodeControl

@@ -1,7 +1,5 @@
 """What the models of policies that remember evicted pages share: the ghosts, page by page."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.laws.radix_model import Place, Prefix, RadixModel

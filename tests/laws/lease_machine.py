@@ -1,8 +1,6 @@
 """The table of leases against a naive model: it paints blocks, and looks for a gap by trying every
 offset."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule

@@ -1,7 +1,5 @@
 """The radix cache and its naive model side by side, through any sequence of calls."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

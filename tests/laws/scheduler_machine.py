@@ -35,13 +35,14 @@ from prefixkv.ranks.row_log import RankSizes
 from prefixkv.request import Hints, Request
 from tests.laws.auditor import assert_at_rest, audit_decode, audit_prefill
 from tests.support.fabric import Hold
+from tests.support.gates import Gate
 from tests.support.schedulers import decode_scheduler, host_of, timed_by
 from tests.support.sim import SINGLE, Storm
 from tests.support.sim_engines import PAGE_SIZE, ROWS, SPOILT, DecodeEngine, EngineSim, FollowedLog
 from tests.support.sim_host import SimHost
 from tests.support.sim_memory import Memory
 from tests.support.sim_rank import TIMING, SimRank
-from tests.support.spelled import Event, Spelled
+from tests.support.spelled import Spelled
 
 # What an action says: nothing to do; done; and whose books it touched.
 _IDLE, _DONE, _DECODE, _PREFILL = 0, 1, 2, 4
@@ -89,7 +90,7 @@ class Engine(DecodeEngine):
         self.late: set[DecodeRequest] = set()  # past their deadlines, after the last pass
         # Chunks of prompts that are computed here: until the event is done, the device may write
         # these pages.
-        self.unwritten: list[tuple[Event, DecodeRequest, set[int]]] = []
+        self.unwritten: list[tuple[Gate, DecodeRequest, set[int]]] = []
         super().__init__(sim)
 
     def computed(self, req: DecodeRequest, start: int, end: int, aux: bytes = b"") -> None:
@@ -105,7 +106,7 @@ class Engine(DecodeEngine):
 
     def check_unwritten(self) -> None:
         """What the device may still write is its request's, or in the tree, and not read."""
-        self.unwritten = [one for one in self.unwritten if not one[0].done]
+        self.unwritten = [one for one in self.unwritten if not one[0].answer]
         pages = self.scheduler.pages
         read = {
             page
@@ -122,8 +123,8 @@ class Engine(DecodeEngine):
     def _is_sampled_from(self, req: DecodeRequest) -> None:
         """Its tokens are known, so the device is done with its chunks."""
         for event, one, _ in self.unwritten:
-            if one is req and not event.done:
-                event.done = True
+            if one is req and not event.answer:
+                event.answer = True
                 self.sim.events.remove(event)
 
     def finish(self, req: DecodeRequest) -> None:
@@ -159,7 +160,7 @@ class SchedulerSim(EngineSim):
     def __init__(self, setup: int, has_host: bool = False) -> None:
         chance = Spelled()
         chance.spell(setup)
-        self.events: list[Event] = []
+        self.events: list[Gate] = []
         self.trace: list[str] = []
         self.counts: Counter[str] = Counter()
         self.config = DecodeConfig(
@@ -253,10 +254,10 @@ class SchedulerSim(EngineSim):
             ),
         )
 
-    def device_work(self) -> Event | None:
+    def device_work(self) -> Gate | None:
         if self.calm or self.random.randrange(4):
             return None
-        self.events.append(Event())
+        self.events.append(Gate())
         return self.events[-1]
 
     # --- a step -----------------------------------------------------------------------------------
@@ -385,7 +386,7 @@ class SchedulerSim(EngineSim):
     def device_is_done(self) -> int:
         if not self.events:
             return _IDLE
-        self.events.pop(self.random.randrange(len(self.events))).done = True
+        self.events.pop(self.random.randrange(len(self.events))).answer = True
         self.decode.scheduler.release_deferred(self.now_s)
         return _DECODE
 
@@ -732,7 +733,7 @@ class SchedulerSim(EngineSim):
         assert self.readers[0].control.num_rooms == 0, list(self.readers[0].control.rooms())
         assert not self.decode.scheduler.ledger.deferred
         assert not self.decode.scheduler.rooms.undrained()
-        assert self.decode.scheduler.budget.active == 0
+        assert not len(self.decode.scheduler.budget)
         assert not len(self.decode.scheduler.waiting)
         assert not len(self.decode.scheduler.flights)
         assert self.decode.scheduler.idle

@@ -5,8 +5,6 @@ The model has sets: a page is free where no row and no checkpoint has it. It say
 is found, what is evicted for a request, and whether one fits.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What files import, read from their text: also for type checkers alone, and inside functions."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from types import ModuleType

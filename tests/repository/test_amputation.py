@@ -1,7 +1,5 @@
 """An organ can be taken out: its files are deleted, and the lines of `assembly.py` that name it."""
 
-from __future__ import annotations
-
 import ast
 import itertools
 import os

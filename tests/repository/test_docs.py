@@ -5,8 +5,6 @@ comment `<!-- not run: why -->`, or `<!-- example -->`: those lines tests/test_e
 runs; or `<!-- file: NAME -->`: a file that the reader makes, which a test of its own runs.
 """
 
-from __future__ import annotations
-
 import builtins
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """What an import costs and brings in, in a fresh interpreter; and that no import leads back."""
 
-from __future__ import annotations
-
 import importlib.util
 import pkgutil
 import subprocess

@@ -1,8 +1,6 @@
 """docs/ops: files for Prometheus and Grafana are well-formed, and say where to read on.
 That a running server has what they name: tests/integration/serving/test_operators.py."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -1,7 +1,5 @@
 """What `pip install prefixkv` brings, and that it is enough for the library."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What docs/gen.py takes its sentences from is whole: CI compares the pages themselves."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import re

@@ -5,8 +5,6 @@ Both lists only shrink, unless an issue names a budget. `python -m tests.reposit
 writes what has shrunk into `sizes.json`; what has grown is raised there by hand.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import json

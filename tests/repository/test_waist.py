@@ -1,7 +1,5 @@
 """The waist: the names through which everything around the core reaches it."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from importlib import import_module

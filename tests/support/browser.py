@@ -1,7 +1,5 @@
 """Chromium without a window, as a person uses a page. Skips, aloud, where there is none."""
 
-from __future__ import annotations
-
 import shutil
 from typing import Any, Self
 

@@ -1,7 +1,5 @@
 """Chat templates of the kinds that families of models have, small ones."""
 
-from __future__ import annotations
-
 from typing import Final
 
 LLAMA = """{{- bos_token }}

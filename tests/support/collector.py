@@ -1,7 +1,5 @@
 """A collector of OpenTelemetry's spans over OTLP/HTTP, as processes under test send them."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import threading

@@ -1,7 +1,5 @@
 """What a control object does about an input, where it may not raise, and what it holds."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from prefixkv.control.effects import Raised

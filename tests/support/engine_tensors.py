@@ -1,8 +1,6 @@
 """KV tensors as engines lay them out, each as per-layer views [page, token, head, dim] (mla: [page,
 token, dim]), in every order of `mesh_pools`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """A front, over real sockets, before a worker that says yes to all it is asked."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncGenerator

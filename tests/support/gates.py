@@ -1,7 +1,5 @@
 """The device's events, as tests make them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 

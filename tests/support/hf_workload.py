@@ -5,8 +5,6 @@ model by itself.
 `fuzz/run.py engine` runs many of them, `tests/integration/hf` a few.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field

@@ -2,8 +2,6 @@
 each family that the engine of Hugging Face's models is tested with. Their answers are words of no
 language, by the small model's tokenizer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final

@@ -1,7 +1,5 @@
 """What no call asks for: wrong types, numbers out of range, what raises when it is used."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

@@ -1,8 +1,6 @@
 """`NodePair` of workers of any two meshes in one process, over real transports: plain ones, ones
 whose model keeps windows, and ones with extra state (`state_workers`)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """A PrefillNode or DecodeNode and its stand-in engine in a process of their own."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Real nodes brought to a point of a request's life, for tests of what goes wrong there."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

@@ -5,8 +5,6 @@ No test fails because the machine is slow, or stood still for a while: it waits 
 subject, the test lets it pass on a `SkippableClock`, once the state it wants is there.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """KV patterns and pools by rank of a mesh, on any device."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,8 +1,6 @@
 """The whole state of an object as plain values, so that two moments can be compared: all that it
 reaches, the same object twice as the same number. What a look may change is left out."""
 
-from __future__ import annotations
-
 import types
 from array import array
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Ports for servers that are told one."""
 
-from __future__ import annotations
-
 import secrets
 import socket
 from contextlib import suppress

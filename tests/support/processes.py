@@ -9,8 +9,6 @@ is without a limit, and what they wrote to stderr stands in the error of a test 
 A new process that a test needs is a subclass, or a `serve` function, beside that test.
 """
 
-from __future__ import annotations
-
 import ctypes
 import multiprocessing
 import os

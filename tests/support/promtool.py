@@ -1,7 +1,5 @@
 """promtool, where it is installed (Debian's and Ubuntu's package `prometheus` has it)."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

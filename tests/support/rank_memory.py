@@ -1,7 +1,5 @@
 """Memory in which a rank's pool lies, at real addresses, for tests of the copies."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

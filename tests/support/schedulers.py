@@ -1,7 +1,5 @@
 """Schedulers without a node, made of settings by their names."""
 
-from __future__ import annotations
-
 from typing import Any, TypeVar
 
 import prefixkv.assembly  # noqa: F401 - its parts, also where no conftest is loaded

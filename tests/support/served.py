@@ -1,7 +1,5 @@
 """`prefixkv serve` and `prefixkv worker` as processes, and what they should answer."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

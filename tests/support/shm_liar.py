@@ -1,8 +1,6 @@
 """A door of a test's own, behind which the memory is what the test says; and what shm transports
 leave open in this process."""
 
-from __future__ import annotations
-
 import array
 import gc
 import itertools

@@ -7,8 +7,6 @@ all threads: each `step` lets one thing happen. What the ranks work on is a subc
 `sim_engines.py` has schedulers with stand-in engines.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from dataclasses import dataclass, field

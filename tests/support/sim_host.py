@@ -1,8 +1,6 @@
 """The copies between a simulated decode rank's pool and its host memory, with real bytes: each in
 two halves, in any order, so that what reads or writes too early, or too late, shows."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable

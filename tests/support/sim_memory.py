@@ -1,7 +1,5 @@
 """A simulated rank's memory, of which every byte is looked at: a KV pool, and a staging buffer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

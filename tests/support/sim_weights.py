@@ -6,8 +6,6 @@ Each side moves when it likes, the ranks of prefill at different times, a life t
 begins with its newest version or with the first.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,9 +1,6 @@
-"""What the fuzzed machines share: chance that is spelled by integers, and the device's events."""
-
-from __future__ import annotations
+"""Chance that is spelled by integers, as the fuzzed machines share it."""
 
 import random
-from dataclasses import dataclass
 
 
 class Spelled(random.Random):
@@ -30,13 +27,3 @@ class Spelled(random.Random):
 
     def random(self) -> float:
         return 1.0 - self._randbelow(1024) / 1024
-
-
-@dataclass(eq=False)
-class Event:
-    """Device work that is done when told so."""
-
-    done: bool = False
-
-    def query(self) -> bool:
-        return self.done

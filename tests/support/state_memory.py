@@ -1,8 +1,6 @@
 """A rank's extra state in numpy, with canaries round every slot, and bytes that follow from what
 the state is of."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

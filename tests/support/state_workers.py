@@ -5,8 +5,6 @@ The state after some tokens is a hash of them. Prefill's engine that goes on fro
 without the state behind it computes a wrong one, as a real engine would.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

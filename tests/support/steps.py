@@ -1,7 +1,5 @@
 """How much Python a call runs, which is its cost without the machine's."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from types import FrameType

@@ -1,7 +1,5 @@
 """Traces for replays, in blocks of 512 tokens: lines of files, and traces in memory."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterable

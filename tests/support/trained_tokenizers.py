@@ -1,8 +1,6 @@
 """Tokenizers of every kind of decoder that models have, trained on a few lines in some
 milliseconds."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from typing import Any, Final

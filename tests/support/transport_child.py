@@ -1,7 +1,5 @@
 """A target of writes in a process of its own, obeying one call at a time over a pipe."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket
@@ -13,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from prefixkv.protocol.ids import PeerId
-from prefixkv.transport.base import Arrived, RankMemory
+from prefixkv.transport.base import Arrived, PeerMemory, RankMemory
 from tests.support import processes
 from tests.support.patience import PATIENCE_S, until
+from tests.support.transport_driver import Node
 from tests.support.transport_pools import Shape, make_pool, shared_zeros
 
 # 1 MiB a page: large enough to be caught in the middle of a write
@@ -126,3 +125,8 @@ def children(
 ) -> Iterator[list[Child]]:
     with processes.children(Child) as start:
         yield [start(name, num_pages, shape, shm) for name in names]
+
+
+def add_child(writer: Node, child: Child) -> Node:
+    writer.transport.add_peer(child.me, child.metadata, PeerMemory(child.layout))
+    return Node(child.me, writer.pool, None)

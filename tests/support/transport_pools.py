@@ -1,7 +1,5 @@
 """KV pools in numpy, in several memory orders, for tests of the transports."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod

@@ -1,8 +1,6 @@
 """What KV travels by in the tests of nodes: UCX's two ways, or the shm transport. Child processes
 see it in their environment."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from typing import Any

@@ -1,7 +1,5 @@
 """The connections of a socket by which no message has come are bounded, and no other is ended."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections import Counter

@@ -1,7 +1,5 @@
 """The digest of a prompt, and its proof on one link."""
 
-from __future__ import annotations
-
 import enum
 import subprocess
 import sys

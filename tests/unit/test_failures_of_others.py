@@ -1,8 +1,6 @@
 """What has hurt users of other systems and is no other module's to test: see also the storm,
 `python -m benchmarks chaos`."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -4,10 +4,7 @@ reaches; then its laws hold, and the story that was under way runs to its end. N
 schedulers: tests/unit/runtime/test_raises_and_changes_nothing.py.
 """
 
-from __future__ import annotations
-
 import inspect
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -24,17 +21,14 @@ from prefixkv.cache.radix_key import RadixKey
 from prefixkv.config import DecodeConfig, PageOptions, PrefillConfig
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.scheduler import DecodeScheduler
-from prefixkv.errors import CallerError, CapacityError, ConfigError, shown
+from prefixkv.errors import CallerError, ConfigError, shown
 from prefixkv.pages.manager import PageManager
 from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.protocol.events import Bootstrapped
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.request import Request
-from tests.support.junk import JUNK, OwnError
+from tests.support.junk import EXAMPLES, JUNK, is_taken, put, with_junk
 from tests.support.picture import picture
-
-EXAMPLES = int(os.environ.get("PREFIXKV_JUNK_EXAMPLES", "60"))  # more for a long run
-Calls = dict[str, tuple[list[Any], dict[str, Any]]]
 
 
 class World:
@@ -119,32 +113,14 @@ def test_every_public_call_is_tried() -> None:
 def test_whatever_is_handed_over(data: st.DataObject) -> None:
     world = World()
     name = data.draw(st.sampled_from(sorted(world.calls)))
-    args, named = list(world.calls[name][0]), dict(world.calls[name][1])
-    anything = st.one_of(JUNK, st.sampled_from(range(len(world.odd))).map(world.odd.__getitem__))
-    places: list[Any] = [*range(len(args)), *named]
-    for place in data.draw(st.sets(st.sampled_from(places), min_size=1)) if places else ():
-        if isinstance(place, int):
-            args[place] = data.draw(anything)
-        else:
-            named[place] = data.draw(anything)
-    check_call(world, name, args, named)
-
-
-def check_call(world: World, name: str, args: list[Any], named: dict[str, Any]) -> None:
-    """A call raises what it may and has changed nothing, or has taken its arguments."""
+    call = world.calls[name]
+    args, named = put(with_junk(data, *call, num_odd=len(world.odd)), *call, world.odd)
     before = picture(world.thing)
-    try:
-        getattr(world.thing, name)(*args, **named)
-    except Exception as error:
-        # What an engine calls tells it by its class that the mistake is its own. What its own
-        # objects raise comes through.
-        if not isinstance(error, CallerError | CapacityError | OwnError):
-            raise AssertionError(f"{name}: {shown((args, named))} raised {error!r}") from error
-        assert picture(world.thing) == before, (name, shown((args, named)))
-        world.thing.check_invariants()
+    taken = is_taken(name, getattr(world.thing, name), args, named)
+    assert taken or picture(world.thing) == before, (name, shown((args, named)))
+    world.thing.check_invariants()
+    if not taken:
         world.finish()
-    else:
-        world.thing.check_invariants()
 
 
 # --- a user's own classes -------------------------------------------------------------------------

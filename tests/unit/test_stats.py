@@ -1,7 +1,5 @@
 """Histograms, tallies and the journal's sums."""
 
-from __future__ import annotations
-
 import random
 
 from prefixkv.stats import OTHER, Histogram, Journal, Tally, namespace_label

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -118,6 +119,12 @@ def replay(
         raise ConfigError("--check replays nothing: leave out --plot")
     console = Console(soft_wrap=True, highlight=False, markup=False)
     loaded = [read_trace(path, block_tokens) for path in traces]
+    # Nodes name their recordings alike: those have their paths as names, each a panel of its own.
+    times = Counter(trace.name for trace in loaded)
+    loaded = [
+        replace(trace, name=str(path)) if times[trace.name] > 1 else trace
+        for trace, path in zip(loaded, traces, strict=True)
+    ]
     # The option wins over what the trace says of its model.
     if bytes_per_token:
         loaded = [replace(trace, bytes_per_token=bytes_per_token) for trace in loaded]

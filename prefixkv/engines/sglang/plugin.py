@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from contextlib import suppress
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -65,9 +66,10 @@ def load() -> None:
 def build(context: Any) -> Any:
     """Build the tree cache by the settings. Raises ConfigError, which names the option or the kind
     of model that is not supported, or a variable PREFIXKV_... that nothing reads."""
+    check_environ(os.environ)
+    _number("PREFIXKV_PATIENCE_S", 5.0)  # refused now, not at the first request
     from prefixkv.engines.sglang.cache import PrefixKVCache
 
-    check_environ(os.environ)
     for reason in _refusals(context):
         raise ConfigError(f"--radix-cache-backend {NAME}: {reason}")
     policy = policy_name(os.environ.get("PREFIXKV_POLICY"), context.params.eviction_policy)
@@ -261,9 +263,7 @@ def _after_prefill_add(_result: Any, queue: Any, req: Any, *_args: Any, **_named
 def _before_bootstrapped(queue: Any, *_args: Any, **_named: Any) -> None:
     """Take in decode's announcements at each step, also where no sender is polled: an announcement
     may belong to a request that has ended here."""
-    pump = getattr(queue.kv_manager, "prefixkv_pump", None)
-    if pump is not None:
-        pump()
+    getattr(queue.kv_manager, "prefixkv_pump", lambda: None)()
 
 
 def _after_request(_result: Any, scheduler: Any, asked: Any, *_args: Any, **_named: Any) -> None:
@@ -287,9 +287,8 @@ def _decline(queue: Any, req: Any) -> None:
     # SGLang's own health checks are left alone.
     from prefixkv.engines.sglang import internals as sgl
 
-    decline = getattr(queue.kv_manager, "decline", None)
-    is_fake = req.bootstrap_host == sgl.fake_host()
-    if decline is not None and req.bootstrap_room is not None and not is_fake:
+    decline: Any = getattr(queue.kv_manager, "decline", None)
+    if None not in (decline, req.bootstrap_room) and req.bootstrap_host != sgl.fake_host():
         decline(req)
 
 
@@ -387,9 +386,9 @@ def _admission() -> str:
 
 
 def _number(name: str, default: float) -> float:
-    """Raises ConfigError for a text that is no number."""
-    text = os.environ.get(name, "")
-    try:
-        return float(text) if text else default
-    except ValueError:
-        raise ConfigError(f"{name} is {text!r}, a number is needed") from None
+    """Raises ConfigError for a text that is no number, or one below 0."""
+    text = os.environ.get(name) or default
+    with suppress(ValueError):
+        if (number := float(text)) >= 0:
+            return number
+    raise ConfigError(f"{name} is {text!r}, a number of at least 0 is needed")

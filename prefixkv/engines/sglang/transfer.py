@@ -16,6 +16,7 @@ import logging
 import os
 import time
 from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
 from secrets import token_bytes
 from typing import Any, Final, cast
@@ -49,7 +50,12 @@ from prefixkv.engines.sglang.rooms import (
     RoomSend,
     RoomSends,
 )
-from prefixkv.engines.sglang.transfer_options import OPTION_NAMES, VARIABLE, TransferOptions
+from prefixkv.engines.sglang.transfer_options import (
+    OPTION_NAMES,
+    VARIABLE,
+    TransferOptions,
+    reached_at,
+)
 from prefixkv.errors import ConfigError
 from prefixkv.spi import check_environ
 from prefixkv.transfer import KVPoll
@@ -265,7 +271,7 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         bind = self._options.address(self.local_ip)
         config = PrefillConfig(self.name, bind, **self._common())
         rank = self._mesh, self.attn_tp_rank
-        reach = self._reach
+        reach = partial(reached_at, local_ip=self.local_ip)
         transfers = prefill_transfers(
             self._pool, config, *rank, sgl.gather, reach=reach, state=self._state
         )
@@ -275,9 +281,6 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         # Every rank registers rank 0's endpoint; rank 0 passes on those of the others.
         self.endpoint = str(sgl.gather(own)[0])
         super().register_to_bootstrap()
-
-    def _reach(self, endpoint: str) -> str:
-        return endpoint.replace("//0.0.0.0:", f"//{self.local_ip}:")
 
     def _register_topology_row(self, url: str, payload: dict[str, Any]) -> None:
         super()._register_topology_row(url, {**payload, FIELD: self.endpoint})

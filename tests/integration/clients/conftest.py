@@ -3,8 +3,6 @@
 `PREFIXKV_ENGINE_PYTHON` is the interpreter of `python -m benchmarks env clients`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -5,8 +5,6 @@ Nothing leaves the machine: what a client would ask of Hugging Face or tell its 
 off, or led to a port where nothing listens.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import os

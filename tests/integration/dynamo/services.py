@@ -1,7 +1,5 @@
 """Dynamo's services as processes, and what is asked of them over HTTP."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ evictions, flushes, a kill and a stop; what the services say of a prompt is what
 does not start is skipped aloud.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -3,8 +3,6 @@
 checkpoint, which is a block with the hash of a page, is not taken for what becomes of the page. See
 `test_fleet.py`."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,8 +1,6 @@
 """A worker with host memory publishes to Dynamo's indexer and its selection service: both know of a
 prompt what the pool has, and what host memory has. See `test_fleet.py`."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, closing

@@ -4,8 +4,6 @@ and tells how many of which events there were.
 Only that one file of vLLM is loaded: its other parts need torch.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import struct

@@ -6,8 +6,6 @@ is played by hand. Takes orders as JSON lines, and answers each with one.
     close  the publisher says that nothing is held, and the process ends
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys

@@ -1,8 +1,6 @@
 """One small model for each file, and one thread: models so small are quicker on it, and leave the
 other processors to others."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,8 +1,6 @@
 """Prompts that the decode engine computes itself: their answers are those of the model alone,
 however much of them it computes. Random ones, and with prefill killed: test_layers, test_host."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

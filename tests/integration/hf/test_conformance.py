@@ -1,7 +1,5 @@
 """The HF engine keeps every law of the conformance kit, with a real model."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Folders, devices and dtypes that give no model: each is one line that says what is wrong."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

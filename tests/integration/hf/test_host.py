@@ -2,8 +2,6 @@
 memory. Its answers are those of the model alone, whatever is loaded, computed here, cut off or
 retracted meanwhile."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 

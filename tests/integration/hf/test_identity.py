@@ -1,8 +1,6 @@
 """Token for token what `generate` says: over page sizes, layouts, models, chunks, with the cache
 on, pages short, and requests aborted."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -5,8 +5,6 @@ Tokens alone hide what is slightly wrong, so logits and log-probabilities are co
 show by how much a window that is wrong would differ.
 """
 
-from __future__ import annotations
-
 import random
 from copy import deepcopy
 from itertools import product

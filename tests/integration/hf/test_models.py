@@ -1,7 +1,5 @@
 """What models are taken, and which are refused, by what name."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

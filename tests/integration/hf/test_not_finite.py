@@ -2,8 +2,6 @@
 then ends with an error by name, the others go on, and whoever comes later, on either side, gets the
 model's own tokens, as if there had been no such moment."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any

@@ -1,8 +1,6 @@
 """Where the KV of a prompt came from, as an answer's `usage` says it: of each prompt the parts add
 up, and nothing is said of prefill that it has not done."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,16 +1,16 @@
-"""Tokens from logits: against a plain sampler, over temperatures, cuts, ties and edges."""
-
-from __future__ import annotations
+"""Tokens from logits: against a plain sampler, over temperatures, cuts, ties and edges; and their
+log-probabilities."""
 
 import numpy as np
 import pytest
 import torch
 
-from prefixkv.engines.hf import Sampling
-from prefixkv.engines.hf.engine import choose, draw
-from prefixkv.engines.hf.requests import Choice
+from prefixkv.engines.hf import PagedModel, Sampling
+from prefixkv.engines.hf.engine import choose, chosen_logprobs, draw
+from prefixkv.engines.hf.requests import LEAST, Choice, TokenLogprob, pack_first, unpack_first
 from prefixkv.errors import RequestError
-from tests.support.hf_world import choose_plainly
+from tests.support.hf_workload import check_answers
+from tests.support.hf_world import Reference, World, choose_plainly
 
 CUTS = [
     Sampling(),
@@ -89,3 +89,85 @@ def test_without_a_seed_it_follows_from_the_request() -> None:
 def test_what_is_out_of_range_is_refused(wrong: dict) -> None:
     with pytest.raises(RequestError):
         Sampling(**wrong)
+
+
+def test_each_request_of_a_batch_has_what_it_asked_for(
+    model: PagedModel, reference: Reference
+) -> None:
+    with World(model) as world:
+        for i, num in enumerate((None, 0, 1, 5, 20)):
+            for kind, more in (("greedy", {}), ("drawn", {"temperature": 0.9, "top_k": 9})):
+                prompt = range(i, i + 20 + i)
+                how = Sampling(logprobs=num, seed=i, **more)
+                world.ask(f"{kind} {num}", prompt, sampling=how, max_new_tokens=7)
+        world.run()
+        check_answers(world, reference)
+        world.at_rest()
+
+
+def test_without_them_none_are_computed(model: PagedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("computed, and not asked for")
+
+    monkeypatch.setattr("torch.log_softmax", never)
+    with World(model) as world:
+        world.ask("r", range(20), max_new_tokens=5, num_samples=2)
+        world.run()
+        assert world.answers[0].ends[0].finish == "length"
+
+
+# --- numbers --------------------------------------------------------------------------------------
+
+
+def logprobs_of(logits: torch.Tensor, tokens: list[int], nums: list[int]) -> list[TokenLogprob]:
+    found = chosen_logprobs(logits, tokens, [Choice(Sampling(logprobs=num)) for num in nums])
+    return [one for one in found if one is not None]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_numbers_are_finite_and_the_likeliest_come_first(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    logits = (torch.randn(150, 30) * 5).to(dtype)
+    logits[3, 4:] = -torch.inf
+    logits[7] = torch.nan
+    tokens = [int(i) % 30 for i in range(150)]
+    num_top = [i % 21 for i in range(150)]
+    found = logprobs_of(logits, tokens, num_top)
+    expected = torch.log_softmax(logits.float(), -1)
+    for i, one in enumerate(found):
+        assert one.token == tokens[i]
+        assert len(one.top) == num_top[i]
+        numbers = [one.logprob, *(value for _, value in one.top)]
+        assert all(LEAST <= value <= 0 for value in numbers)
+        if i not in (3, 7):
+            assert one.logprob == expected[i, tokens[i]].item()
+            best = expected[i].sort(descending=True).values[: num_top[i]].tolist()
+            assert [value for _, value in one.top] == best
+    assert found[3].logprob == expected[3, 3].item()
+    assert logprobs_of(logits[3:4], [5], [0])[0] == TokenLogprob(5, LEAST)
+    assert found[7].logprob == LEAST
+    assert len(logprobs_of(logits, tokens, [20] * 150)[0].top) == 20
+    assert len(logprobs_of(logits[:1, :5], [0], [20])[0].top) == 5  # no more than there are
+
+
+def test_they_travel_with_the_first_token_and_a_wrong_one_is_refused() -> None:
+    one = TokenLogprob(300, -0.5, ((300, -0.5), (7, -1.25)))
+    aux = pack_first(300, 16, one)
+    assert unpack_first(aux, 301, 16, 2) == (300, 16, one)
+    least = TokenLogprob(1, LEAST)
+    assert unpack_first(pack_first(1, 0, least), 301, 16, 0) == (1, 0, least)
+    # A vocabulary of fewer tokens than are asked for gives all that it has.
+    few = TokenLogprob(1, -0.5, ((1, -0.5),) * 3)
+    assert unpack_first(pack_first(1, 0, few), 3, 16, 20)[2] == few
+    wrong = [
+        (aux, None), (aux, 1), (aux, 3), (aux[:-1], 2), (aux + b"1", 2), (pack_first(300, 16), 2),
+        *[(pack_first(300, 16, TokenLogprob(300, x)), 0)
+          for x in (float("nan"), 1.0, float("inf"), -float("inf"), -1e5)],
+        *[(pack_first(300, 16, TokenLogprob(300, -1.0, ((token, x),))), 1)
+          for token, x in ((301, -1.0), (-1, -1.0), (1, float("nan")))],
+        (pack_first(301, 16), None), (pack_first(-1, 16), None), (pack_first(1, 17), None),
+        (pack_first(1, -1), None), (b"", None), (b"1", None),
+    ]  # fmt: skip
+    for data, num_top in wrong:
+        with pytest.raises(ValueError, match=r"^"):
+            unpack_first(data, 301, 16, num_top)

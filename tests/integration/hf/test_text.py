@@ -1,7 +1,5 @@
 """Text as tokens come: whole characters, and strings that end it."""
 
-from __future__ import annotations
-
 import codecs
 import re
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Thinking that clients leave out of the next turn, and the cache: by the tokenizer's markers."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

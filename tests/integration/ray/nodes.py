@@ -5,8 +5,6 @@ Each node has an address of its own of the loopback interface. The head has no C
 the other two.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -6,8 +6,6 @@ one machine and would prove each other's death themselves, so that is turned off
 nodes prove, and what an operator says, gives pages back.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

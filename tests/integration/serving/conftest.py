@@ -5,8 +5,6 @@ under xdist: what a test asks there has to be its own, such as the beginning of 
 it counts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import openai

@@ -1,7 +1,5 @@
 """The demo's chats with real workers, small."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import signal

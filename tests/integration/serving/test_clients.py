@@ -1,8 +1,6 @@
 """What clients of other engines and of OpenAI send, to a real server: parameters, several prompts
 in one call, histories with tools, ids of requests."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -1,8 +1,6 @@
 """A decode worker in this process, with a prefill server that does on command what a real one does
 by chance: it takes a job late, or refuses it, or cannot be reached."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any

@@ -1,8 +1,6 @@
 """`prefixkv serve --host-memory`: what the pool of its decode worker forgets comes back, is shown
 wherever a request's tokens are, and is there when prefill is not."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """`prefixkv serve FOLDER` with models that have recurrent layers, and with sliding windows, as
 processes with small pools."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path

@@ -2,8 +2,6 @@
 targets for Prometheus, a line of each request from each process, and dashboard and alerts that name
 what there is."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

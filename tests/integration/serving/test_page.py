@@ -1,7 +1,5 @@
 """The chat page in Chromium, over `prefixkv serve`."""
 
-from __future__ import annotations
-
 import os
 import signal
 import urllib.request

@@ -1,8 +1,6 @@
 """A real Prometheus before a real `prefixkv serve`: it takes the targets of `/sd`, and answers all
 queries of the dashboard and of the alerts."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import urllib.request

@@ -1,18 +1,21 @@
-"""`prefixkv serve` as processes, asked by OpenAI's own client."""
-
-from __future__ import annotations
+"""`prefixkv serve` as processes, asked by OpenAI's own client, and by the shell function of
+docs/start.md. Without options decode computes what it lacks where that is sooner."""
 
 import os
+import re
+import shutil
+import subprocess
 import urllib.request
 from pathlib import Path
+from typing import Any
 from urllib.error import URLError
 
 import httpx
 import openai
 import pytest
 
-from tests.support.patience import NEVER_S, until
-from tests.support.served import ROOT, Expected, Serve, at_rest, client_of, get, greedy
+from tests.support.patience import NEVER_S, PATIENCE_S, until
+from tests.support.served import ROOT, Expected, Serve, at_rest, client_of, get, greedy, said_by
 
 # No other module begins so: the first hits nothing.
 HELLO = [{"role": "user", "content": "Please, tell me something about cats and boats."}]
@@ -198,3 +201,87 @@ def lives(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+PAGE = (ROOT / "docs" / "start.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="the page asks with curl")
+def test_two_prompts_are_hit_as_the_page_says(serve: Serve) -> None:
+    asked = re.search(r"```sh\n(ask\(\) .*?)```\n\n```text\n(.*?)```", PAGE, re.DOTALL)
+    assert asked is not None
+    assert "prefixkv serve --compute-below 0\n" in PAGE  # as `serve` is here
+    script = asked[1].replace("http://127.0.0.1:8000/v1", serve.url)
+    assert script != asked[1]
+    ran = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script],
+        capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == asked[2]
+
+
+COMPUTED = 'prefixkv_computed_requests_total{node="decode-0"}'
+
+
+class AsItIs(Serve):
+    own_compute = ()
+
+
+def test_decode_computes_a_turn_that_adds_little(expected: Expected) -> None:
+    messages = [{"role": "user", "content": "Tell me of snow, and of all that lies below it."}]
+    with AsItIs() as serve, client_of(serve) as client:
+        for turn in range(3):
+            said = said_by(client, messages, 12)
+            assert said == expected.chat(messages, 12)
+            messages += [
+                {"role": "assistant", "content": said}, {"role": "user", "content": f"And {turn}?"},
+            ]  # fmt: skip
+        # Each turn adds fewer than 64 tokens; the first prompt is computed to know what that takes.
+        assert serve.figures("decode-0")[COMPUTED] == 3
+        at_rest(serve)
+
+
+NEAR = 1e-4  # float32, and sums in another order
+TEXT = "kaka tono mumu"
+GREEDY = {"model": "small", "temperature": 0, "extra_body": {"ignore_eos": True}}
+
+
+def check_legacy(expected: Expected, choice: Any, num_top: int, num: int) -> None:
+    """A completion's log-probabilities against the model by itself."""
+    prompt = expected.texts.plain(TEXT)
+    said = expected.tokens(prompt, num)
+    rows = expected.logprobs([*prompt, *said])[len(prompt) - 1 :]
+    found = choice.logprobs
+    assert choice.text == expected.text(said)
+    assert "".join(found.tokens) == choice.text
+    columns = (found.token_logprobs, found.top_logprobs, found.tokens, found.text_offset)
+    assert {len(column) for column in columns} == {num}
+    for (number, top, name, place), token, row in zip(
+        zip(*columns, strict=True), said, rows, strict=False
+    ):
+        assert choice.text[place : place + len(name)] == name
+        assert abs(number - row[token]) < NEAR
+        assert top[name] == number
+        assert num_top <= len(top) <= num_top + 1 or num_top > 1
+        # As scorers do it: the greedy token is the one whose number is the largest.
+        if num_top:
+            assert (number == max(top.values())) == (row.argmax() == token)
+
+
+def test_completions_have_them(client: Any, expected: Expected) -> None:
+    for num_top in (0, 1, 5):
+        for num in (6, 1):
+            how = {"prompt": TEXT, "max_tokens": num, "logprobs": num_top, **GREEDY}
+            answer = client.completions.create(**how)
+            check_legacy(expected, answer.choices[0], num_top, num)
+            assert answer.usage.completion_tokens == num
+            pieces = list(client.completions.create(stream=True, **how))
+            choice = answer.choices[0]
+            assert "".join(one.choices[0].text for one in pieces) == choice.text
+            parts = [one.choices[0].logprobs for one in pieces if one.choices[0].logprobs]
+            for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+                joined = [x for part in parts for x in getattr(part, name)]
+                if name in ("tokens", "text_offset"):
+                    assert joined == getattr(choice.logprobs, name)
+                assert len(joined) == len(choice.logprobs.tokens)

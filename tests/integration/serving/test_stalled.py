@@ -1,20 +1,27 @@
-"""Connections that stall, to a real server: others are served meanwhile."""
+"""Connections that stall, to a real server: others are served meanwhile. Workers that stand still,
+as SIGSTOP makes them: they are there, and do not answer."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import resource
 import selectors
+import signal
 import socket
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
 import openai
 
 from tests.support.patience import PATIENCE_S, until
-from tests.support.served import Expected, Serve, at_rest, client_of
+from tests.support.served import Expected, Serve, at_rest, client_of, get, said_by
 
 HELLO = [{"role": "user", "content": "Once upon a time"}]
 
@@ -139,3 +146,38 @@ def test_requests_that_are_no_http_are_refused(serve: Serve) -> None:
                     got += data
         assert re.match(rb"HTTP/1.1 4\d\d ", got) or not got
         assert b"access-control" not in got.lower()
+
+
+NUM = 12
+GREETING = [{"role": "user", "content": "Hello"}]
+
+
+@contextmanager
+def stopped(*pids: int) -> Iterator[None]:
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
+def test_a_front_says_that_a_worker_is_silent_and_has_requests_wait_for_the_only_one(
+    serve: Serve, expected: Expected
+) -> None:
+    with client_of(serve) as client, ThreadPoolExecutor(2) as pool:
+        hello = partial(said_by, client, GREETING, NUM)
+        assert hello() == expected.chat(GREETING, NUM)
+        with stopped(serve.workers()["decode-0"]["pid"]):
+            until(lambda: get(f"{serve.status}/health")[0] == 503)
+            _, told = get(f"{serve.status}/health")
+            assert told["status"] == "silent"
+            silent = {name: worker["silent"] for name, worker in told["workers"].items()}
+            assert silent == {"decode-0": True, "prefill-0": False}
+            assert serve.figures()['prefixkv_front_routing{what="silent"}'] == 1
+            waiting = [pool.submit(hello) for _ in range(2)]
+            assert not wait(waiting, 1.0, FIRST_COMPLETED).done
+        until(lambda: get(f"{serve.status}/health")[0] == 200)
+        for said in (*waiting, pool.submit(hello)):
+            assert said.result(PATIENCE_S) == expected.chat(GREETING, NUM)

@@ -1,7 +1,5 @@
 """Traces of `prefixkv serve`: what its processes send to a collector of OpenTelemetry's."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import signal

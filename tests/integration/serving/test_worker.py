@@ -1,8 +1,6 @@
 """Workers as processes by themselves, a fleet of them in this one, and `prefixkv front` before
 them."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -6,8 +6,6 @@ SGLang's own code: trees, the Rust core, allocators, the request pool, the funct
 checkpoint and release a request's KV, the recorder of events, the registries.
 """
 
-from __future__ import annotations
-
 import importlib.abc
 import importlib.machinery
 import importlib.util

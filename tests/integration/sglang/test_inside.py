@@ -4,8 +4,6 @@
 server: see docs/sglang.md for those.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

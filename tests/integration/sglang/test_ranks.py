@@ -1,8 +1,6 @@
 """Two ranks in two processes whose clocks differ by 10 ms: with the time that rank 0 sends their
 trees are equal after 100,000 operations, and with their own they are not."""
 
-from __future__ import annotations
-
 import hashlib
 import pickle
 import random

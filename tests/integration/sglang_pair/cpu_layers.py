@@ -5,8 +5,6 @@ the other one; here it reads what it wrote. Of short convolutions SGLang has ker
 here they are in torch, on the same states of the same slots.
 """
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any

@@ -7,8 +7,6 @@ end by a timeout but the two requests that one server never gets: they are begun
 for last.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -5,8 +5,6 @@ in a pool of their own, or a state for each request: every token is the model's 
 on a CPU for such models is in `cpu_layers.py`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

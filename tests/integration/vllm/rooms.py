@@ -5,8 +5,6 @@ Each answer of the proxy is compared with that of the decode server alone, which
 under a cache salt of its own: so from nothing, within the same limits, in float32.
 """
 
-from __future__ import annotations
-
 import http.client
 import itertools
 import json

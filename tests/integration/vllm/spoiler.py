@@ -1,7 +1,5 @@
 """Runs in vLLM's workers (`--worker-extension-cls`): makes a token's embedding NaN for a moment."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -1,8 +1,6 @@
 """Another version of vLLM, which lacks a name or has other signatures; and what of this one is
 refused."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -5,8 +5,6 @@ What fails prints a case, which `liveness/explore.py --case` plays again. The sa
 for as long as it is told to.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 from typing import Any

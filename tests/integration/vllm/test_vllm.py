@@ -7,8 +7,6 @@ cache salt of its own: so from nothing, in float32.
 start are skipped aloud. The tests run in the order in which they stand: the last one kills.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

@@ -5,8 +5,6 @@ computes the prompt under a cache salt of its own.
 The tests run in the order in which they stand: the last one kills prefill.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ every answer after it is right. On prefill and on decode, which has host memory 
 As in `test_vllm`, tokens are compared with those that a server computes from nothing, in float32.
 """
 
-from __future__ import annotations
-
 import urllib.error
 from collections.abc import Iterator
 from concurrent.futures import Future

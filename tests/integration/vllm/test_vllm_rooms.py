@@ -5,8 +5,6 @@ In each row the answer is one vLLM's, nothing is held afterwards on the servers 
 and the next request is answered as ever. `rooms` has what is compared with what.
 """
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -8,8 +8,6 @@ nothing. Tokens of such small models may be right where the KV is not; log-proba
 GPT-OSS is to the connector what Gemma 3 is with one group less.
 """
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ random weights.
 python -m tests.integration.vllm.window_model FAMILY FOLDER WINDOW
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

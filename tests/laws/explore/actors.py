@@ -9,8 +9,6 @@ state is worked out once and looked up from then on.
 This is the one file of the explorer that knows how control objects are made and what is in them.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 from collections import deque

@@ -1,8 +1,6 @@
 """What is explored: `QUICK` in every run of the tests, `WHOLE` by `fuzz/run.py explore`, but for
 what another of them has in it (`needed`)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from tests.laws.explore.actors import Use

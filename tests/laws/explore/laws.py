@@ -10,8 +10,6 @@ checked by what schedulers are told and transports are asked.
   struck has succeeded.
 """
 
-from __future__ import annotations
-
 from operator import attrgetter, getitem
 from typing import Any
 

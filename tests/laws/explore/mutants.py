@@ -1,8 +1,6 @@
 """Protocols that are a little wrong: the explorer finds each, in the configuration that is named
 with it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from prefixkv.control.decode.control import DecodeControl

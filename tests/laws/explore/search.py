@@ -1,8 +1,6 @@
 """Every state of a configuration, once: the laws with each move, rest in the end, and from every
 state a way to rest without another fault."""
 
-from __future__ import annotations
-
 import time
 from array import array
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What the explorer's world is made of: values, all of them, but for a `Draft`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 

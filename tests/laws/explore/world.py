@@ -10,8 +10,6 @@ prefill's engine has of its own where decode has done with it, and cannot say so
 it still, or says that it has not, the protocol alone has to end it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import Any

@@ -2,8 +2,6 @@
 which they may arrive. Shared by the models of the library's schedulers (`world.py`) and of vLLM's
 (tests/integration/vllm/liveness), which `play.py` plays."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Cases: every order of arrival and of what goes on in between, and random ones."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from itertools import product

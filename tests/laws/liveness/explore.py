@@ -1,7 +1,5 @@
 """Plays cases and looks for mutants, for test_liveness.py and `fuzz/run.py liveness`."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """The order law broken, and words that are not heeded: liveness finds each."""
 
-from __future__ import annotations
-
 from prefixkv.control.prefill.control import PrefillControl
 from prefixkv.decode.admission import Admission
 from prefixkv.decode.flights import Flights

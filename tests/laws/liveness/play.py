@@ -2,8 +2,6 @@
 takes turns, the clock stands still until nothing moves, and then all has to have ended. The
 library's schedulers: `world.py`; vLLM's: tests/integration/vllm/liveness/world.py."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable
 from random import Random

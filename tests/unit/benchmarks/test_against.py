@@ -1,8 +1,6 @@
 """Two commits are compared turn about, and a difference counts only beyond that of one commit with
 itself. How long anything took is not looked at."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,23 +1,28 @@
 """`python -m benchmarks` lists what there is, refuses what it lacks, and each still runs, at tiny
-sizes. How fast anything was is not looked at."""
-
-from __future__ import annotations
+sizes. How fast anything was is not looked at. Generated traces are the same on every machine."""
 
 import json
 import os
 import subprocess
 import sys
+import zlib
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import benchmarks
-from benchmarks import gpu
+from benchmarks import gpu, workloads
 from benchmarks.__main__ import run
+from benchmarks.own_compute.queues import Queues, RequestTokens, Speeds
+from benchmarks.own_compute.rule import Node
 from benchmarks.radix import Bench
 from benchmarks.turns import unequal, verified
-from benchmarks.workloads import generate
+from benchmarks.workloads import BLOCK_TOKENS, WORKLOADS, generate
+from prefixkv.cli.replay import Trace
+from prefixkv.config import ComputeConfig
+from prefixkv.decode.sources import Sources
 
 ROOT = Path(benchmarks.__path__[0]).parent
 
@@ -192,3 +197,65 @@ def test_what_a_bare_python_lacks_is_one_line(arguments: str, why: str) -> None:
     told = bare(*arguments.split())
     assert (told.returncode, told.stdout, told.stderr.count("\n")) == (2, "", 1)
     assert why in told.stderr
+
+
+# crc32 of the JSON of each workload's first 500 requests
+FIRST = {
+    "chat": 2188945514,
+    "agents": 899646833,
+    "flood": 3033119984,
+    "drift": 1602278135,
+    "retrieval": 159337281,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_name_and_a_seed_are_one_trace(name):
+    trace = generate(name)
+    assert zlib.crc32(json.dumps(trace[:500]).encode()) == FIRST[name]
+    assert generate(name, workloads.SEED + 1)[:500] != trace[:500]
+    assert all(one["timestamp"] <= next_["timestamp"] for one, next_ in pairwise(trace))
+    assert all(len(entry["hash_ids"]) * BLOCK_TOKENS == entry["input_length"] for entry in trace)
+
+
+# --- the rule -------------------------------------------------------------------------------------
+
+
+class Told(Sources):
+    """The rule, and what it was told and when."""
+
+    def __init__(self) -> None:
+        super().__init__(ComputeConfig())
+        self.calls: list[tuple[Any, ...]] = []
+
+    def chunk(self, num_tokens: int, seconds: float, running: int, goes_on: bool = False) -> None:
+        self.calls.append(("chunk", num_tokens, round(seconds, 6)))
+        super().chunk(num_tokens, seconds, running, goes_on)
+
+    def arrived(self, room: Any, now_s: float) -> None:
+        self.calls.append(("arrived", round(now_s, 6)))
+        super().arrived(room, now_s)
+
+
+def test_the_rule_is_told_what_has_happened_and_nothing_else() -> None:
+    """Decode computes 1,000 tokens a second. The first request is its own: there is nothing to
+    choose by. The second goes to prefill, once something is known of the first."""
+    speeds = Speeds(prefill_tokens_per_s=2000, link_bytes_per_s=1e9)
+    trace = Trace("t", [], 1, 512, bytes_per_token=10)
+    told = Told()
+    node = Node(Queues(trace, speeds, 1), told)
+
+    def serve(at_s: float, missing: int) -> int:
+        return node.serve(RequestTokens(at_s, missing, 0, [0], counted=True), 0, 0).worker
+
+    assert serve(0.0, 600) == -1
+    assert told.calls == []
+    # Half of it is done by now: of the chunks of 256 only one.
+    assert serve(0.3, 700) == 0
+    assert told.calls == [("chunk", 256, 0.256)]
+    # Of prefill nothing, before .65 s: 350 ms, and the last block's 5 us on the link.
+    serve(0.6499, 64)
+    assert told.calls[1:] == [("chunk", 256, 0.256), ("chunk", 88, 0.088)]
+    serve(0.6501, 64)
+    assert told.calls[3:] == [("arrived", 0.650005)]

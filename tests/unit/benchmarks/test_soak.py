@@ -1,7 +1,5 @@
 """The soak finds what grows, and does not take what is merely there for growth."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

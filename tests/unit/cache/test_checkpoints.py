@@ -1,8 +1,6 @@
 """Checkpoints beside a radix cache: found by the page that they end on, and the order in which they
 go."""
 
-from __future__ import annotations
-
 import pytest
 
 from prefixkv.cache.checkpoints import NO_SLOT, Checkpoints

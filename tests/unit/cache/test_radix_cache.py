@@ -1,7 +1,7 @@
-"""The contract of the radix cache, case by case."""
+"""The contract of the radix cache, case by case: its dump and the readers of its changes
+included."""
 
-from __future__ import annotations
-
+import random
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,7 +14,7 @@ from prefixkv.cache.eviction.policy import Use, policy_names
 from prefixkv.cache.node import PAGE_ID_BYTES, Mark
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
-from prefixkv.cache.results import Releases
+from prefixkv.cache.results import PrefixLock, Releases
 from prefixkv.errors import CallerError, InternalError, LockError, PageStateError
 
 
@@ -399,3 +399,74 @@ def test_an_insertion_that_extends_its_lock_is_one_use_and_holds_what_it_brought
     cache.unlock(lock)
     assert sorted(cache.evict(9).tolist()) == [10, 11, 12, 13, 14]
     cache.check_invariants()
+
+
+def small():
+    cache = RadixCache(page_size=2, policy="lru")
+    cache.insert([1, 1, 2, 2, 3, 3], range(3))
+    cache.insert([1, 1, 2, 2, 4, 4], [0, 1, 9], namespace=None)
+    cache.lock(cache.match_prefix([1, 1, 2, 2]))
+    cache.insert([5, 5], [20], namespace="[red]lora")
+    cache.want(cache.match_prefix([5, 5, 6, 6], namespace="[red]lora"))
+    return cache
+
+
+def test_dump_names_depth_pages_locks_and_the_last_use():
+    text = small().dump()
+    assert text.splitlines()[1:3] == [
+        "  <TreeNode pages 0..2 lock_ref=1 children=2>, used 3",
+        "    <TreeNode pages 2..3 lock_ref=0 children=0>, used 1",
+    ]
+    assert "namespace '[red]lora'" in text
+    assert "wanted by 1" in text
+
+
+def test_dump_is_cut_and_says_so():
+    assert small().dump(max_nodes=2).splitlines()[-1] == "and 2 more nodes"
+
+
+@pytest.mark.slow
+def test_a_deep_chain_can_be_shown():
+    cache = RadixCache(page_size=1, policy="lru")
+    run = np.arange(2000)
+    locks = [cache.lock(cache.insert(run[:end], run[:end])) for end in range(1, 2001)]
+    assert len(cache.dump(max_nodes=5000).splitlines()) == 2001
+    assert cache.dump().splitlines()[-1] == "and 1000 more nodes"
+    assert len(locks) == 2000
+
+
+@pytest.mark.parametrize("policy", policy_names())
+def test_who_listens_to_a_cache_changes_nothing_in_it(policy: str) -> None:
+    """What is remembered of pages that went may be a sum of floats: it has to be summed in one
+    order."""
+    chance = random.Random(1)
+    caches = [RadixCache(page_size=1, policy=policy, pool_pages=200) for _ in range(2)]
+    caches[0].record().take()  # a router reads its events
+    locks: list[list[PrefixLock]] = []
+    free = list(range(200))
+    for step in range(400):
+        now_s = 1000.0 + 37.3 * step
+        tokens = [chance.randint(0, 1) for _ in range(chance.randint(1, 6))]
+        action = chance.choice(
+            ["insert", "insert", "insert", "lock", "unlock", "evict all", "evict"]
+        )
+        if action == "insert":
+            there = caches[0].match_prefix(tokens)
+            new = [free.pop() for _ in range(len(tokens) - there.prefix_len)]
+            for cache in caches:
+                cache.insert(tokens, [*there.pages.tolist(), *new], priority=step % 3, now_s=now_s)
+        elif action == "lock":
+            locks.append([cache.lock(cache.match_prefix(tokens), now_s=now_s) for cache in caches])
+        elif action == "unlock" and locks:
+            for cache, lock in zip(caches, locks.pop(), strict=True):
+                cache.unlock(lock)
+        elif action.startswith("evict"):
+            num_pages = caches[0].evictable_pages if action == "evict all" else 2
+            taken = [set(cache.evict(num_pages, now_s=now_s).tolist()) for cache in caches]
+            assert taken[0] == taken[1]
+            free += taken[0]
+        assert _marks(caches[0]) == _marks(caches[1])
+
+
+def _marks(cache: RadixCache) -> list[tuple[bytes, str, str]]:
+    return sorted((bytes(node.pages), repr(node.mark), repr(node.steps)) for node in cache.nodes())

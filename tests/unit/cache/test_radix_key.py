@@ -1,8 +1,6 @@
 """Keys: every form in which an engine has tokens packs to the same bytes, and what is no token is
 refused."""
 
-from __future__ import annotations
-
 import array
 
 import numpy as np

@@ -1,8 +1,6 @@
 """The demo's chats: what is said, and what is made of the answers. The workers here are stand-ins;
 `tests/integration/serving/test_chats.py` has real ones."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

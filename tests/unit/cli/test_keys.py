@@ -1,7 +1,5 @@
 """`prefixkv keys`: what it writes is what both kinds of workers take."""
 
-from __future__ import annotations
-
 import stat
 from pathlib import Path
 

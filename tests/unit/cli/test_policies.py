@@ -1,7 +1,5 @@
 """Eviction policies with settings, on the command line."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Replays against plain models: one policy, the optimum, host tiers; curves from Python."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys

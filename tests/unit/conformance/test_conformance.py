@@ -3,8 +3,6 @@
 The engine is the toy (`prefixkv.conformance.toy`); each faulty one differs from it in one method.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -1,8 +1,6 @@
 """A prefill process may answer at its own address under any name and life. What it says there
 counts for what was promised there, and for nothing that another process was promised."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

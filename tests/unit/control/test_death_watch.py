@@ -1,7 +1,5 @@
 """When a control object wants to know whether a peer's process has ended, and what it does then."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

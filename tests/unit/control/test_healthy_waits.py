@@ -1,7 +1,5 @@
 """A wait in the queue of a peer that is heard has no end of its own; one of a silent peer has."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The deque of a control object: what one input says is handled to its end, in order."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from prefixkv.control.effects import FrameFailed, FrameReceived, Raised

@@ -2,8 +2,6 @@
 share: each ends without a timer, as does each that can never fit, and nothing is left. A short
 run; the long profile: `fuzz/run.py liveness`."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """What decode's control object says of prefill workers to a scheduler that has asked."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -2,8 +2,6 @@
 whatever is still on its way of a former use, in any order, ends nothing of the next one. What is
 remembered of numbers is bounded."""
 
-from __future__ import annotations
-
 from itertools import permutations
 from typing import Any
 

@@ -1,7 +1,6 @@
-"""What becomes of peers: it is said for the log, an operator can list those that are lost, and each
-side hears where the other does not work with it."""
-
-from __future__ import annotations
+"""What becomes of peers: it is said for the log, an operator can list those that are lost, and
+each side hears where the other does not work with it. Which lives are over: what is kept, what is
+forgotten first, and what a Hello has to prove."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,8 +11,14 @@ import pytest
 
 from prefixkv.control import lives as module
 from prefixkv.control.effects import ConnectFailed, FrameReceived, RemovePeer, Unreached
-from prefixkv.control.lives import PeerChange, PeerChanges, merged_lost_peers
-from prefixkv.errors import ConfigError, PeerLostError
+from prefixkv.control.lives import (
+    IncarnationHistory,
+    PeerChange,
+    PeerChanges,
+    merged_lost_peers,
+    nonce,
+)
+from prefixkv.errors import ConfigError, FormerLifeError, PeerLostError
 from prefixkv.protocol.commands import AbortRoom, Fence
 from prefixkv.protocol.events import RoomEnded, decode_error, encode_error
 from prefixkv.protocol.ids import KVPoll, PeerId
@@ -111,6 +116,15 @@ def test_decode_says_what_is_fenced_forgotten_and_in_quarantine() -> None:
     assert peer.control.news.take() == [PeerChange("refused", PREFILL, text)]
     peer.pass_time(TIMING.forget_after_s + 1.0)
     assert news(peer) == [("forgotten", ADDRESS)]
+
+
+def test_nothing_answers_where_a_worker_was_closed_and_that_is_no_loss() -> None:
+    peer = PrefillPeer().opened()
+    peer.say(Fenced())
+    peer.control.news.take()
+    peer.on(Unreached(ADDRESS, "connection refused"))
+    peer.pass_time(2 * TIMING.connect_timeout_s)
+    assert news(peer) == [("left", ADDRESS)]
 
 
 def test_decode_lists_what_is_lost_with_the_pages_that_it_may_still_write() -> None:
@@ -311,3 +325,69 @@ def test_silence_is_forgotten_with_the_peer() -> None:
     kept.silent(PREFILL, False)
     kept.silent(PREFILL, True)
     assert [one.kind for one in kept.take()] == ["silent", "silent"]
+
+
+A, B, C = PeerId("d0", 0x3F2A), PeerId("d0", 0x77B1), PeerId("d0", 0x1)
+OTHER = PeerId("d1", 0x3F2A)
+
+
+def over(lives: IncarnationHistory, life: PeerId) -> bool:
+    try:
+        lives.check(life)
+    except FormerLifeError:
+        return True
+    return False
+
+
+def test_how_a_life_ended_first_is_what_is_said_of_it() -> None:
+    lives = IncarnationHistory()
+    lives.end(A, "was fenced")
+    lives.supersede(A, B)
+    with pytest.raises(FormerLifeError, match="was fenced"):
+        lives.check(A)
+
+
+def test_of_a_name_the_lives_heard_of_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PER_NAME", 2)
+    lives = IncarnationHistory()
+    lives.end(A, "has left")
+    lives.end(B, "has left")
+    assert over(lives, A), "it speaks, so it is kept"
+    lives.end(C, "has left")
+    assert [over(lives, life) for life in (A, B, C)] == [True, False, True]
+
+
+def test_the_names_heard_of_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_NAMES", 2)
+    lives = IncarnationHistory()
+    names = [PeerId(name, 1) for name in "abc"]
+    for life in names[:2]:
+        lives.end(life, "has left")
+    assert over(lives, names[0])
+    lives.end(names[2], "has left")
+    assert [over(lives, life) for life in names] == [True, False, True]
+    for life in names:
+        lives.silent(life)
+    assert [lives.last_silent(name) for name in "abc"] == [None, *names[1:]]
+
+
+def test_a_life_that_was_silent_may_come_back_until_another_comes() -> None:
+    lives = IncarnationHistory()
+    lives.silent(A)
+    lives.begin(A)
+    assert not over(lives, A)
+    lives.silent(A)
+    lives.begin(B)
+    assert over(lives, A)
+    assert lives.last_silent("d0") is None
+
+
+def test_a_nonce_is_of_two_lives_and_of_the_one_that_is_known() -> None:
+    all_lives = (A, B, C)
+    nonces = {
+        nonce(me, them, known) for me in all_lives for them in all_lives
+        for known in (None, *all_lives)
+    }  # fmt: skip
+    assert len(nonces) == 36
+    assert all(0 < number < 2**64 for number in nonces)
+    assert nonce(A, B, None) == nonce(A, B, None)

@@ -1,8 +1,6 @@
 """A prefill rank that several decode ranks read from: which of them speaks. Their room's machine:
 tests/unit/protocol/test_sender_machine.py."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -2,8 +2,6 @@
 that is known, and no request of another worker or of a later life does. It was killed, and is
 started anew under its name: then they end soon after it has introduced itself."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 

@@ -2,8 +2,6 @@
 on both sides at once, nothing is mixed, and the pair works again once both have the new version.
 The long profile is `fuzz/run.py weights`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

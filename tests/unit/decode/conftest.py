@@ -1,7 +1,5 @@
 """A test that has ended well leaves nothing: each of its desks settles."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

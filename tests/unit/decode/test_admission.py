@@ -1,30 +1,33 @@
-"""Who is admitted first: policies by name, the bound on being overtaken, and what a pass looks
-at."""
-
-from __future__ import annotations
+"""Who is admitted first: policies by name, the bound on being overtaken, what a pass looks at, and
+the budget's counters against sums made from scratch."""
 
 import copy
 from contextlib import suppress
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from prefixkv import admission
 from prefixkv.admission import AdmissionPolicy, admission_names, register_admission
 from prefixkv.config import ComputeConfig
 from prefixkv.decode.admission import MAX_LOOKS
+from prefixkv.decode.ledger import PreallocBudget
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.sources import Sources
 from prefixkv.errors import (
     AdmissionTimeoutError,
     CallerError,
     ConfigError,
+    InternalError,
     RequestError,
     TransferTimeoutError,
 )
 from prefixkv.protocol.commands import AbortRoom, OpenRoom, RefuseRoom
 from prefixkv.protocol.ids import RoomKey
 from tests.unit.decode.desk import PAGE_SIZE, Desk
+from tests.unit.decode.test_host_tier import HostDesk, prompt
 
 POLICIES = ["fifo", "hit_aware", "priority"]
 
@@ -524,3 +527,112 @@ def test_what_is_idle_has_nothing_to_pop_and_no_room_that_a_peer_may_write_for()
     assert not desk.scheduler.idle, "nobody has popped it"
     desk.pop_failed()
     assert desk.scheduler.idle
+
+
+@pytest.mark.parametrize("admission", ["fifo", "hit_aware", "priority"])
+@pytest.mark.parametrize("patience_s", [0.0, 1e9])
+def test_no_pass_admits_beyond_the_last_row(admission: str, patience_s: float) -> None:
+    desk = Desk(40, rows=2, admission=admission, patience_s=patience_s)
+    reqs = [desk.add(rid, 4, max_new=1, priority=place) for place, rid in enumerate("abcde")]
+    desk.now_s = 1.0
+    left = {req.rid for req in reqs}
+    while left:
+        admitted = desk.admit()
+        assert len(admitted) == min(2, len(left))
+        assert desk.admit() == []
+        for req in reqs:
+            if req.rid in admitted:
+                desk.succeed(req.room_key)
+        for rid in desk.transferred():
+            desk.finish(next(req for req in reqs if req.rid == rid))
+            left.remove(rid)
+    desk.commands()
+
+
+def test_what_may_not_be_cached_is_not_loaded() -> None:
+    desk = HostDesk()
+    desk.leave_in_host_memory()
+    alone = desk.add("b", prompt("a", 22), cacheable=False)
+    shares = desk.add("c", prompt("a", 22))
+    assert desk.admit() == ["b", "c"]
+    assert [len(order.host_pages) for order in desk.orders() if order.is_load] == [4]
+    assert (alone.prefix_len, shares.prefix_len) == (0, 16)
+
+
+def test_one_that_names_no_worker_and_lacks_too_much_fails_once_its_pages_are_there() -> None:
+    sources = Sources(ComputeConfig(below=4, down_below=7), fails_over=True)
+    desk = Desk(8, sources=sources, admission="fifo")
+    running = desk.start("R", 24, max_new=1)
+    req = desk.add("a", 16, max_new=1, prefill="")
+    behind = desk.add("b", 4, max_new=1, prefill="")
+    assert desk.admit() == []
+    desk.finish(running)
+    assert desk.admit() == ["b"]
+    assert "it names none" in str(req.error)
+    assert desk.pop_failed() == [req]
+    assert desk.scheduler.pop_local() == [behind]
+
+
+def test_one_that_waited_and_is_cached_whole_leaves_its_last_page_to_be_computed() -> None:
+    """Though the tree was told what it waits for, by all of its pages."""
+    sources = Sources(ComputeConfig(below=64, down_below=64), fails_over=True)
+    desk = Desk(8, sources=sources, admission="fifo")
+    for rid, num_tokens in ("a", 8), ("R", 20):
+        first = desk.admitted(rid, num_tokens, max_new=1, prefill="")
+        assert desk.scheduler.pop_local() == [first]
+        desk.scheduler.computed(first, num_tokens)
+        assert desk.transferred() == [rid]
+        if rid == "a":
+            desk.finish(first)
+    head = desk.add("H", 20, max_new=1)
+    req = desk.add("ab", 8, max_new=1, prefill="")
+    assert desk.admit() == []
+    desk.abort(head)
+    assert desk.admit() == ["ab"], req.error
+    assert req.prefix_len == 4
+    assert desk.scheduler.pop_local() == [req]
+
+
+_STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("start"), st.integers(0, 4), st.integers(0, 9), st.integers(0, 9)),
+        st.tuples(st.just("grow"), st.integers(0, 4), st.integers(1, 3), st.none()),
+        st.tuples(st.just("stop"), st.integers(0, 4), st.none(), st.none()),
+    ),
+    max_size=40,
+)
+
+
+@given(_STEPS, st.integers(0, 3))
+def test_counters_are_the_sums(steps: list[tuple[Any, ...]], reserve: int) -> None:
+    budget = PreallocBudget(reserve)
+    running: dict[str, tuple[int, int]] = {}  # (may still need, private)
+    for what, number, a, b in steps:
+        rid = str(number)
+        if what == "start":  # maybe anew: its KV has arrived
+            budget.start(rid, a, b)
+            running[rid] = (a, b)
+        elif what == "grow" and rid in running and running[rid][0] >= a:
+            budget.grow_many([rid] * a)
+            running[rid] = (running[rid][0] - a, running[rid][1] + a)
+        elif what == "stop":
+            budget.stop(rid)
+            running.pop(rid, None)
+        private = sum(own for _, own in running.values())
+        single = max([0, *(needs - (private - own) for needs, own in running.values())])
+        assert budget.private_pages == private
+        assert len(budget) == len(running)
+        reserved = sum(min(reserve, needs) for needs, _ in running.values())
+        assert budget.kept_back == max(reserved, single)
+        budget.check_invariants()
+
+
+@pytest.mark.parametrize("field", ["private_pages", "_pages", "_reaches"])
+def test_a_counter_that_is_off_is_found(field: str) -> None:
+    budget = PreallocBudget(0)
+    budget.start("a", 3, 2)
+    budget.check_invariants()
+    off = {"private_pages": 1, "_pages": {"a": [5, 3]}, "_reaches": []}
+    setattr(budget, field, off[field])
+    with pytest.raises(InternalError):
+        budget.check_invariants()

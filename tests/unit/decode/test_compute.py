@@ -1,8 +1,6 @@
 """Requests whose missing part decode's engine computes itself: admitted, joined, ended, and carried
 on with where prefill is gone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -20,6 +18,7 @@ from prefixkv.errors import (
     TransferError,
     TransferTimeoutError,
 )
+from tests.support.gates import Gate
 from tests.unit.decode.desk import PAGE_SIZE, AbortRoom, Desk, OpenRoom, RefuseRoom
 
 
@@ -261,28 +260,21 @@ def test_those_that_joined_ask_again_if_it_ends() -> None:
 # --- ends ---------------------------------------------------------------------------------------
 
 
-class Event:
-    done = False
-
-    def query(self) -> bool:
-        return self.done
-
-
 def test_an_abort_frees_its_pages_once_the_device_is_done() -> None:
-    desk, event = Alone(), Event()
+    desk, event = Alone(), Gate()
     req = desk.compute("a")
     desk.computed(req, 4)
     desk.abort(req, after=event)
     assert desk.states() == {"FREE": 14, "OWNED": 2}
     assert desk.pop_failed() == [req]
     desk.computed(req, 8)  # it may not have heard of it: no-op
-    event.done = True
+    event.answer = True
     desk.admit()
     assert desk.states() == {"FREE": 16}
 
 
 def test_a_deadline_keeps_its_pages_until_the_engine_has_heard_and_its_device_is_done() -> None:
-    desk, event = Alone(), Event()
+    desk, event = Alone(), Gate()
     req = desk.compute("a", deadline_s=1.0)
     desk.admit(at_s=2.0)
     assert isinstance(req.error, TransferTimeoutError)
@@ -291,13 +283,13 @@ def test_a_deadline_keeps_its_pages_until_the_engine_has_heard_and_its_device_is
     assert not desk.scheduler.idle
     assert desk._checked(desk.scheduler.pop_failed(event)) == [req]
     assert desk.states() == {"FREE": 14, "OWNED": 2}
-    event.done = True
+    event.answer = True
     desk.admit()
     assert desk.states() == {"FREE": 16}
 
 
 def test_other_weights_end_it() -> None:
-    desk, event = Alone(model=ModelConfig(weights_version="1")), Event()
+    desk, event = Alone(model=ModelConfig(weights_version="1")), Gate()
     req, waits = desk.compute("a", 9), desk.add("a2", 13)
     desk.admit()
     desk._checked(desk.scheduler.flush("2", event))
@@ -305,7 +297,7 @@ def test_other_weights_end_it() -> None:
     assert {one.rid for one in desk.pop_failed()} == {"a", "a2"}
     assert req.pages_held is not None
     assert waits.pages_held is None
-    event.done = True
+    event.answer = True
     desk.admit()
 
 

@@ -1,8 +1,6 @@
 """What the device has still to write of a prompt that is computed here: nothing copies it, and
 nothing else gets its pages, before `after` of `computed` is done."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 
@@ -13,19 +11,8 @@ from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.sources import Sources
 from prefixkv.errors import CallerError, PrefixKVError, TransferError
 from prefixkv.pages.allocator import PageState
+from tests.support.gates import Gate
 from tests.unit.decode.test_host_tier import HostDesk, prompt
-
-
-class Event:
-    """Work of the device: it is done when the test says so."""
-
-    def __init__(self, *, is_done: bool = False, error: Exception | None = None) -> None:
-        self.is_done, self.error = is_done, error
-
-    def query(self) -> bool:
-        if self.error is not None:
-            raise self.error
-        return self.is_done
 
 
 def owned(desk: HostDesk) -> set[int]:
@@ -83,14 +70,14 @@ class ComputingDesk(HostDesk):
 
 
 def test_host_memory_copies_nothing_that_the_device_has_still_to_write() -> None:
-    desk, event = ComputingDesk(), Event()
+    desk, event = ComputingDesk(), Gate()
     desk.leave_due()
     again = desk.run("a3", prompt("a", 19), after=event)  # it runs: the device goes on behind it
     desk.end_copy()
     for _ in range(3):
         desk.admit()
         assert desk.orders() == [], "a write of what is not written yet"
-    event.is_done = True
+    event.answer = True
     desk.admit()
     (write,) = desk.orders()
     assert write.device_pages.tolist() == again.pages[2:4].tolist()
@@ -101,16 +88,16 @@ def test_host_memory_copies_nothing_that_the_device_has_still_to_write() -> None
 @pytest.mark.parametrize("how", ["finish", "retract", "abort"])
 def test_the_end_of_its_request_does_not_say_that_the_device_is_done(how: str) -> None:
     """Another request of the same prompt finishes: its path is due, and has those pages."""
-    desk, event = ComputingDesk(num_pages=32), Event()
+    desk, event = ComputingDesk(num_pages=32), Gate()
     desk.run("z", 4)
     req = desk.run("a", 17, after=event)
     other = desk.run("a2", prompt("a", 18))
-    end = Event()
+    end = Gate()
     getattr(desk, how)(req, after=end)
     desk.finish(other)
     desk.admit()
     assert desk.orders() == []
-    event.is_done = end.is_done = True
+    event.answer = end.answer = True
     desk.admit()
     (write,) = desk.orders()
     assert len(write.device_pages) == 4
@@ -118,15 +105,15 @@ def test_the_end_of_its_request_does_not_say_that_the_device_is_done(how: str) -
 
 def test_an_event_that_raises_proves_nothing() -> None:
     desk = ComputingDesk(num_pages=32)
-    event = Event()
+    event = Gate()
     req = desk.run("a", 16, after=event)
-    event.error = RuntimeError("the device is lost")
+    event.answer = RuntimeError("the device is lost")
     desk.finish(req)
     with pytest.raises(RuntimeError, match="the device is lost"):
         desk.admit()
     desk.admit()  # told once
     assert desk.orders() == []
-    event.error, event.is_done = None, True
+    event.answer = True
 
 
 # --- not given to others --------------------------------------------------------------------------
@@ -135,7 +122,7 @@ def test_an_event_that_raises_proves_nothing() -> None:
 def test_copies_of_what_the_tree_has_are_not_free_before_the_device_is_done() -> None:
     """`a` runs into what `b` computes, and is finished first: `b`'s own pages of that would be
     free, and prefill could be told to write there."""
-    desk, event = ComputingDesk(num_pages=32), Event()
+    desk, event = ComputingDesk(num_pages=32), Gate()
     b, own = desk.copies(event)
     taken: set[int] = set()
     for rid in "wxy":
@@ -143,14 +130,14 @@ def test_copies_of_what_the_tree_has_are_not_free_before_the_device_is_done() ->
     assert desk.transferred() == []
     assert not taken & own
     assert b.state is DecodeState.PREALLOCATED
-    event.is_done = True
+    event.answer = True
     assert desk.transferred() == ["b"]
     assert desk.prefix_of(b) == 20
 
 
 @pytest.mark.parametrize("joined", [False, True])
 def test_an_abort_before_it_is_popped_waits_for_the_device(joined: bool) -> None:
-    desk, event, end = ComputingDesk(num_pages=32), Event(), Event()
+    desk, event, end = ComputingDesk(num_pages=32), Gate(), Gate()
     req = desk.begin("a", 18)
     if joined:
         other = desk.admitted("a2", prompt("a", 20))
@@ -160,7 +147,7 @@ def test_an_abort_before_it_is_popped_waits_for_the_device(joined: bool) -> None
     assert desk.pop_failed() == [req]
     free = set(range(32)) - set(desk.pages.allocator.pages_in(PageState.OWNED).tolist())
     assert not own & free
-    event.is_done = end.is_done = True
+    event.answer = end.answer = True
     desk.scheduler.release_deferred(desk.now_s)
     free = set(range(32)) - set(desk.pages.allocator.pages_in(PageState.OWNED).tolist())
     assert own <= free
@@ -175,11 +162,11 @@ def test_an_abort_before_it_is_popped_waits_for_the_device(joined: bool) -> None
 @pytest.mark.parametrize("is_broken", [False, True])
 def test_a_deadline_before_it_is_committed_ends_it(is_broken: bool) -> None:
     """`b` waits for the device, since it would free pages. Its pages wait on."""
-    desk, event, end = ComputingDesk(num_pages=32), Event(), Event()
+    desk, event, end = ComputingDesk(num_pages=32), Gate(), Gate()
     b, own = desk.copies(event, deadline_s=5.0)
     assert desk.transferred() == []
     if is_broken:
-        event.error = RuntimeError("the device is lost")
+        event.answer = RuntimeError("the device is lost")
         assert desk.transferred() == []
         with pytest.raises(RuntimeError, match="the device is lost"):
             desk.admit()
@@ -188,30 +175,30 @@ def test_a_deadline_before_it_is_committed_ends_it(is_broken: bool) -> None:
     assert desk._checked(desk.scheduler.pop_failed(end)) == [b]
     assert isinstance(b.error, PrefixKVError)
     assert own <= owned(desk)
-    end.is_done = True
+    end.answer = True
     desk.admit()
     if not is_broken:
         assert own <= owned(desk), "the chunk's own event is not done"
-        event.is_done = True
+        event.answer = True
         desk.admit()
     assert not own & owned(desk)
 
 
 def test_a_prompt_that_waits_for_an_event_that_raises_fails_by_that() -> None:
     """It has no deadline: nothing else would end its wait."""
-    desk, event, end = ComputingDesk(num_pages=32), Event(), Event()
+    desk, event, end = ComputingDesk(num_pages=32), Gate(), Gate()
     b, own = desk.copies(event)
     assert desk.transferred() == []
-    event.error = RuntimeError("the device is lost")
+    event.answer = RuntimeError("the device is lost")
     assert desk.transferred() == []
     with pytest.raises(RuntimeError, match="the device is lost"):
         desk.admit()
     assert b.state is DecodeState.FAILED
     assert isinstance(b.error, TransferError)
-    assert b.error.__cause__ is event.error
+    assert b.error.__cause__ is event.answer
     assert desk._checked(desk.scheduler.pop_failed(end)) == [b]
     assert own <= owned(desk)
-    end.is_done = True
+    end.answer = True
     desk.admit()
     assert not own & owned(desk)
 
@@ -225,7 +212,7 @@ def test_a_prompt_that_waits_for_an_event_that_raises_fails_by_that() -> None:
 )
 def test_its_pages_wait_for_its_own_event_without_another(how: str, is_whole: bool) -> None:
     """The engine names no event at the request's end: that of the chunk is not done yet."""
-    desk, event = ComputingDesk(num_pages=32), Event()
+    desk, event = ComputingDesk(num_pages=32), Gate()
     req = desk.begin("a", 18, deadline_s=5.0)
     desk.computed(req, 18 if is_whole else 10, event)
     own = set(req.pages.tolist())
@@ -242,29 +229,29 @@ def test_its_pages_wait_for_its_own_event_without_another(how: str, is_whole: bo
     assert req in desk.pop_failed()
     desk.admit()
     assert own <= owned(desk)
-    event.is_done = True
+    event.answer = True
     desk.admit()
     assert not own & owned(desk)
 
 
 def test_its_own_event_is_that_of_each_chunk() -> None:
-    desk, first, last = ComputingDesk(num_pages=32), Event(), Event(is_done=False)
+    desk, first, last = ComputingDesk(num_pages=32), Gate(), Gate()
     req = desk.begin("a", 18)
     desk.computed(req, 10, first)
     desk.computed(req, 18, last)
     own = set(req.pages.tolist())
     desk.abort(req)
-    last.is_done = True
+    last.answer = True
     desk.admit()
     assert own <= owned(desk)
-    first.is_done = True
+    first.answer = True
     desk.admit()
     assert not own & owned(desk)
 
 
 def test_a_request_that_comes_back_has_no_deadline_any_more() -> None:
     """It was retracted, and waits for the device again, since `a` has brought what it computes."""
-    desk, event = ComputingDesk(num_pages=32), Event()
+    desk, event = ComputingDesk(num_pages=32), Gate()
     desk.run("z", 4, max_new=30)
     req = desk.run("b", prompt("b", 12), deadline_s=5.0, max_new=30)
     for token in prompt("b", 20)[12:]:
@@ -286,7 +273,7 @@ def test_a_request_that_comes_back_has_no_deadline_any_more() -> None:
         assert desk.transferred() == []
         desk.admit()
     assert req.state is DecodeState.PREALLOCATED
-    event.is_done = True
+    event.answer = True
     assert desk.transferred() == ["b"]
 
 
@@ -300,7 +287,7 @@ def test_what_is_no_event_or_raises_changes_nothing() -> None:
     with pytest.raises(CallerError, match="after"):
         desk.scheduler.computed(req, 16, after=True)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="lost"):
-        desk.scheduler.computed(req, 16, after=Event(error=RuntimeError("lost")))
+        desk.scheduler.computed(req, 16, after=Gate(RuntimeError("lost")))
     assert desk.snapshot() == before
-    desk.computed(req, 16, Event(is_done=True))
+    desk.computed(req, 16, Gate(True))
     assert desk.transferred() == ["a"]

@@ -1,14 +1,12 @@
 """Law 10 on decode: what a request has written since its last commit enters no tree, no checkpoint
 and no host memory once the engine has failed or aborted it."""
 
-from __future__ import annotations
-
 import pytest
 
 from prefixkv.cache.checkpoints import Checkpoints
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.errors import AbortedError, CallerError, NotFiniteError
-from tests.support.spelled import Event
+from tests.support.gates import Gate
 from tests.unit.decode.desk import AbortRoom, Desk
 from tests.unit.decode.test_compute import Alone
 from tests.unit.decode.test_host_tier import HostDesk
@@ -17,7 +15,7 @@ from tests.unit.decode.test_sent_ends import SLOTS, computed, depths, desk_of, l
 NAN = NotFiniteError("NaN in 'a'")
 
 
-def end(desk: Desk, req: DecodeRequest, how: str, after: Event | None = None) -> None:
+def end(desk: Desk, req: DecodeRequest, how: str, after: Gate | None = None) -> None:
     scheduler = desk.scheduler
     if how == "fail":
         assert desk._checked(scheduler.fail(req.rid, NAN, after))
@@ -36,11 +34,11 @@ pytestmark = pytest.mark.parametrize("how", ["abort", "fail"])
 def test_of_one_that_runs_the_prompt_stays(how: str, is_late: bool) -> None:
     desk = Desk()
     req = desk.start("a", 8, 12, outputs=9)
-    after = Event() if is_late else None
+    after = Gate() if is_late else None
     end(desk, req, how, after)
     if after is not None:
         assert desk.states()["OWNED"] == 3
-        after.done = True
+        after.answer = True
         desk.admit()
     assert desk.prefix_of(req) == 8
     assert desk.states() == {"FREE": 14, "CACHED": 2}
@@ -56,11 +54,11 @@ def test_what_a_retraction_has_cached_stays_and_what_it_would_still_cache_does_n
         desk = Desk()
         desk.start("o", 4, outputs=1)
         req = desk.start("a", 8, 12, outputs=6)
-        event = Event()
-        event.done = is_done
+        event = Gate()
+        event.answer = is_done
         desk.retract(req, after=event)
         end(desk, req, how)
-        event.done = True
+        event.answer = True
         desk.admit()
         assert desk.prefix_of(req) == (12 if is_done else 8)
 

@@ -1,8 +1,6 @@
 """What the pool cannot keep stays in host memory: written behind a request's end, loaded for the
 next one, whatever else happens in between."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

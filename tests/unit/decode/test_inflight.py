@@ -1,8 +1,6 @@
 """The index of what is on its way, against a list that is searched through; and who goes with
 whom."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from typing import Any

@@ -1,7 +1,5 @@
 """Admission: in order, only what fits, and no look at a head for which nothing has changed."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A request whose transfer fails is asked for again, also at another prefill worker."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Refusals: each is sent once the number of its room is free, and keeps it until the answer."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import count
 

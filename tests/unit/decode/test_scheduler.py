@@ -1,12 +1,12 @@
-"""The decode scheduler, call by call. Random orders of the same calls are in
-`test_scheduler_fuzz.py`."""
-
-from __future__ import annotations
+"""The decode scheduler, call by call, and the table of a request's states. Random orders of the
+same calls are in `test_scheduler_fuzz.py`."""
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 
 from prefixkv.cache.radix_key import RadixKey
@@ -21,10 +21,11 @@ from prefixkv.errors import (
     TokenError,
     WeightsVersionError,
 )
+from prefixkv.pages.manager import PageManager
 from prefixkv.protocol.events import RoomOverdue
 from prefixkv.protocol.ids import RoomKey
 from prefixkv.request import Request
-from tests.support.spelled import Event
+from tests.support.gates import Gate
 from tests.unit.decode.desk import BROKEN, AbortRoom, Desk, RefuseRoom
 
 # --- add ------------------------------------------------------------------------------------------
@@ -107,7 +108,7 @@ def _retry_admitted(desk: Desk) -> DecodeRequest:
 def _deferred_retraction(desk: Desk) -> DecodeRequest:
     desk.start("old", 4, outputs=1)
     req = desk.start("a", 8, outputs=1)
-    desk.retract(req, after=Event())
+    desk.retract(req, after=Gate())
     return req
 
 
@@ -156,7 +157,7 @@ def test_an_abort_wherever_a_request_is_leaves_nothing(
     for generation in range(key.generation + 1):
         desk.fail(RoomKey(key.room, generation), drained=True)
     for event, _ in list(desk.scheduler.ledger.deferred.values()):
-        event.done = True
+        event.answer = True
     desk.admit()
     for other in list(desk.scheduler.requests.values()):
         assert other.rid == "old"
@@ -182,13 +183,13 @@ def test_an_end_that_crosses_our_abort_drains_but_revives_nothing(end: str) -> N
 
 def test_an_abort_of_what_runs_waits_for_the_device() -> None:
     desk = Desk()
-    req, event = desk.start("a", 9, outputs=2), Event()
+    req, event = desk.start("a", 9, outputs=2), Gate()
     desk.abort(req, after=event)
     assert desk.pop_failed() == [req]
     assert desk.states() == {"FREE": 13, "OWNED": 1, "CACHED": 2}
     desk.admit()
     assert len(desk.scheduler.ledger.deferred) == 1
-    event.done = True
+    event.answer = True
     desk.admit()
     assert desk.states() == {"FREE": 14, "CACHED": 2}
 
@@ -285,7 +286,7 @@ def test_an_abort_while_it_is_being_retracted_waits_for_the_same_device() -> Non
     before = desk.states()
     desk.abort(req)
     assert desk.states() == before
-    next(iter(desk.scheduler.ledger.deferred.values()))[0].done = True
+    next(iter(desk.scheduler.ledger.deferred.values()))[0].answer = True
     assert desk.admit() == [], "and it does not come back"
     assert desk.states() == {"FREE": 12, "CACHED": 3, "OWNED": 1}, (
         "the older one keeps the page it writes to"
@@ -454,14 +455,14 @@ def test_the_oldest_keeps_its_age_through_a_retraction() -> None:
 def test_nothing_is_released_before_the_device_is_done(how: str) -> None:
     desk = Desk()
     desk.start("old", 4)
-    req, event = desk.start("a", 8, outputs=1), Event()
+    req, event = desk.start("a", 8, outputs=1), Gate()
     before = desk.states()
     getattr(desk, how)(req, after=event)
     for _ in range(2):
         assert desk.admit() == []
         assert desk.states() == before
     assert len(desk.scheduler.ledger.deferred) == 1
-    event.done = True
+    event.answer = True
     assert desk.admit() == (["a"] if how == "retract" else [])
     assert len(desk.scheduler.ledger.deferred) == 0
 
@@ -494,7 +495,7 @@ def test_a_flush_lets_what_runs_finish_and_keeps_none_of_it(place: str) -> None:
         desk.succeed(req.room_key)
         desk.transferred()
     if place == "being retracted":
-        next(iter(desk.scheduler.ledger.deferred.values()))[0].done = True
+        next(iter(desk.scheduler.ledger.deferred.values()))[0].answer = True
         assert desk.admit() == ["a"]
         [ask] = desk.scheduler.pop_needs_prefill()
         assert (len(ask.tokens), req.prefix_len) == (8, 0)
@@ -528,10 +529,10 @@ def test_the_hint_about_the_conversation_reaches_the_tree(
 def test_what_will_not_be_asked_again_is_freed_and_not_cached(
     keep: int | None, cached: int, deferred: bool
 ) -> None:
-    desk, event = Desk(), Event()
+    desk, event = Desk(), Gate()
     req = desk.start("a", 8, 9, outputs=9)  # two pages of prompt, 16 tokens with KV
     desk.finish(req, after=event if deferred else None, keep_tokens=keep)
-    event.done = True
+    event.answer = True
     desk.scheduler.release_deferred(1.0)
     assert desk.states() == {"FREE": 16 - cached, "CACHED": cached}
     assert desk.pages.match(req.key).prefix_len == 4 * cached
@@ -658,3 +659,53 @@ def test_an_event_that_cannot_be_asked_changes_nothing(how: str) -> None:
     assert (req.state, desk.scheduler.pages.allocator.owned_pages) == (state, owned)
     assert desk.scheduler.requests["a"] is req
     desk.scheduler.check_invariants()
+
+
+def new() -> DecodeRequest:
+    request = Request(
+        "a", [1, 2, 3, 4, 5], max_new_tokens=4, room=9, generation=2, prefill="p", namespace="lora"
+    )
+    return DecodeRequest(request, PageManager(8, 4, 2), 1.0)
+
+
+def test_every_state_has_a_row_and_the_ended_ones_lead_nowhere() -> None:
+    assert set(DecodeRequest.TRANSITIONS) == set(DecodeState)
+    for state, nexts in DecodeRequest.TRANSITIONS.items():
+        assert state.ended == (not nexts)
+        assert state.ended or DecodeState.ABORTED in nexts, (
+            "an abort is possible wherever a request is"
+        )
+
+
+@pytest.mark.parametrize(("before", "after"), list(product(DecodeState, DecodeState)))
+def test_only_what_is_in_the_table_happens(before: DecodeState, after: DecodeState) -> None:
+    req = new()
+    req.state = before
+    if after in DecodeRequest.TRANSITIONS[before]:
+        req.become(after)
+        assert req.state is after
+    else:
+        with pytest.raises(
+            InternalError, match=f"'a' cannot go from {before.value} to {after.value}"
+        ):
+            req.become(after)
+        assert req.state is before
+
+
+def test_a_new_request_counts_its_tokens_and_holds_no_pages() -> None:
+    req = new()
+    assert (req.prompt_len, req.kv_len, req.fill_len, req.max_pages) == (5, 5, 5, 2)
+    assert (req.pages.tolist(), req.row, req.resumed, req.room_key) == (
+        [],
+        -1,
+        False,
+        RoomKey(9, 2),
+    )
+    assert req.key.namespace == "lora"
+    req.key.append(6)
+    assert len(req.request.key) == 5, "its key is its own"
+    req.output += [6, 7]
+    tokens = req.tokens
+    assert tokens.tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert tokens.dtype == np.int32
+    assert req.resumed

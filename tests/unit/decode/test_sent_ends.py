@@ -1,8 +1,6 @@
 """Of what prefill sends decode computes the end itself, where it keeps checkpoints: so each prompt
 leaves one where the next turn finds it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A prefill worker that takes promises and never gives its proof does not get the whole pool."""
 
-from __future__ import annotations
-
 import pytest
 
 from prefixkv.decode.rooms import Workers

@@ -1,7 +1,5 @@
 """Requests that need the same pages at the same time: sent once, whoever ends first and however."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The rule by which decode computes what a request lacks, or asks prefill."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

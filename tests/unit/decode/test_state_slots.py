@@ -1,8 +1,6 @@
 """A request's slot of extra state goes the way of its own pages, and its state is never taken from
 the cache."""
 
-from __future__ import annotations
-
 import pytest
 
 from prefixkv.errors import OutOfPagesError

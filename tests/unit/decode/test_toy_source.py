@@ -1,7 +1,5 @@
 """A source in one file: it reads the KV of whole pages from a file, behind what is cached."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Decode's scheduler where layers keep a window: what is admitted, promised, held and given back in
 a window group, beside pages that are as ever."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Hints in an engine's envelope, and beside it."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

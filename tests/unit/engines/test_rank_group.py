@@ -1,7 +1,5 @@
 """Ranks that cannot gather at the start leave nothing open."""
 
-from __future__ import annotations
-
 import pytest
 
 from prefixkv import DecodeConfig, Mesh, PrefillConfig

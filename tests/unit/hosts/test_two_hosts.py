@@ -7,8 +7,6 @@ that a node in it may die and another take its place. All of it is gone with the
 root; that of a user namespace will do (`unshare -r`). `RefusedError` says what is not allowed.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil

@@ -8,8 +8,6 @@ that a decoder demands is there; hashes are integers and never 0; a run is dense
 twice, and its parent is known; nothing is stored twice or removed unless it is there.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

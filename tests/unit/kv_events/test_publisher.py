@@ -1,7 +1,5 @@
 """The sockets: frames as vLLM has them, repeats, snapshots, and subscribers that behave badly."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

@@ -1,7 +1,5 @@
 """Layouts: sizes, and that what `validate` accepts is sound whatever a peer sends."""
 
-from __future__ import annotations
-
 import itertools
 import operator
 import re

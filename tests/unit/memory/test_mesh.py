@@ -1,7 +1,5 @@
 """Meshes: what a rank holds, who writes to whom, and which pairs are refused."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import chain, product
 

@@ -1,8 +1,6 @@
 """Copies of pages between a pool and host pages: each byte, and no other; on the CPU, and
 staged as on a GPU."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable
 

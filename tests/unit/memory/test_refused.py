@@ -1,7 +1,5 @@
 """Pools, layouts of tensors, groups and buffers that cannot be: each is refused by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -23,8 +21,7 @@ from prefixkv.runtime.staging import RelayBuffer
 from tests.support.engine_tensors import DIM, HEADS, LAYERS, PAGES, TOKENS
 from tests.support.mesh_pools import mesh_layout
 from tests.support.state_memory import TENSORS
-from tests.unit.memory.test_axes import SAID, VLLM, blocks, tensors
-from tests.unit.memory.test_page_groups import grouped, one_arena, pool
+from tests.unit.memory.test_kv_pool import SAID, VLLM, blocks, grouped, one_arena, pool, tensors
 
 Shape = tuple[int, ...]
 SHAPE: Shape = (PAGES, TOKENS, HEADS, DIM)

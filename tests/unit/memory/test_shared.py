@@ -1,7 +1,5 @@
 """Memory that a peer may map: sealed, zero, freed with its last tensor; and staging buffers."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import gc

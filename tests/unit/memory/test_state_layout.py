@@ -1,8 +1,6 @@
 """Extra state: which rank holds and sends what of it, by brute force; and descriptions that cannot
 be."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

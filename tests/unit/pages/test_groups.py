@@ -1,8 +1,6 @@
 """Window groups: against a naive model, and copies that are broken in one place, each of which it
 has to find."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Path hashes in the tree: a digest worked out from them is the prompt's, whatever became of the
 tree, and what they know of is not hashed again."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

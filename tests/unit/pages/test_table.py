@@ -1,7 +1,5 @@
 """The page table: rows, their lengths, and that what is unused stays -1."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

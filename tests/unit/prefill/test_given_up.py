@@ -1,8 +1,6 @@
 """Law 10 on prefill: what a request has written since it was cached last enters no tree and no
 checkpoint once the engine has failed or aborted it; where its peer has failed it, it does."""
 
-from __future__ import annotations
-
 import pytest
 
 from prefixkv.errors import AbortedError, NotFiniteError, TransferTimeoutError

@@ -1,8 +1,8 @@
-"""The prefill scheduler, call by call, its queue of bootstrapped requests included."""
-
-from __future__ import annotations
+"""The prefill scheduler, call by call: its queue of bootstrapped requests, and the journal of what
+it writes down of each."""
 
 import gc
+import json
 from itertools import product
 from typing import Any
 
@@ -23,14 +23,15 @@ from prefixkv.errors import (
 from prefixkv.pages.allocator import PageState
 from prefixkv.pages.manager import PageManager
 from prefixkv.paging import pages_for
-from prefixkv.prefill.request import PrefillRequest, PrefillState
+from prefixkv.prefill.request import PrefillRequest, PrefillState, timeline
+from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.protocol.commands import AbortRoom, AddRoom, DeclineRoom, SendChunk
 from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.request import Request
 from tests.laws.auditor import assert_at_rest
+from tests.support.gates import Gate
 from tests.support.schedulers import prefill_scheduler
-from tests.support.spelled import Event
 
 PAGE_SIZE = 4
 BROKEN = TransferError("broken")
@@ -107,7 +108,7 @@ class Desk:
     def pop_sent(self) -> list[PrefillRequest]:
         return self._checked(self.scheduler.pop_sent())
 
-    def pop_failed(self, after: Event | None = None) -> list[PrefillRequest]:
+    def pop_failed(self, after: Gate | None = None) -> list[PrefillRequest]:
         return self._checked(self.scheduler.pop_failed(after))
 
     def done(self, req: PrefillRequest) -> None:
@@ -163,7 +164,7 @@ def test_a_request_from_arrival_to_sent() -> None:
         0,
         3,
     )
-    row, ready = req.pages.tolist(), Event()
+    row, ready = req.pages.tolist(), Gate()
     assert [desk.send(req, 3), desk.send(req, 9, ready=ready)] == [0, 1]
     assert desk.send(req, 10, last=True, aux=b"first") == 1
     chunk, last = desk.scheduler.take_commands()
@@ -485,7 +486,7 @@ def test_an_end_wherever_a_request_is_leaves_nothing(place: str, how: str) -> No
 
 def test_pages_of_a_failed_request_wait_for_the_device() -> None:
     desk = Desk()
-    req, event = desk.computing("a", 8), Event()
+    req, event = desk.computing("a", 8), Gate()
     desk.send(req, 4)
     desk.end(req, ok=False)
     desk.source_free(req)
@@ -494,7 +495,7 @@ def test_pages_of_a_failed_request_wait_for_the_device() -> None:
         assert desk.next_pass() == []
         assert desk.states() == {"FREE": 14, "CACHED": 1, "OWNED": 1}
         assert desk.pages.cache.protected_pages == 1
-    event.done = True
+    event.answer = True
     desk.scheduler.pop_bootstrapped()
     assert desk.states() == {"FREE": 15, "CACHED": 1}
     assert_at_rest(desk.scheduler)
@@ -562,3 +563,90 @@ def test_the_deadline_of_a_request_that_was_sent_is_forgotten() -> None:
     assert desk.scheduler.wake_s == 5.0
     desk.done(req)
     assert len(desk.scheduler._deadlines) == 0
+
+
+PAGE_BYTES = 100
+
+
+@pytest.fixture
+def ended() -> list[dict[str, Any]]:
+    return []
+
+
+@pytest.fixture
+def scheduler(ended: list[dict[str, Any]]) -> PrefillScheduler:
+    scheduler = prefill_scheduler(PageManager(16, 4, 8))
+
+    def write(req: PrefillRequest, now_s: float) -> None:
+        ended.append(json.loads(json.dumps(timeline(req, PAGE_BYTES, 4))))
+
+    scheduler.journal.on_ended = [write]
+    return scheduler
+
+
+def test_a_request_is_written_down_from_arrival_to_sent(
+    scheduler: PrefillScheduler, ended: list[dict[str, Any]]
+) -> None:
+    scheduler.now_s = 5.0
+    req = scheduler.add(Request("a", list(range(10)), room=3, decode="decode-1", namespace="lora"))
+    scheduler.hear(Bootstrapped(req.room_key, PeerId("decode-1", 1), 4), 6.0)
+    scheduler.now_s = 8.0
+    scheduler.pop_bootstrapped()
+    scheduler.now_s = 9.0
+    scheduler.send_chunk(req, 4)
+    scheduler.now_s = 11.0
+    scheduler.send_chunk(req, 10, last=True)
+    scheduler.hear(RoomEnded(req.room_key, KVPoll.SUCCESS, None), 15.0)
+    assert ended == [
+        {
+            "side": "prefill",
+            "rid": "a",
+            "room": 3,
+            "generation": 0,
+            "namespace": "lora",
+            "outcome": "sent",
+            "error": None,
+            "peer": "decode-1",
+            "prompt_tokens": 10,
+            "hit_tokens": 0,
+            "decode_hit_tokens": 4,
+            "chunks": 2,
+            "sent_bytes": 2 * PAGE_BYTES,
+            "skipped_bytes": PAGE_BYTES,
+            "promised_s": 1.0,
+            "started_s": 3.0,
+            "computed_s": 6.0,
+            "ended_s": 10.0,
+        }
+    ]
+    journal = scheduler.journal
+    assert {reason: waits.total for reason, waits in journal.waits.items()} == {
+        "decode": 1.0, "pages": 2.0, "compute": 3.0, "send": 4.0,
+    }  # fmt: skip
+    assert journal.transfers["success"].read() == {"decode-1": [1]}
+    assert journal.tokens.read()["lora"][:2] == [10, 0]
+    assert [name for name, _ in scheduler.holders()] == ["a"]
+
+
+def test_what_fails_or_is_aborted_is_written_down_once(
+    scheduler: PrefillScheduler, ended: list[dict[str, Any]]
+) -> None:
+    first = scheduler.add(Request("a", list(range(10)), room=1, decode="d"))
+    scheduler.add(Request("b", list(range(10)), room=2, decode="d"))
+    scheduler.hear(Bootstrapped(first.room_key, PeerId("d", 1), 0), 1.0)
+    scheduler.hear(RoomEnded(first.room_key, KVPoll.FAILED, TransferError("broken")), 2.0)
+    scheduler.hear(RoomEnded(first.room_key, KVPoll.FAILED, TransferError("again")), 3.0)
+    scheduler.now_s = 4.0
+    scheduler.abort("b")
+    assert [
+        (record["rid"], record["outcome"], record["error"], record["ended_s"]) for record in ended
+    ] == [
+        ("a", "failed", "TransferError: broken", 2.0),
+        ("b", "aborted", "AbortedError: request 'b' was aborted", 4.0),
+    ]
+    transfers = {name: tally.read() for name, tally in scheduler.journal.transfers.items()}
+    assert transfers == {
+        "success": {},
+        "failed": {"d": [1]},
+        "aborted": {},
+    }  # the other had met no peer

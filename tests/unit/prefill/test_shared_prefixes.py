@@ -1,8 +1,6 @@
 """Requests that wait for a prefix which another computes: what that saves, and that it always
 ends."""
 
-from __future__ import annotations
-
 from collections import deque
 from typing import Any
 

@@ -5,8 +5,6 @@ The folder protects the two machines of a room, what travels, and timers. Who ma
 and what is remembered of one, is the control objects': ../control.
 """
 
-from __future__ import annotations
-
 import pickle
 import re
 from collections.abc import Iterable, Sequence

@@ -2,8 +2,6 @@
 configurations: see tests/laws/explore/laws.py for the laws, `fuzz/run.py explore` for the whole,
 with the mutants that take longer to find."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

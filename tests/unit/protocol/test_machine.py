@@ -1,7 +1,5 @@
 """How a table's step is taken, and the diagram that is drawn of the table."""
 
-from __future__ import annotations
-
 import pytest
 
 from prefixkv.errors import InternalError

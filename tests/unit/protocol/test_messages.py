@@ -1,7 +1,5 @@
 """What travels: every body comes back as it was, and nothing else gets in."""
 
-from __future__ import annotations
-
 import struct
 from typing import Any, get_args
 

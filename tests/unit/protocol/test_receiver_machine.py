@@ -1,8 +1,6 @@
 """Decode's room machine: the laws of `Laws` hold after every event, whatever comes, from any number
 of ranks. A room that owes prefill a word is over once: by an answer, by our word, or by time."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

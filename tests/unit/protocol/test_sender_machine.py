@@ -3,8 +3,6 @@ with pages of equal and of unequal sizes. The one that matters most: no reader i
 while a write is in flight, or after one has ended in an error that proves nothing.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import count, product

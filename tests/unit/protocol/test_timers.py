@@ -1,7 +1,5 @@
 """When each key is woken: `Timers` against a dict, the pauses of `Backoff`, the end of a `Wait`."""
 
-from __future__ import annotations
-
 import weakref
 from itertools import count
 from typing import Any

@@ -1,7 +1,5 @@
 """The request log of a proxy, and what it refuses itself, over real sockets."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

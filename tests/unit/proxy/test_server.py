@@ -1,10 +1,10 @@
 """The proxy, over real sockets, before servers that do on command what vLLM's do by chance: fail,
-say nothing, die in the middle. With real ones: tests/integration/vllm."""
-
-from __future__ import annotations
+say nothing, die in the middle. Streams are cut anywhere. With real ones:
+tests/integration/vllm."""
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
@@ -23,7 +23,7 @@ from starlette.routing import Route
 from prefixkv import Hints
 from prefixkv.errors import ConfigError
 from prefixkv.proxy import server as proxy_module
-from prefixkv.proxy.server import Proxy
+from prefixkv.proxy.server import Proxy, prompts_of, retold_events, whole_events
 from prefixkv.serving.config import Limits, ListenSettings, ProxyConfig, ServerAt
 from prefixkv.serving.http import (
     ApiError,
@@ -810,7 +810,10 @@ async def test_null_is_as_good_as_nothing_where_the_proxy_sets_it(stage: Stage) 
 def test_servers_as_they_are_named() -> None:
     one = ServerAt.of("http://127.0.0.1:8100/=tcp://127.0.0.1:14579")
     assert one == ServerAt("http://127.0.0.1:8100", "tcp://127.0.0.1:14579")
-    for text in ("http://127.0.0.1:8100", "127.0.0.1:8100=a", "http://h=", "http://[::=a", "=", ""):
+    more = ("http://me:secret@h=a", "http://h#x=a")  # neither is asked of a server
+    for text in (
+        "http://127.0.0.1:8100", "127.0.0.1:8100=a", "http://h=", "http://[::=a", "=", "", *more,
+    ):  # fmt: skip
         with pytest.raises(ConfigError, match="is no server"):
             ServerAt.of(text)
     config = ProxyConfig(listen=ListenSettings())
@@ -852,3 +855,49 @@ async def test_what_goes_wrong_on_a_server_is_not_told_to_a_client(stage: Stage)
             assert "(request " in told
             for inner in ("Traceback", "core.py", "10.1.2.3", "127.0.0.1", "http://", "sk-1"):
                 assert inner not in told
+
+
+STREAM = b'data: {"id": "a"}\n\ndata: {"id": "b", "usage": null}\n\ndata: [DONE]\n\n'
+
+
+async def pieces(stream: bytes, size: int, *, breaks: bool) -> AsyncGenerator[bytes, None]:
+    for at in range(0, len(stream), size):
+        yield stream[at : at + size]
+    if breaks:
+        raise ConnectionError
+
+
+async def passed_on(stream: bytes, size: int, *, breaks: bool, cached: int | None) -> bytes:
+    out, later = b"", pieces(stream, size, breaks=breaks)
+    try:
+        async for events in whole_events(await anext(later, b""), later):
+            out += retold_events(events, cached)[0]
+    except ConnectionError:
+        assert breaks
+    return out
+
+
+@pytest.mark.parametrize("cached", [None, 3])
+@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
+def test_what_breaks_off_is_passed_on_in_whole_events(
+    end: bytes, size: int, cached: int | None
+) -> None:
+    """An error can be said behind it. A stream that ends is passed on whole."""
+    stream = STREAM.replace(b"\n", end)
+    ends = [found.end() for found in re.finditer(end * 2, stream)]
+    for cut in range(len(stream) + 1):
+        begun = stream[:cut]
+        out = asyncio.run(passed_on(begun, size, breaks=True, cached=cached))
+        assert out == stream[: max([0, *(end for end in ends if end <= cut)])]
+        assert asyncio.run(passed_on(begun, size, breaks=False, cached=cached)) == begun
+
+
+def test_prompts_are_told_apart_whatever_blanks_stand_before_them() -> None:
+    """Several with one room would be computed by the two servers as one."""
+    for first, second in ((b'"a"', b'"b"'), (b"[1]", b"[2]")):
+        blanks = b"\n" + b" " * 100
+        several = msgspec.Raw(b"[" + blanks + first + b"," + second + b"]")
+        assert [*map(bytes, prompts_of(several))] == [first, second]
+    for one in (b'"[\\"a"', b"[]", b"[1, 2]"):
+        assert prompts_of(msgspec.Raw(one)) == [msgspec.Raw(one)]

@@ -2,8 +2,6 @@
 several; what is damaged, left out or of other sizes changes nothing. What the ranks above 0 say:
 test_leader.py. Whole workers of several ranks: tests/unit/control/test_engine_sim.py."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from contextlib import suppress

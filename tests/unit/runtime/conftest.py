@@ -2,8 +2,6 @@
 transports. The decisions themselves: tests/unit/{decode,prefill,control}. Pairs of real nodes are
 audited here, and have given everything back, when the test ends."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading

@@ -1,8 +1,6 @@
 """Checksums over real transports: a page whose bytes are not those that prefill wrote fails its
 request by name, and nothing of it is cached, whatever the meshes, layouts, routes and groups."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Callable, Iterable

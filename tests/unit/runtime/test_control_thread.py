@@ -1,8 +1,6 @@
 """The control thread between a node and its peers: exceptions in it, and news that nobody may
 miss."""
 
-from __future__ import annotations
-
 import logging
 import math
 import select

@@ -1,7 +1,5 @@
 """A process is dead where the kernel proves it, and at no other time."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,8 +1,6 @@
 """The host tier's copies: every byte, loads first, each order reported once and not before nothing
 touches its pages. And staging's."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Both nodes publish what their caches do; a follower of the sockets knows the trees."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from typing import Any
 

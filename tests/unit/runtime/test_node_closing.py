@@ -1,7 +1,5 @@
 """Nodes that open and close: what they took comes back, and what the other side makes of it."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading

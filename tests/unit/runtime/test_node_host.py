@@ -1,7 +1,5 @@
 """Real nodes of which decode keeps in host memory what its pool forgets: every byte is checked."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

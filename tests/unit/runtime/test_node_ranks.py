@@ -1,25 +1,50 @@
-"""Workers of two ranks whose other rank's process is dead: it is waited for until it is fenced."""
+"""What a group of ranks does beyond its first rank, what each may be given, and what it waits for
+where another rank's process is dead: until it is fenced."""
 
-from __future__ import annotations
-
+import select
+import socket
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import zmq
 
 from prefixkv import DecodeNode, PrefillNode
-from prefixkv.config import DecodeConfig, PrefillConfig, TransportConfig
-from prefixkv.errors import CallerError, DrainingError, PeerLostError
+from prefixkv.config import CurveConfig, DecodeConfig, ModelConfig, PrefillConfig, TransportConfig
+from prefixkv.control.handshake import check_pair, named
+from prefixkv.engines.sglang.transfer_options import OPTION_NAMES as SGLANG
+from prefixkv.engines.vllm.options import OPTION_NAMES as VLLM
+from prefixkv.errors import (
+    AdmissionTimeoutError,
+    CallerError,
+    DrainingError,
+    HandshakeError,
+    InternalError,
+    PeerLostError,
+)
+from prefixkv.memory.kv_pool import KVPool, PoolGroup
 from prefixkv.memory.mesh import Mesh
+from prefixkv.memory.state_layout import StateTensor
+from prefixkv.memory.state_pool import StatePool
+from prefixkv.protocol.ids import RoomKey
+from prefixkv.protocol.receiver_machine import RoomDrained
 from prefixkv.ranks.row_log import RankLog
 from prefixkv.request import Request
+from prefixkv.runtime.control_thread import ControlFailed
+from prefixkv.runtime.metrics import NodeCollector
+from prefixkv.runtime.rank_spec import RankSpec
+from prefixkv.serving.config import OPTION_NAMES as SERVING
 from prefixkv.spi import DecodeGroup, DecodeRank, PrefillRank
+from tests.support.mesh_workers import MeshPair
 from tests.support.node_pair import NodePair, make_pool, tokens_of
 from tests.support.node_process import EVENTS
-from tests.support.patience import until
+from tests.support.patience import lasting_address, returned, until
 from tests.support.patterns import make_pools
 from tests.support.processes import Child, children, obey
+from tests.support.state_memory import SHARDED, TENSORS
 from tests.unit.runtime.conftest import QUICK
 
 MESH = Mesh(2, 2, tp_size=2)
@@ -147,3 +172,198 @@ def test_a_prefill_rank_whose_process_is_dead_is_waited_for_until_it_is_fenced(
             for node in (prefill, decode):
                 node.audit()
                 assert node.stats()["pages_owned"] == node.stats()["pages_held"] == 0
+
+
+def group(**changes: float) -> DecodeGroup:
+    pools = make_pools(MESH, 16, 4, 16, order="layer_major")
+    return DecodeGroup(pools, DecodeConfig(control=QUICK, reserve_tokens=0, **changes), MESH)  # type: ignore[arg-type]
+
+
+def test_wait_ends_when_a_request_has_waited_too_long_and_not_before_there_is_something(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("PREFIXKV_DEBUG")  # it waits in a thread of its own
+    with group(waiting_timeout_s=0.3) as decode:
+        assert not decode.wait(0.0)
+        prompt = tokens_of(1, 60)
+        decode.add(Request("waits", prompt, max_new_tokens=2, room=1, prefill=lasting_address()))
+        assert decode.pop_preallocated() == []
+
+        def wait() -> bool:
+            while not decode.pop_preallocated() and not decode.has_results:
+                decode.wait()
+            return True
+
+        assert returned(wait)
+        (late,) = decode.pop_failed()
+        assert (late.rid, type(late.error)) == ("waits", AdmissionTimeoutError)
+        until(lambda: decode.stats()["pages_free"] == 16)
+
+
+def test_an_error_on_a_rank_is_raised_and_costs_no_news() -> None:
+    with group() as decode:
+        (other,) = decode.others
+        key = RoomKey(7, 0)
+        poller = select.poll()
+        poller.register(decode.fileno(), select.POLLIN)
+        assert not poller.poll(0)
+        other.transfers.thread.events.put(RoomDrained(key))
+        assert poller.poll(0), "any rank's descriptor is the group's"
+        other.transfers.thread.events.put(ControlFailed(ValueError("broke")))
+        with pytest.raises(InternalError, match="broke"):
+            decode.pop_failed()
+        decode.pop_failed()
+        assert len(decode.leader) == 1, "what it said before has come all the same"
+        decode.transfers.thread.events.put(RoomDrained(key))
+        decode.pop_failed()
+        assert len(decode.leader) == 0
+
+
+def test_the_audit_sees_a_rank_with_other_rows() -> None:
+    with group() as decode:
+        decode.audit()
+        (other,) = decode.others
+        other.page_table[0, 0] = 3
+        with pytest.raises(InternalError, match="each rank has the rows and requests of rank 0"):
+            decode.audit()
+
+
+def test_the_ranks_of_a_worker_share_its_key() -> None:
+    server, client = (CurveConfig(*(key.decode() for key in zmq.curve_keypair())) for _ in range(2))
+    ours = replace(QUICK, curve=replace(server, allowed_clients={client.public_key: "decode-0"}))
+    theirs = replace(QUICK, curve=replace(client, server_key=server.public_key))
+    configs = {
+        "prefill_config": PrefillConfig(control=ours),
+        "decode_config": DecodeConfig(control=theirs),
+    }
+    with MeshPair(Mesh(2, 2), MESH, **configs) as pair:  # type: ignore[arg-type]
+        pair.serve(1, {"r": tokens_of(1, 20)})
+        assert not pair.failed
+        pair.check_at_rest()
+
+
+def test_metrics_have_what_all_ranks_of_prefill_have_sent() -> None:
+    with MeshPair(MESH, Mesh(2, 2)) as pair:
+        pair.serve(1, {"r": tokens_of(1, 20)})
+        families = NodeCollector(pair.prefill).collect()
+        (sent,) = [one for one in families if one.name == "prefixkv_sent_bytes"]
+        assert sent.samples[0].value == pair.prefill.stats()["bytes_sent"] > 0
+        assert pair.prefill.bytes_sent < sent.samples[0].value, "rank 0's are a part of them"
+
+
+@pytest.mark.parametrize("bind", ["tcp://127.0.0.1:{port}", "ipc://{folder}/socket"])
+def test_a_group_has_the_address_that_is_configured(tmp_path: Path, bind: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = bind.format(port=free.getsockname()[1], folder=tmp_path)
+    with MeshPair(MESH, Mesh(2, 2), prefill_config=PrefillConfig(bind=address)) as pair:
+        assert pair.prefill.endpoint == address
+        pair.serve(1, {"r": tokens_of(1, 20)})
+        assert not pair.failed
+
+
+def grouped(window: int = 10, heads: int = 2, name: str = "sliding", **sizes: Any) -> KVPool:
+    of = {"num_pages": 8, "page_size": 4, "num_layers": 1, "num_kv_heads": 1, "head_dim": 8}
+    full = KVPool.create(**(of | sizes))
+    last = KVPool.create(**(of | sizes | {"num_kv_heads": heads, "num_pages": 12}))
+    return full.with_groups(PoolGroup(name, last, window, 4))
+
+
+def plain(**sizes: Any) -> tuple[RankSpec, ModelConfig]:
+    return RankSpec(make_pool(device="cpu", **sizes)), ModelConfig()
+
+
+def model(**named: Any) -> tuple[RankSpec, ModelConfig]:
+    return plain()[0], ModelConfig(**named)
+
+
+def groups(**changes: Any) -> tuple[RankSpec, ModelConfig]:
+    return RankSpec(grouped(**changes)), ModelConfig()
+
+
+def states(*tensors: StateTensor) -> tuple[RankSpec, ModelConfig]:
+    state = StatePool.create(tensors, 2) if tensors else None
+    pool = make_pool(num_layers=4, num_kv_heads=4, device="cpu")
+    return RankSpec(pool, state=state), ModelConfig()
+
+
+def tail(*what: Any) -> tuple[RankSpec, ModelConfig]:
+    return states(SHARDED, StateTensor("tail", *what), *TENSORS[2:])
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "field"),
+    [
+        (plain(), plain(dtype="float16"), "dtype"),
+        (plain(), plain(attention="mla", num_kv_heads=1), "attention"),
+        (plain(), plain(num_layers=3), "num_layers"),
+        (plain(), plain(num_kv_heads=4), "num_kv_heads"),
+        (plain(), plain(head_dim=8), "head_dim"),
+        (plain(), plain(page_size=6), "page_size"),
+        (plain(), model(model="other"), "model"),
+        (plain(), model(kv_scales="per-head"), "kv_scales"),
+        (groups(), groups(window=9), "groups[0].window"),
+        (groups(), groups(heads=4), "groups[0].num_kv_heads"),
+        (groups(), groups(name="other"), "groups[0].name"),
+        (groups(), groups(window=0, num_pages=12), "groups[0].window"),
+        (groups(), groups(page_size=8), "page_size"),
+        (groups(), (RankSpec(KVPool.create(8, 4, 1, 1, 8)), ModelConfig()), "groups[0]"),
+        (states(*TENSORS), states(), "state[0]"),
+        (states(*TENSORS), states(*TENSORS, StateTensor("more", 0, 1, (1,))), "state[4]"),
+        (
+            states(*TENSORS),
+            states(StateTensor("other", 0, 4, (3, 5), "float16"), *TENSORS[1:]),
+            "state[0].name",
+        ),
+        (states(*TENSORS), tail(0, 1, (40,), "uint8"), "state[1].layer"),
+        (states(*TENSORS), tail(1, 2, (20,), "uint8"), "state[1].num_heads"),
+        (states(*TENSORS), tail(1, 1, (20, 2), "uint8"), "state[1].head_shape"),
+        (
+            states(*TENSORS),
+            states(StateTensor("conv", 0, 4, (3, 5), "bfloat16"), *TENSORS[1:]),
+            "state[0].dtype",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_workers_that_do_not_fit_say_what_differs(ours: Any, theirs: Any, field: str) -> None:
+    told = [(spec.digest(config), spec.topology) for spec, config in (ours, theirs)]
+    for one, other in (told, told[::-1]):
+        with pytest.raises(HandshakeError) as caught:
+            check_pair(*one, *other)
+        assert caught.value.field == field
+
+
+TAG = "vllm=0.32.0 kernels=CPU_ATTN layout=LBHNC kv_cache_dtype=auto dtype=float32 instructions=amx"
+DTYPES = "--kv-cache-dtype, or --dtype"
+SGLANG_KV = "--kv-cache-dtype, --attention-backend, or --model-path"
+
+
+def opaque(tag: str) -> tuple[RankSpec, ModelConfig]:
+    memory = [torch.zeros(16, 8 * 4)]
+    axes = "page", "packed"
+    pool = KVPool.from_tensors(memory, page_size=8, axes=axes, num_kv_heads=1, opaque=tag)
+    return RankSpec(pool), ModelConfig()
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "options"),
+    [
+        (plain(), plain(page_size=6), ("--block-size", "--page-size", "--page-size")),
+        (plain(), plain(dtype="float16"), (DTYPES, DTYPES, "--dtype, or --model")),
+        (opaque(TAG), opaque(TAG.replace("32", "64")),
+         ("the version of vLLM, --dtype", SGLANG_KV, "")),
+        (opaque(TAG), opaque(TAG.replace("auto", "fp8").replace("LBHNC", "BLHNC")),
+         ("VLLM_KV_CACHE_LAYOUT, --kv-cache-dtype", SGLANG_KV, "")),
+    ],
+)  # fmt: skip
+def test_a_refusal_names_the_engine_s_option(ours: Any, theirs: Any, options: Any) -> None:
+    told = [
+        part for spec, config in (ours, theirs) for part in (spec.digest(config), spec.topology)
+    ]
+    with pytest.raises(HandshakeError) as caught:
+        check_pair(*told)
+    field = caught.value.field
+    for names, option in zip((VLLM, SGLANG, SERVING, {}), (*options, ""), strict=True):
+        error: Any = named(caught.value, names)
+        assert (error.field, error.option) == (field, option)
+        assert str(error).startswith(f"{field} ({option}) " if option else f"{field} ")

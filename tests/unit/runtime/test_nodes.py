@@ -1,6 +1,5 @@
-"""Two nodes of one process over real NIXL: every request path that works, every byte verified."""
-
-from __future__ import annotations
+"""Two nodes of one process over real NIXL: every request path that works, every byte verified;
+prompts that decode computes, of which prefill hears in time, and may go."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,11 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from prefixkv import DecodeNode, PrefillNode
 from prefixkv.cache.radix_key import RadixKey
-from prefixkv.errors import PromptMismatchError
+from prefixkv.config import ComputeConfig, ControlConfig, DecodeConfig, PrefillConfig
+from prefixkv.errors import AbortedError, PromptMismatchError, TransferError, WeightsVersionError
+from prefixkv.request import Request
 from tests.support.gates import Gate
-from tests.support.node_pair import NodePair, first_token, tokens_of
-from tests.support.patience import NEVER_S, SkippableClock
+from tests.support.node_pair import NodePair, first_token, left, make_pool, tokens_of
+from tests.support.patience import NEVER_S, SkippableClock, until
 from tests.unit.runtime.conftest import QUICK, MakePair
 
 PAGE_SIZE = 4
@@ -197,3 +199,125 @@ def test_another_prompt_fails_on_both_sides_and_its_pages_are_free_at_once(
     stats = pair.decode.stats()
     assert stats["pages_held"] == stats["pages_owned"] == 0
     assert (sent_bytes(pair), pair.p.chunks) == (0, {})
+
+
+# No deadline here is shorter than a test may take: what ends, ends for another reason.
+PATIENT = ControlConfig(bootstrap_timeout_s=300.0, waiting_timeout_s=300.0, parked_timeout_s=300.0)
+
+
+def moved(error: Exception | None) -> tuple[str, str]:
+    assert isinstance(error, WeightsVersionError), repr(error)
+    return error.versions
+
+
+def works(pair: NodePair, rid: str) -> None:
+    pair.submit(rid, tokens_of(1, 21))
+    pair.run(rid)
+    assert pair.d.ended[rid] is None
+    pair.check_at_rest()
+
+
+def test_what_runs_and_what_is_on_its_way_ends_on_both_sides(make_pair: MakePair) -> None:
+    """By name, at once, by `flush(weights_version=)`; the pair works again when both have it."""
+    pair = make_pair(decode={"reserve_tokens": 0}, control=PATIENT)
+    pair.d.hold_running = True
+    pair.submit("runs", tokens_of(1, 21))
+    pair.until(lambda: "runs" in pair.d.running)
+    pair.p.hold = True
+    for rid in ("way", "joins"):
+        pair.submit(rid, tokens_of(2, 21))
+    joined = "shared_flights"
+    pair.until(lambda: "way" in pair.p.computing and pair.decode.stats()[joined] == 1)
+    pair.decode.flush(weights_version="v2")
+    pair.until(lambda: {"runs", "way", "joins"} <= pair.d.ended.keys())
+    assert {moved(pair.d.ended[rid]) for rid in ("runs", "way", "joins")} == {("0", "v2")}
+    pair.until(lambda: {"way", "joins"} <= pair.p.failed.keys())
+    assert {moved(pair.p.failed[rid]) for rid in ("way", "joins")} == {("0", "v2")}
+    pair.d.hold_running = pair.p.hold = False
+    pair.prefill.flush(weights_version="v2")
+    works(pair, "after")
+
+
+NEAR = DecodeConfig(compute=ComputeConfig(), reserve_tokens=0)
+
+
+def _request(prefill: str, number: int = 1, **more: Any) -> Request:
+    tokens = tokens_of(number, 21)
+    return Request(f"r{number}", tokens, 4, room=number, prefill=prefill, decode="decode-0", **more)
+
+
+def test_what_both_sides_were_told_is_refused_at_prefill_before_it_computes() -> None:
+    with (
+        PrefillNode(make_pool(64), PrefillConfig()) as prefill,
+        DecodeNode(make_pool(64), NEAR) as decode,
+    ):
+        request = _request(prefill.endpoint)
+        prefill.add(request)
+        decode.add(request)
+        found: list[Any] = []
+
+        def admit() -> None:
+            assert prefill.pop_bootstrapped() == []
+            decode.pop_preallocated()
+            found.extend(decode.pop_local())
+
+        until(lambda: found, step=admit)
+        (req,) = found
+        assert decode.chunk_tokens == 256
+        decode.computed(req, 10)
+        decode.computed(req, 21, b"first")
+        assert decode.wait(0.0)
+        assert decode.pop_transferred() == [req]
+        assert req.aux == b"first"
+        assert decode.pop_needs_prefill() == []
+        refused: list[Any] = []
+        until(lambda: refused, step=lambda: (admit(), refused.extend(prefill.pop_failed())))
+        assert isinstance(refused[0].error, TransferError | AbortedError)
+        assert "is brought by decode itself" in str(refused[0].error)
+        decode.append_many([req], [7])
+        decode.finish(req)
+        until(lambda: not left(decode) and not left(prefill), step=admit)
+        decode.audit()
+        prefill.audit()
+        stats = decode.stats()
+        assert (stats["computed_requests"], stats["computed_tokens"]) == (1, 21)
+        assert stats["pages_cached"] > 0
+
+
+def test_prefill_closes_and_what_it_had_is_computed_here() -> None:
+    config = DecodeConfig(
+        compute=ComputeConfig(below=0, ask="late"), failure_policy="local", reserve_tokens=0,
+        control=ControlConfig(heartbeat_s=0.2, suspect_after_s=60.0),  # its farewell counts
+    )  # fmt: skip
+    prefill = PrefillNode(make_pool(64), PrefillConfig())
+    with DecodeNode(make_pool(64), config) as decode:
+        asks: list[Any] = []
+        local: list[Any] = []
+
+        def step() -> None:
+            decode.pop_preallocated()
+            asks.extend(decode.pop_needs_prefill())
+            local.extend(decode.pop_local())
+            decode.wait(0.01)
+
+        try:
+            decode.add(_request(prefill.endpoint))
+            until(lambda: asks, step=step)
+            assert local == []
+        finally:
+            prefill.close()
+        until(lambda: local, step=step)
+        decode.add(_request(prefill.endpoint, 2))
+        decode.add(_request("", 3))
+        until(lambda: len(local) == 3, step=step)
+        assert len(asks) == 1
+        for req in local:
+            decode.computed(req, req.fill_len)
+        assert len(decode.pop_transferred()) == 3
+        assert decode.pop_failed() == []
+        for req in local:
+            decode.append_many([req], [7])
+            decode.finish(req)
+        until(lambda: not left(decode), step=step)
+        assert decode.drain(0.0) or not decode.stats()["requests"]
+        decode.audit()

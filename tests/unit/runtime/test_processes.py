@@ -1,8 +1,6 @@
 """Two processes over real NIXL, one of which dies, stands still or leaves: what that does to the
 other."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -1,8 +1,6 @@
 """A decode node's record of its own traffic: what is in it, how it is bounded, and what happens
 when it cannot be written. The limits are real."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,8 +1,6 @@
 """Extra state of requests over real NIXL: it arrives on every rank, no prefix hit is served without
 it, and with checkpoints prefill computes of a next turn what is new."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,8 +1,6 @@
 """`prefixkv.transfer`: control and transport over real NIXL, for an engine that owns its pages and
 its cache. Here the test is the engine: it says which pages, and looks at every byte."""
 
-from __future__ import annotations
-
 import select
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,8 +1,6 @@
 """KV in VRAM from one process to another over real NIXL, every byte looked at. Skipped without a
 GPU; `PREFIXKV_TEST_DEVICE=cuda` runs the other tests of this folder in VRAM too."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from typing import Any
 

@@ -19,7 +19,7 @@ from tests.support.mesh_workers import WindowPair
 from tests.support.node_pair import tokens_of
 from tests.support.patience import until
 from tests.unit.runtime.conftest import QUICK
-from tests.unit.runtime.test_rank_spec import grouped
+from tests.unit.runtime.test_node_ranks import grouped
 
 QUICKLY: dict[str, Any] = {
     "decode_config": DecodeConfig(reserve_tokens=0, control=QUICK),

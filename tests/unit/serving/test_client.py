@@ -1,7 +1,5 @@
 """The HTTP client of other processes: no request waits for another, and what ends its answer."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager

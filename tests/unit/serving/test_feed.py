@@ -1,7 +1,5 @@
 """Cache events from a worker to the routers of fronts."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from unittest.mock import patch

@@ -1,8 +1,6 @@
 """A fleet, over real sockets, before workers that do on command what real ones do by chance: fail,
 refuse, end in the middle. With real ones: tests/integration/serving."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """A folder's tokens, templates and ends are what transformers reads from it, whatever its form."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Refusals by reason and lines of the request log, of an application over real sockets; and the
 log's file: whole lines from several writers, rotation, and disks that are full."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

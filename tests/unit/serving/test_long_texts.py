@@ -1,7 +1,5 @@
 """How a front's texts and defaults become tokens: no client waits for the long text of another."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import AsyncGenerator

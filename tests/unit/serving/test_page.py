@@ -1,7 +1,5 @@
 """The chat page as it is sent. What it does in a browser: tests/integration/serving."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 

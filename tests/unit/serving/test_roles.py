@@ -1,8 +1,6 @@
 """Settings of the workers of `prefixkv serve`: each is used, or refused by name; and so is each
 variable of the environment."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

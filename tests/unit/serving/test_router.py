@@ -1,7 +1,5 @@
 """The router: its index against the caches it follows, and where it sends what."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,8 +1,6 @@
 """What clients of a front can make it hold, and how long they can keep it from others. It runs in a
 process of its own; its memory is read, and others are served meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import http.client

@@ -1,8 +1,6 @@
 """Chats are rendered by transformers; what fails says where, and what a template of one kind cannot
 read is given to it in another form."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

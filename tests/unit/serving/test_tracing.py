@@ -2,8 +2,6 @@
 they are asked for, and what is said where they cannot be had. Of whole processes:
 tests/integration/serving/test_traces.py."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket

@@ -1,7 +1,5 @@
 """The machines of staging, as tests call them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

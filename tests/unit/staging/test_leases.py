@@ -1,8 +1,6 @@
 """The table of staging leases: its rules one by one, and against a naive model that paints
 blocks."""
 
-from __future__ import annotations
-
 import pytest
 
 from prefixkv.errors import InternalError, LeaseError

@@ -1,8 +1,6 @@
 """Decode's side of staging, rule by rule: asks, arrivals, scatters, and what of a room's end waits
 for copies."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

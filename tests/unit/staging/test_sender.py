@@ -1,7 +1,5 @@
 """Prefill's side of staging, and the cut that both sides compute, rule by rule."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from itertools import count
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """A port that a test or a benchmark tells a server is taken by nothing else until it listens."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest

@@ -1,8 +1,6 @@
 """Protects the transports' contract: test_contract and test_routes run on the fake, shared memory,
 NIXL over CMA and over TCP; what one alone shows stands in its folder. Which bytes a write moves:
-test_parts, test_unequal_pairs."""
-
-from __future__ import annotations
+test_unequal_pairs."""
 
 from collections.abc import Iterator
 from contextlib import closing

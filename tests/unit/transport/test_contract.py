@@ -1,7 +1,5 @@
 """What every transport keeps: the fake, NIXL in shared memory and over TCP, shm, both of them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Where memory is reaches NIXL: type and device of our pool, and those of each peer's."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the fake promises to the tests that are built on it."""
 
-from __future__ import annotations
-
 import pytest
 
 from prefixkv.config import TransportConfig

@@ -1,7 +1,5 @@
 """What UCX listens on, as the kernel sees it: each case is a process of its own."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

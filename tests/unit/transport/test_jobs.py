@@ -1,7 +1,5 @@
 """The books: turns of rooms, order within a room, and when a job ends."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,8 +1,6 @@
 """Every route of a write (pages, windows, staging, state) on every transport: what arrives where,
 that nothing lands elsewhere, what is refused, and peers whose memory is not what they say."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The transports of a rank together: which are made, and which of them a call reaches."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

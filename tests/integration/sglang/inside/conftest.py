@@ -1,7 +1,5 @@
 """These run in the environment that has SGLang; see `tests/integration/sglang/test_inside.py`."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 

@@ -1,8 +1,6 @@
 """Prefill and decode ranks in one process: SGLang's own manager, sender, receiver, registry,
 metadata rows and transfer queue under the backend, in the order in which SGLang calls them."""
 
-from __future__ import annotations
-
 import threading
 import urllib.request
 from collections.abc import Callable

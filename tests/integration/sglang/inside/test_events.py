@@ -1,7 +1,5 @@
 """Cache events: what SGLang's tree tells, ours tells, block for block."""
 
-from __future__ import annotations
-
 import random
 from array import array
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 """Room numbers that are used twice or are none, and requests that one server refuses: each fails
 alone and by name, under SGLang's own tables, and the other server hears of it."""
 
-from __future__ import annotations
-
 import gc
 import logging
 from array import array

@@ -1,7 +1,5 @@
 """What SGLang's registries are told, what is refused at the start, and what the hooks do."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import logging
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 """Thousands of random steps: beside SGLang's own tree while nothing is evicted, and by themselves
 under pressure. After each, every token of the pool is free, cached or a request's."""
 
-from __future__ import annotations
-
 import random
 from array import array
 from collections import Counter

@@ -1,7 +1,5 @@
 """Requests on SGLang's own pools and functions, over its tree and over ours."""
 
-from __future__ import annotations
-
 import random
 from array import array
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 """What models keep beside their KV, on SGLang's own pools: windows, states of requests, keys of an
 index. Every byte of both servers' pools is compared."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 """Transfers between servers of several ranks, as many a side or not: a model's KV heads are shared
 out over the ranks' buffers, and each decode rank has to end up with its own heads of every page."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any

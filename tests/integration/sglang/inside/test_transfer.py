@@ -1,8 +1,6 @@
 """The transfer backend under SGLang's own classes: registry, manager, sender, receiver, rows, and
 the queue that holds what failed."""
 
-from __future__ import annotations
-
 import json
 import pkgutil
 from array import array

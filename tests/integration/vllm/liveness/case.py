@@ -1,7 +1,5 @@
 """What is explored: requests of clients, and the order in which they arrive at two servers."""
 
-from __future__ import annotations
-
 from tests.laws.liveness.play import Played
 
 MAX_LEN_BLOCKS = 23  # of a request

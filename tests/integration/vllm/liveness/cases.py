@@ -1,7 +1,5 @@
 """Cases: every order of arrival, random ones, and those that stood still once."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from itertools import product

@@ -9,8 +9,6 @@ Run it from the repository with the interpreter of `python -m benchmarks env vll
 JSON is a result. All choices follow from the case: the same case is the same run.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

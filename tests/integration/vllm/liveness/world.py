@@ -8,8 +8,6 @@ the model, whose KV of a token follows from all tokens before it, sockets, and t
 (`FakeFabric`). Time stands still unless the caller lets it go on.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator

@@ -1,8 +1,6 @@
 """The adaptive policy by hand; eviction for eviction it is held against its model in
 `test_policies.py`."""
 
-from __future__ import annotations
-
 import random
 from bisect import bisect_right
 

@@ -1,8 +1,6 @@
 """Hints of sessions that go on and sessions that have ended, under every policy; the machines and
 `test_policies.py` hold them against a model besides."""
 
-from __future__ import annotations
-
 from collections import Counter
 from random import Random
 

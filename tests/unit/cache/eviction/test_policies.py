@@ -1,8 +1,6 @@
 """Policies under a workload of conversations: the merged tree evicts what a page-by-page model
 evicts."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

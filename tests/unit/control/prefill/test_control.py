@@ -1,7 +1,5 @@
 """Prefill's peers and rooms opposite a hand-played decode worker."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A decode worker promises no more pages at once than its pool has, and one key is one worker."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

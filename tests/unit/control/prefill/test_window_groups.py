@@ -1,8 +1,6 @@
 """Prefill's control object where layers keep a window, or extra state: what decode may promise,
 what its Hello may say, and what is written where."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,8 +1,6 @@
 """Rooms of a prefill and a decode server over real NIXL, with pools at addresses, as SGLang tells
 them."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from hashlib import blake2b

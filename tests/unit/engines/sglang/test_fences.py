@@ -1,7 +1,5 @@
 """What an operator says in a folder, and what a rank says there."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,9 +1,6 @@
-"""What the backend for SGLang does without SGLang: keys that grow, slots, order, time, waiting.
-
-The rest runs on SGLang's own pools: `tests/integration/sglang`.
-"""
-
-from __future__ import annotations
+"""What the backend for SGLang does without SGLang: keys that grow, slots, order, time, waiting,
+pools and rows at addresses, runs of pages. The rest runs on SGLang's own pools:
+`tests/integration/sglang`."""
 
 from array import array
 from itertools import pairwise
@@ -12,14 +9,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from prefixkv.cache.events import NO_PARENT, Inserted, PagePaths
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey
 from prefixkv.engines.sglang.keys import FEW, Packer, RequestKey, namespace_of
-from prefixkv.engines.sglang.slots import SlotTable
+from prefixkv.engines.sglang.memory import Rows, pool_of
+from prefixkv.engines.sglang.plugin import build
+from prefixkv.engines.sglang.slots import MAX_RUNS, SlotTable, packed_range, page_runs
 from prefixkv.engines.sglang.waiting import (
     Depths,
     Joins,
@@ -28,7 +27,8 @@ from prefixkv.engines.sglang.waiting import (
     TimeMark,
     weight_order,
 )
-from prefixkv.errors import TokenError
+from prefixkv.errors import ConfigError, RequestError, TokenError
+from tests.unit.engines.sglang.conftest import BUFFERS, PAGE, PAGE_BYTES, PAGES, Memory
 
 # --- keys -----------------------------------------------------------------------------------------
 
@@ -330,3 +330,118 @@ def test_pages_are_hashed_as_the_listener_says_and_runs_are_still_runs() -> None
         [(NO_PARENT, b"salt\1\2"), (b"salt\1\2", b"salt\1\2\3\4")],
         [(NO_PARENT, b"\1\2"), (b"\1\2", b"\1\2\3\4")],
     ]
+
+
+# --- settings -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["soon", "nan", "-1"])
+def test_a_patience_that_is_no_time_is_refused_as_the_server_starts(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setenv("PREFIXKV_PATIENCE_S", text)
+    with pytest.raises(ConfigError, match=f"PREFIXKV_PATIENCE_S is '{text}'"):
+        build(None)
+
+
+def test_a_pool_is_sglangs_memory_and_no_copy() -> None:
+    memory = Memory(filled=True)
+    layout = memory.pool.layout
+    assert (layout.num_pages, layout.page_size, layout.opaque) == (PAGES, PAGE, "test")
+    assert layout.num_layers == BUFFERS
+    assert layout.regions == tuple(
+        sorted((buffer.ctypes.data, buffer.nbytes) for buffer in memory.buffers)
+    )
+    before = memory.pool.read_pages([7]).reshape(BUFFERS, PAGE_BYTES).numpy()
+    assert [row.tolist() for row in before] == [buffer[7].tolist() for buffer in memory.buffers]
+    memory.buffers[2][7] = 9
+    assert memory.pool.read_pages([7]).reshape(BUFFERS, PAGE_BYTES)[2].eq(9).all()
+
+
+def test_what_is_behind_the_last_whole_page_is_not_the_pools() -> None:
+    buffer = np.zeros(10 * 64 + 16, np.uint8)
+    pool = pool_of([buffer.ctypes.data], [buffer.nbytes], [64], page_size=4, device="cpu", tag="t")
+    assert pool.layout.num_pages == 10
+    assert pool.layout.regions == ((buffer.ctypes.data, 640),)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "page_bytes", "told"),
+    [
+        ([640, 640], [64, 32], "10 pages of 64 bytes, 20 pages of 32 bytes"),
+        ([640, 320], [64, 64], "5 pages of 64 bytes, 10 pages of 64 bytes"),
+        ([], [], "no pages"),
+    ],
+)
+def test_buffers_that_differ_are_refused_by_what_they_have(
+    lengths: list[int], page_bytes: list[int], told: str
+) -> None:
+    buffers = [np.zeros(length, np.uint8) for length in lengths]
+    addresses = [buffer.ctypes.data for buffer in buffers]
+    with pytest.raises(ConfigError, match=told):
+        pool_of(addresses, lengths, page_bytes, page_size=4, device="cpu", tag="t")
+
+
+def test_rows_go_over_as_they_are() -> None:
+    sizes, rng = [64, 512, 8], np.random.default_rng(1)
+    both = [[np.zeros((5, size), np.uint8) for size in sizes] for _ in range(2)]
+    for buffer in both[0]:
+        buffer[:] = rng.integers(0, 255, buffer.shape)
+    source, target = (
+        Rows([one.ctypes.data for one in side], [one.nbytes for one in side], sizes)
+        for side in both
+    )
+    target.write(3, source.read(1))
+    for mine, theirs in zip(*both, strict=True):
+        assert theirs[3].tolist() == mine[1].tolist()
+        assert not theirs[[0, 1, 2, 4]].any()
+    with pytest.raises(RequestError, match="583 bytes, decode's rows have 584"):
+        target.write(0, bytes([1] * 583))
+    assert not any(buffer[0].any() for buffer in both[1])
+
+
+POOL = 300
+RUN = st.tuples(st.integers(-3, POOL + 3), st.integers(1, 40))
+IDS = st.lists(RUN, max_size=MAX_RUNS + 2).map(
+    lambda runs: [id for first, length in runs for id in range(first, first + length)]
+)
+
+
+def pack(ids: list[int]) -> bytes:
+    return np.array(ids, np.int32).tobytes()
+
+
+def naive_runs(ids: list[int]) -> list[tuple[int, int]]:
+    """Ids that are not in the pool are runs of their own; a negative one reads as a large one."""
+    runs: list[tuple[int, int]] = []
+    for id in (one % 2**32 for one in ids):
+        if runs and id == runs[-1][1] < POOL:
+            runs[-1] = runs[-1][0], id + 1
+        else:
+            runs.append((id, id + 1))
+    return runs
+
+
+@example([POOL - 2, POOL - 1, 5, 6])
+@given(IDS)
+def test_runs_are_those_of_a_naive_look(ids: list[int]) -> None:
+    expected = naive_runs(ids)
+    found = page_runs(pack(ids), packed_range(POOL))
+    # It may give up where the first runs of many pages are short.
+    many = len(expected) > MAX_RUNS
+    assert (found is None) if many else (found in (expected, None))
+    if len(ids) <= 64:
+        assert (found is None) == many
+
+
+@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, POOL])
+def test_neighbours_are_one_run(length: int) -> None:
+    assert page_runs(pack([*range(length)]), packed_range(POOL)) == [(0, length)]
+
+
+def test_very_many_runs_are_left_after_the_first() -> None:
+    pool = 2000
+    ids = packed_range(pool)
+    assert page_runs(pack([5, *range(7, pool)]), ids) == [(5, 6), (7, pool)]
+    assert page_runs(pack([5, 7, *range(9, pool)]), ids) is None
+    assert page_runs(pack([*range(0, pool, 2)]), ids) is None

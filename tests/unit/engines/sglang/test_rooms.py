@@ -1,7 +1,5 @@
 """Both sides' rooms over real NIXL, as SGLang's polls see them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

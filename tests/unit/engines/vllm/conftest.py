@@ -1,7 +1,5 @@
 """Pairs of stand-in engines over real NIXL, that have given every block back when the test ends."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any

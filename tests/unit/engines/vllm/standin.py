@@ -5,8 +5,6 @@ follows from all tokens before it, so that every block can be looked at.
 vLLM's own scheduler is in `tests/integration/vllm/liveness`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import threading

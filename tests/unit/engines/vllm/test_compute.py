@@ -1,8 +1,6 @@
 """What decode's own vLLM computes by `compute_below`: the measurements by a clock that the test
 holds, and whole requests between two stand-ins."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 from unittest.mock import Mock, call

@@ -1,8 +1,6 @@
 """Host memory behind vLLM's blocks: whole requests in the stand-ins, which look at the KV of each
 token, and what each part of it decides by itself."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +20,7 @@ from prefixkv.engines.vllm.worker import WorkerHost
 from prefixkv.memory.page_copy import CpuPageCopy
 from prefixkv.protocol.events import HostCopy, HostCopyDone
 from prefixkv.spi import HostMemory, Inbox
+from tests.support.gates import Gate
 from tests.support.patience import until
 from tests.unit.engines.vllm.conftest import MakeServers, Servers
 from tests.unit.engines.vllm.standin import BLOCK, BlockPool, Engine, Request, side_of, step_of
@@ -489,17 +488,6 @@ def test_a_worker_whose_copies_do_not_start_gives_its_host_memory_back(
     assert sorted(closed) == ["HostMemory", "Inbox"]
 
 
-class Event:
-    """A device's event: it is reached when the test says so."""
-
-    def __init__(self) -> None:
-        self.is_over, self.looks = False, 0
-
-    def query(self) -> bool:
-        self.looks += 1
-        return self.is_over
-
-
 def test_a_write_waits_for_the_kernels_of_its_step() -> None:
     """And a load for those of the steps before."""
     memory = torch.zeros(4, 8, 1)
@@ -510,21 +498,21 @@ def test_a_write_waits_for_the_kernels_of_its_step() -> None:
         assert host.take_size() == {}
         ids = np.array([2, 3], np.int32)
         write = CopyOrder(HostCopy(1, False, ids, ids))
-        before, step = Event(), Event()
-        before.is_over = True
+        before, step = Gate(), Gate()
+        before.answer = True
         assert host.begin([write], before) == []
         assert host.writes
         host.begin_writes(step)
         assert not host.writes
-        until(lambda: step.looks > 2)
+        until(lambda: step.queries > 2)
         memory[3] = 30.0  # computed in the step
-        step.is_over = True
+        step.answer = True
         until(lambda: [(end.number, rid) for end, rid in host.take_ends()] == [(1, "")])
         load = CopyOrder(HostCopy(2, True, ids, np.array([0, 1], np.int32)), "r")
-        former = Event()
+        former = Gate()
         assert host.begin([load], former) == ["r"]
         memory[0] = 9.0  # the last word of a step that used the block before
-        former.is_over = True
+        former.answer = True
         until(lambda: [(end.error, rid) for end, rid in host.take_ends()] == [(None, "r")])
         assert memory[0].unique().tolist() == [2.0]
         assert memory[1].unique().tolist() == [30.0]

@@ -2,8 +2,6 @@
 request, on neither side. And what a request that is given up leaves in host memory. The stand-ins
 look at the KV of every token that a request goes on from, so a NaN that was kept ends a test."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What `kv_connector_extra_config` may say, and what it may not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The shadow beside a pool that does as it likes: what it names is usable, and named once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import hypothesis.strategies as st

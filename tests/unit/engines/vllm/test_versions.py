@@ -1,7 +1,5 @@
 """Versions of vLLM, and the signatures of its functions. No vLLM is here."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Wakeups from a worker to an engine that rests, over real sockets and threads."""
 
-from __future__ import annotations
-
 import os
 import threading
 from queue import Queue

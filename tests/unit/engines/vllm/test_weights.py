@@ -1,7 +1,5 @@
 """vLLM's weight version moves the connector's: KV of other weights is not loaded."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Transports over shared memory, and a peer that says of its memory what the test wants."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import closing
 

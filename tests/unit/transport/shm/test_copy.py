@@ -1,7 +1,5 @@
 """The copies of the shm transport, held against one that takes each head of a token by itself."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """Who gets in at the door of a shm transport, and what is left of one that does not."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import secrets

@@ -1,8 +1,6 @@
 """What the shm transport makes of its peers: in what order it copies and tells, and what becomes of
 jobs when a peer is another, does not answer, or does not read."""
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import errno

@@ -1,8 +1,6 @@
 """What only the transport over shared memory can show: other processes that die or stand still,
 writes that are cancelled half way, and peers that lie about their memory."""
 
-from __future__ import annotations
-
 import fcntl
 import mmap
 import os
@@ -24,15 +22,9 @@ from prefixkv.transport.shm.loop import ShmTransport
 from prefixkv.transport.shm.wire import MAX_OTHER_RANGES, pack_offer
 from tests.support.patience import until
 from tests.support.shm_liar import Liar, num_descriptors, num_mapped
-from tests.support.transport_child import BIG, Child, children
-from tests.support.transport_driver import Node, ShmDriver
+from tests.support.transport_child import BIG, add_child, children
+from tests.support.transport_driver import ShmDriver
 from tests.support.transport_pools import make_pool, shared_zeros
-
-
-def add_child(writer: Node, child: Child) -> Node:
-    writer.transport.add_peer(child.me, child.metadata, PeerMemory(child.layout))
-    return Node(child.me, writer.pool, None)
-
 
 # --- other processes ------------------------------------------------------------------------------
 
