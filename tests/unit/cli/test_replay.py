@@ -5,8 +5,6 @@ which nothing is found."""
 import json
 import random
 import re
-import subprocess
-import sys
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import replace
@@ -40,6 +38,7 @@ from prefixkv.cli.replay.run import host_blocks
 from prefixkv.cli.replay.trace import footprint
 from prefixkv.errors import ConfigError, TraceError
 from prefixkv.policies import DEFAULT_POLICY
+from tests.support.processes import run_python
 from tests.support.traces import entry, sessions, trace_of, write
 
 
@@ -385,10 +384,7 @@ def test_the_command_line_is_not_needed() -> None:
         "entry = {'input_length': 512, 'hash_ids': [1]}\n"
         "print(replay_curves(make_trace('t', [entry, entry]), ['lru'], [1])[0].hit_tokens)"
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False,
-        cwd=Path(__file__).parents[3],
-    )  # fmt: skip
+    ran = run_python(code)
     assert (ran.stdout, ran.returncode) == ("512\n", 0), ran.stderr
 
 
@@ -646,10 +642,7 @@ def test_a_plot_without_matplotlib_is_one_line_before_anything_is_read(tmp_path:
         "from prefixkv.cli.main import run_command\n"
         f"sys.exit(run_command(['replay', '{tmp_path}/none.jsonl', '--plot', '{tmp_path}/p.png']))"
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False,
-        cwd=Path(__file__).parents[3],
-    )  # fmt: skip
+    ran = run_python(code)
     assert (ran.returncode, ran.stdout) == (2, "")
     assert ran.stderr == "prefixkv: --plot needs matplotlib: pip install 'prefixkv[plot]'\n"
 
