@@ -23,7 +23,7 @@ from benchmarks.report import Row
 from prefixkv.cli.demo.command import SIZES
 from prefixkv.cli.demo.workers import PREFILL, ChatAnswer, ModelWorkers
 from prefixkv.cli.demo.workload import Run, Turn, Workload, small_vocabulary
-from prefixkv.engines.hf.reference import Reference
+from prefixkv.engines.hf.models import Reference
 from prefixkv.engines.hf.small import small_model, small_tokenizer
 from prefixkv.errors import ConfigError
 

@@ -29,8 +29,7 @@ from benchmarks.pair import Watch, run_pair
 from benchmarks.report import JsonFile, check_outputs, tell, write
 from prefixkv import DecodeNode, PrefillNode
 from prefixkv.config import DecodeConfig, PrefillConfig
-from prefixkv.conformance.hashing import Hashes
-from prefixkv.conformance.pattern import KVPattern
+from prefixkv.conformance.pattern import Hashes, KVPattern
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.request import Request
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.chaos_cluster import Cluster, Worker
-from prefixkv.conformance.hashing import VOCABULARY
+from prefixkv.conformance.pattern import VOCABULARY
 
 Tokens = npt.NDArray[np.int32]
 

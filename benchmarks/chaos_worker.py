@@ -38,8 +38,7 @@ from benchmarks.chaos_pages import SOURCE_CANARY, TARGET_CANARY, WatchedAllocato
 from benchmarks.pair import die_with
 from prefixkv import DecodeNode, PrefillNode
 from prefixkv.config import DecodeConfig, PrefillConfig
-from prefixkv.conformance.hashing import Hashes, PrefixHasher
-from prefixkv.conformance.pattern import KVPattern
+from prefixkv.conformance.pattern import Hashes, KVPattern, PrefixHasher
 from prefixkv.errors import RequestError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.paging import pages_for

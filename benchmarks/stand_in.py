@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from prefixkv.conformance.hashing import Hashes, PrefixHasher, extend, sample
-from prefixkv.conformance.pattern import KVPattern
+from prefixkv.conformance.pattern import Hashes, KVPattern, PrefixHasher, extend, sample
 from prefixkv.errors import OutOfPagesError
 from prefixkv.request import Request
 

@@ -31,7 +31,7 @@ PARTS = {
     ),
     "serving": (
         [
-            "proxy/server.py", "serving/fleet.py", "serving/feed.py",
+            "proxy/server.py", "serving/fleet.py", "serving/wire.py",
             "serving/worker.py", "serving/front.py", "serving/http.py",
         ],
         [

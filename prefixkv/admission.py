@@ -26,10 +26,9 @@ def rank_as_tuple(rank: Any) -> tuple[float, ...]:
     """
     numbers = rank if type(rank) is tuple else (rank,)
     for number in numbers:
-        is_number = type(number) in (int, float) or isinstance(number, Real)
-        if not is_number or number != number:
+        if not (type(number) in (int, float) or isinstance(number, Real)) or number != number:
             raise CallerError(f"the admission policy ranks a request {shown(rank)}")
-    return tuple(one if type(one) in (int, float) else float(one) for one in numbers)
+    return tuple([one if type(one) in (int, float) else float(one) for one in numbers])
 
 
 class AdmissionPolicy:

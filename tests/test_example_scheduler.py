@@ -16,8 +16,7 @@ import pytest
 
 from prefixkv import DecodeNode, PrefillNode
 from prefixkv.config import DecodeConfig, PrefillConfig
-from prefixkv.conformance.hashing import PrefixHasher
-from prefixkv.conformance.pattern import KVPattern
+from prefixkv.conformance.pattern import KVPattern, PrefixHasher
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.errors import AbortedError, OutOfPagesError
 from prefixkv.prefill.request import PrefillRequest

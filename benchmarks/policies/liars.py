@@ -17,9 +17,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from prefixkv.cli.replay.readers import read_trace
 from prefixkv.cli.replay.run import RequestHits, replay_policy
-from prefixkv.cli.replay.trace import Trace, block_names, client_hints
+from prefixkv.cli.replay.trace import Trace, block_names, client_hints, read_trace
 from prefixkv.spi import RadixKey
 
 

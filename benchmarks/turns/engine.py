@@ -15,8 +15,7 @@ from benchmarks import stand_in
 from benchmarks.turns.report import Measured
 from benchmarks.turns.workload import Call, Clients
 from prefixkv.cli.demo.workload import Tokens
-from prefixkv.conformance.hashing import Hashes
-from prefixkv.conformance.pattern import KVPattern
+from prefixkv.conformance.pattern import Hashes, KVPattern
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.paging import pages_for
 from prefixkv.request import Request

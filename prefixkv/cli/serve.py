@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import textwrap
 from collections.abc import Callable
-from functools import partial
 from inspect import Parameter, Signature, cleandoc
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -53,9 +52,6 @@ def _worker(loaded: Any) -> int:
     return run_worker(loaded)
 
 
-_say: Final = partial(print, flush=True)
-
-
 def _serve(loaded: ServeConfig) -> int:
     """Serve OpenAI's API on this machine: prefill workers, decode workers and a front.
 
@@ -69,8 +65,8 @@ def _serve(loaded: ServeConfig) -> int:
     if loaded.ray:
         from prefixkv.serving.cluster import RayLaunch
 
-        return run_front(lambda: RayLaunch(loaded, _say), with_torch=True)
-    return run_front(lambda: ServeLaunch(loaded, _say))
+        return run_front(lambda: RayLaunch(loaded), with_torch=True)
+    return run_front(lambda: ServeLaunch(loaded))
 
 
 def _front(loaded: FrontConfig) -> int:
@@ -80,7 +76,7 @@ def _front(loaded: FrontConfig) -> int:
     """
     from prefixkv.serving.launch import FrontLaunch, run_front
 
-    return run_front(lambda: FrontLaunch(loaded, _say))
+    return run_front(lambda: FrontLaunch(loaded))
 
 
 def _proxy(

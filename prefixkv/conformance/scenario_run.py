@@ -11,12 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from prefixkv import (
-    DecodeConfig,
-    DecodeNode,
-    PrefillConfig,
-    PrefillNode,
-)
+from prefixkv import DecodeConfig, PrefillConfig
 from prefixkv.conformance.interface import (
     AnswerLog,
     EngineSides,
@@ -70,30 +65,28 @@ class ScenarioRun:
         self.sides = make(settings)
         try:
             check_sides(self.sides)
-            for node in self._nodes().values():
-                self._meet(node)
+            self._meet()
         except BaseException:
             with suppress(Exception):  # the error that says what is wrong matters
                 self.sides.close()
             raise
 
-    def _nodes(self) -> dict[Side, DecodeNode | PrefillNode]:
-        """Return the nodes that are in this process."""
-        nodes: dict[Side, DecodeNode | PrefillNode] = {"decode": self.sides.decode}
-        if self.sides.prefill is not None:
-            nodes["prefill"] = self.sides.prefill
-        return nodes
+    def _meet(self) -> None:
+        """Put a witness around each node of this process that has none, and look at what was made
+        of the settings."""
+        sides, settings, met = self.sides, self.settings, [*self._witnesses.values()]
+        if all(one.node is not sides.decode for one in met):
+            self._witnesses["decode"] = self._decode = DecodeWitness(sides.decode, self._notes)
+            self._check_node(self._decode, settings.decode, settings.decode_pages)
+        if sides.prefill is not None and all(one.node is not sides.prefill for one in met):
+            prefill = self._witnesses["prefill"] = PrefillWitness(sides.prefill, self._notes)
+            self._check_node(prefill, settings.prefill, settings.prefill_pages)
 
-    def _meet(self, node: DecodeNode | PrefillNode) -> None:
-        """Put a witness around a node, and look at what was made of the settings."""
-        settings = self.settings
-        wanted: DecodeConfig | PrefillConfig
-        if isinstance(node, DecodeNode):
-            self._witnesses["decode"] = self._decode = DecodeWitness(node, self._notes)
-            side, wanted, pages = "decode", settings.decode, settings.decode_pages
-        else:
-            self._witnesses["prefill"] = PrefillWitness(node, self._notes)
-            side, wanted, pages = "prefill", settings.prefill, settings.prefill_pages
+    def _check_node(
+        self, witness: DecodeWitness | PrefillWitness, wanted: DecodeConfig | PrefillConfig,
+        pages: int,
+    ) -> None:  # fmt: skip
+        side, node = witness.side, witness.node
         # A node that is not what the settings say would show something else.
         for field in fields(wanted):
             got, given = getattr(node.config, field.name), getattr(wanted, field.name)
@@ -152,9 +145,7 @@ class ScenarioRun:
         # What was to be asked again was the former life's.
         self._notes.asks.clear()
         self._notes.added.clear()
-        for node in self._nodes().values():
-            if all(node is not one.node for one in self._witnesses.values()):
-                self._meet(node)
+        self._meet()
 
     def step(self) -> bool:
         """Make one pass of the engine's loops, and look at what they did."""
@@ -174,11 +165,7 @@ class ScenarioRun:
 
     def stats(self, side: Side = "decode") -> dict[str, int]:
         """Return a node's counters; none of a node in another process."""
-        return {} if (node := self._nodes().get(side)) is None else node.stats()
-
-    def end_copies(self) -> None:
-        """Make passes until nothing is copied to or from host memory."""
-        self.until(lambda: not self.stats()["host_copies"], "law 2")
+        return witness.node.stats() if (witness := self._witnesses.get(side)) else {}
 
     # --- passes -----------------------------------------------------------------------------------
 
@@ -303,7 +290,7 @@ class ScenarioRun:
     def rest(self) -> None:
         """Drain both nodes, and check what has to hold then."""
         self.finish()
-        nodes = self._nodes()
+        nodes = {side: witness.node for side, witness in self._witnesses.items()}
         self.until(lambda: sum(node.drain() for node in nodes.values()) == len(nodes), "law 2")
         for side, node in nodes.items():
             try:

@@ -241,7 +241,7 @@ def host_memory(run: ScenarioRun) -> None:
             answer = run.ask(tokens, 6)
             run.finish()
             # What is copied behind an end is to be there for the next turn.
-            run.end_copies()
+            run.until(lambda: not run.stats()["host_copies"], "law 2")
             chats[i] = [*tokens, *answer.tokens, *run.prompt(2)]
     stats = run.stats()
     for name, what in (

@@ -21,8 +21,8 @@ from prefixkv import (
     PrefillRequest,
     Request,
 )
-from prefixkv.conformance.hashing import VOCABULARY, Hashes, PrefixHasher, sample, splitmix64
 from prefixkv.conformance.interface import AnswerLog, Prompt, ScenarioSettings, Side
+from prefixkv.conformance.pattern import VOCABULARY, Hashes, PrefixHasher, sample, splitmix64
 from prefixkv.spi import Pages
 
 Tokens = npt.NDArray[np.int32]

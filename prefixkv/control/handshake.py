@@ -5,6 +5,7 @@ Every function here only reads, and raises for a pair that cannot work together.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from types import MappingProxyType
@@ -92,7 +93,9 @@ def addresses_told(hello: Hello, address: str, reply: HelloReply) -> dict[int, s
             "endpoints", theirs.num_ranks, len(reply.endpoints), "are fewer than its ranks"
         )
     ranks = ranks_promised_to(theirs, hello.topology.mesh(hello.digest), hello.rank)
-    return {rank: reply.endpoints[rank] if rank else address for rank in ranks}
+    # A rank that listens at every address of its host is reached at the leader's.
+    every, host = r"^tcp://(\*|0\.0\.0\.0|\[::\])(?=:)", address.rpartition(":")[0]
+    return {rank: re.sub(every, host, reply.endpoints[rank]) if rank else address for rank in ranks}
 
 
 def check_rank(address: str, reply: HelloReply, rank: int, leader: HelloReply) -> None:

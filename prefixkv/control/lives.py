@@ -244,8 +244,7 @@ class LifeWatch:
     def met(self, peer: PeerId, life: ProcessLife | None, is_local: bool, now_s: float) -> None:
         """Record the process that an accepted handshake names. `is_local`: the connection does not
         leave this machine, elsewhere a process id means nothing."""
-        if not is_local:
-            life = None
+        life = life if is_local else None
         # Before one is added, so that peers that come and go do not make the table grow.
         if peer not in self._lives:
             self._forget_others(now_s)
@@ -264,8 +263,7 @@ class LifeWatch:
 
     def fenced(self, peer: PeerId) -> bool:
         self._doubted.pop(peer, None)
-        known = self._lives.get(peer) is not None
-        if known:
+        if known := self._lives.get(peer) is not None:
             self._lives[peer] = None
         return known
 

@@ -71,16 +71,14 @@ class Waiter:
     """
 
     req: DecodeRequest
-    arrival: int
-    is_returned: bool
+    group: int  # RETURNED, OVERDUE or RANKED
     since_s: float
-    turn: int  # those that came back are first, the last of them before the others
+    turn: int  # by arrival; negative for those that came back, the last of them first
     worker: Worker = field(init=False)
     blocked_by: str = ""  # a reason of its own, PAGES or SHARE; "": it stands in its worker's line
     look: Any = None
     looked_at: int = -1
     rank: tuple[float, ...] = ()
-    is_overdue: bool = False
     seen_at: int = -1
     want: int = 0  # number of its want in the tree; 0: it is not entered
 
@@ -88,13 +86,11 @@ class Waiter:
     def place(self) -> tuple[int, tuple[float, ...], int, Waiter]:
         """Its entry in the line's order: its group, by number, and its place there."""
         # Turns differ, so a comparison never reaches the waiter itself, which has no order.
-        if self.is_returned or self.is_overdue:
-            return (RETURNED if self.is_returned else OVERDUE), (), self.turn, self
-        return RANKED, self.rank, self.turn, self
+        return self.group, self.rank if self.group == RANKED else (), self.turn, self
 
     @property
     def place_aside(self) -> tuple[int, int, Waiter]:
-        return self.req.max_pages, self.arrival, self
+        return self.req.max_pages, self.turn, self
 
 
 class Admission:
@@ -148,8 +144,7 @@ class Admission:
 
     def at(self, address: str) -> list[DecodeRequest]:
         """Return the requests that wait for this worker, aside or not, in turn. O(waiting)."""
-        waiters = [one for one in self._waiters.values() if one.worker.address == address]
-        return [waiter.req for waiter in sorted(waiters, key=attrgetter("turn"))]
+        return [req for req in self if self._waiters[req].worker.address == address]
 
     # --- the scheduler's calls --------------------------------------------------------------------
 
@@ -161,8 +156,8 @@ class Admission:
         waiting. Cost: O(log waiting), and a match. Raises what the policy raises, with nothing
         changed.
         """
-        arrival = next(self._arrivals)
-        waiter = Waiter(req, arrival, first, now_s, -arrival if first else arrival)
+        turn = next(self._arrivals)
+        waiter = Waiter(req, RETURNED, now_s, -turn) if first else Waiter(req, RANKED, now_s, turn)
         match = self._look(waiter, now_s).match
         # Ranks are the user's code: they come before the first change. One that comes back has no
         # rank: the order among those is by return, which no policy changes.
@@ -287,11 +282,11 @@ class Admission:
         # What it needs now has to leave what is kept back; and all that it may become could be had
         # by retracting.
         pages, limits = self._pages, self._ledger.limits()
-        if waiter.is_returned:
+        if waiter.group == RETURNED:
             # All it had may still be cached, so that it needs almost nothing. It would come back at
             # once, and be retracted again for the page that was missing. So it has to leave a page
             # for each of the others: then these go on by a step first.
-            limits = min(limits[0], pages.available_pages - self._ledger.budget.active), limits[1]
+            limits = min(limits[0], pages.available_pages - len(self._ledger.budget)), limits[1]
         plan = None
         if look.fits(limits) and not self._workers.refuses(waiter.worker, look.new_pages):
             plan = self._planner.plan(waiter.req, look, limits, now_s)
@@ -324,14 +319,13 @@ class Admission:
         if len(self._waiters) != 1 or not self._pages.can_open:
             return None
         (waiter,) = self._waiters.values()
-        if self._version in (self._spent_at, waiter.seen_at):
-            return None
-        if not waiter.worker.is_open or waiter.blocked_by:
+        is_seen = self._version in (self._spent_at, waiter.seen_at)
+        if is_seen or waiter.blocked_by or not waiter.worker.is_open:
             return None
         plan = self._plan(waiter, self._look(waiter, now_s), now_s)
         if plan is None:
             self._bring_back(self.most_pages)
-            if self._policy.overtakes and not waiter.is_returned:
+            if self._policy.overtakes and waiter.group != RETURNED:
                 # Its new estimate has to be in the order for those that may come.
                 self._renew(waiter)
             self._step_aside(waiter)
@@ -425,17 +419,16 @@ class Admission:
             self._aside[waiter.blocked_by].remove(waiter.place_aside)
         else:
             self._leave_line(waiter)
-        waiter.blocked_by = ""
 
     def _stand(self, waiter: Waiter) -> None:
         worker = waiter.worker
         waiter.blocked_by = ""
         worker.line[waiter] = None
         worker.order.add(waiter.place)
-        if not (waiter.is_returned or waiter.is_overdue):
+        if waiter.group == RANKED:
             self._overdue.wake(waiter, waiter.req.arrived_s + self._patience_s)
         if not worker.is_open:
-            self._time_answer(waiter)
+            self._unanswered.wake(waiter, self._answer_due_s(waiter))
 
     def _leave_line(self, waiter: Waiter) -> None:
         worker = waiter.worker
@@ -463,13 +456,10 @@ class Admission:
         worker.is_open, worker.is_down, worker.away_s = False, True, now_s
         self._workers.version += 1
         for waiter in worker.line:
-            self._time_answer(waiter)
+            self._unanswered.wake(waiter, self._answer_due_s(waiter))
 
     def _answer_due_s(self, waiter: Waiter) -> float:
         return max(waiter.since_s, waiter.worker.away_s) + self._workers.patience_s
-
-    def _time_answer(self, waiter: Waiter) -> None:
-        self._unanswered.wake(waiter, self._answer_due_s(waiter))
 
     # --- whose turn it is -------------------------------------------------------------------------
 
@@ -482,7 +472,7 @@ class Admission:
         """Let those whose patience is over go before all that did not come back."""
         for waiter in self._overdue.due(now_s):
             waiter.worker.order.remove(waiter.place)
-            waiter.is_overdue = True
+            waiter.group = OVERDUE
             waiter.worker.order.add(waiter.place)
 
     def _first_of_all(self) -> Waiter | None:
@@ -569,9 +559,7 @@ class Admission:
     def aside(self) -> dict[str, int]:
         """Count the requests that hold up no others, by reason. Any thread may call it."""
         lines = self._workers.all()
-        with_share = sum(
-            len(worker.line) for worker in lines if worker.is_open and worker.has_share
-        )
+        with_share = sum(len(one.line) for one in lines if one.is_open and one.has_share)
         return {
             PAGES: len(self._aside[PAGES]),
             SHARE: len(self._aside[SHARE]) + with_share,
@@ -593,10 +581,10 @@ class Admission:
         for waiter in sorted(self._unanswered.due(now_s), key=attrgetter("turn")):
             if waiter.worker.is_open:
                 continue
-            if self._answer_due_s(waiter) <= now_s:
+            if (due_s := self._answer_due_s(waiter)) <= now_s:
                 late.append(waiter.req)
             else:  # it has answered, and stopped again since
-                self._time_answer(waiter)
+                self._unanswered.wake(waiter, due_s)
         return late
 
     # --- laws -------------------------------------------------------------------------------------

@@ -94,8 +94,7 @@ class Ending:
         """End flights, out of the index already, that did not fail; their owners ask again, in
         order of arrival."""
         for flight in flights:
-            reason = "what it waited for will not come, or nothing waits for it anymore"
-            self.end(flight, AbortedError(reason))
+            self.end(flight, AbortedError("what it waited for has ended, or nothing waits for it"))
         owners = [flight.owner for flight in flights if flight.owner is not None]
         owners.sort(key=attrgetter("arrived_s"))
         for req in reversed(owners):  # each goes to the front, so the last one first

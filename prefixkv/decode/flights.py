@@ -246,9 +246,8 @@ class Flight:
     waiters: dict[Flight, None] = field(default_factory=dict)  # flights that joined, oldest first
 
     def __repr__(self) -> str:
-        owner = self.owner.rid if self.owner is not None else None
         pages = f"[{self.start_pages}, {self.end_pages})"
-        return f"Flight({self.number}, {owner!r}, {pages} {self.source.name})"
+        return f"Flight({self.number}, {self.owner!r}, {pages} {self.source.name})"
 
 
 class Flights:

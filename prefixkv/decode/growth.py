@@ -75,10 +75,8 @@ class BatchGrowth:
         running = self._running_of(reqs)
         for group in self._pages.windows:
             if num_tokens > group.step_tokens:
-                raise RequestError(
-                    f"num_tokens is {num_tokens}, group {group.name!r} has step_tokens "
-                    f"{group.step_tokens}"
-                )
+                most = f"group {group.name!r} has step_tokens {group.step_tokens}"
+                raise RequestError(f"num_tokens is {num_tokens}, {most}")
         self._take([(req, req.kv_len) for req in running], num_tokens, now_s)
         for req in running:
             if req.state is DecodeState.RUNNING:

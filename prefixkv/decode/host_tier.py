@@ -567,7 +567,7 @@ class HostSource(MeasuringSource):
         # A write leaves a page to each request that runs, for its next token.
         self.tier: HostTier[PrefixLock] = HostTier(
             ledger.pages, host.num_pages, host.policy, ledger.journal.counters,
-            lambda: ledger.budget.active, host.ready is None,
+            lambda: len(ledger.budget), host.ready is None,
         )  # fmt: skip
         self.tier.on_written = self._park
         self._open: dict[RoomKey, Flight] = {}

@@ -82,8 +82,7 @@ class PreallocBudget:
             self.private_pages -= private
             self.reserved_pages -= min(self.reserve_pages, reach - private)
 
-    @property
-    def active(self) -> int:
+    def __len__(self) -> int:
         """Number of requests that count: in transfer, waiting to run, or running."""
         return len(self._pages)
 
@@ -134,7 +133,7 @@ class Ledger:
     @property
     def num_running(self) -> int:
         """Requests that run, or could: those whose KV is here. O(1)."""
-        return self.budget.active - len(self.flights.by_owner)
+        return len(self.budget) - len(self.flights.by_owner)
 
     def limits(self) -> tuple[int, int]:
         """Return the most pages that an admission may need now, and may ever need."""

@@ -116,7 +116,7 @@ class PrefillSource(Source):
         # are fewer, so their digest is another: it costs a match and a digest.
         digest = req.request.digest
         if fill_len != req.prompt_len:
-            sent = req.key if fill_len == len(req.key) else req.key.prefix(fill_len)
+            sent = req.key.prefix(fill_len)
             digest, _ = manager.digest(sent, manager.match(sent, req.request.cacheable))
         promise = Promise(
             *flight.room_key.numbers,

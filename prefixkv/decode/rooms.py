@@ -26,10 +26,9 @@ _MOST_IDLE: Final = 64  # workers above which those without requests are forgott
 
 @dataclass(slots=True)
 class _Number:
-    """A number in use. By generation, `undrained` are its rooms, and `noted` those of `note` that
-    prefill has not answered: each with its refusal while that waits."""
+    """A number with rooms that are not drained. By generation, `undrained` are these, and `noted`
+    those of `note` that prefill has not answered: each with its refusal while that waits."""
 
-    is_live: bool
     undrained: set[int] = field(default_factory=set)
     noted: dict[int, tuple[str, Exception, bytes] | None] = field(default_factory=dict)
 
@@ -51,16 +50,17 @@ class Rooms:
         self.ticket = ticket
         self.commands = commands
         self._counters = counters
+        self._live: set[int] = set()
         self._numbers: dict[int, _Number] = {}
 
     def __contains__(self, room: int) -> bool:
-        return room in self._numbers
+        return room in self._live or room in self._numbers
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self._live | self._numbers.keys())
 
     def is_live(self, room: int) -> bool:
-        return room in self._numbers and self._numbers[room].is_live
+        return room in self._live
 
     def is_unanswered(self, key: RoomKey) -> bool:
         """True if prefill has not answered a `note` of this room yet."""
@@ -68,18 +68,15 @@ class Rooms:
 
     def add(self, room: int) -> None:
         """A live request takes a number that is free."""
-        self._numbers[room] = _Number(is_live=True)
+        self._live.add(room)
 
     def remove(self, room: int) -> None:
         """Note that the live request has ended; the number is free if no room of it is
         undrained."""
-        number = self._numbers[room]
-        number.is_live = False
-        if not number.undrained:
-            del self._numbers[room]
+        self._live.remove(room)
 
     def await_drained(self, key: RoomKey) -> _Number:
-        number = self._numbers.setdefault(key.room, _Number(is_live=False))
+        number = self._numbers.setdefault(key.room, _Number())
         number.undrained.add(key.generation)
         return number
 
@@ -92,7 +89,7 @@ class Rooms:
         # One that still waits for this number stays noted, else it could be noted twice.
         if number.noted.get(key.generation) is None:
             number.noted.pop(key.generation, None)
-        if number.is_live or number.undrained:
+        if number.undrained:
             return
         # The number is free of every generation: now a frame about a later request cannot be
         # confused with one about this room.
@@ -103,8 +100,7 @@ class Rooms:
 
     def undrained(self) -> set[RoomKey]:
         """Return all rooms that keep a number in use until they are drained. O(of them)."""
-        numbers = self._numbers.items()
-        return {RoomKey(room, gen) for room, one in numbers for gen in one.undrained}
+        return {RoomKey(room, gen) for room, one in self._numbers.items() for gen in one.undrained}
 
     # --- refusals ---------------------------------------------------------------------------------
 
@@ -134,16 +130,15 @@ class Rooms:
         for room, number in self._numbers.items():
             sent = {generation for generation, late in number.noted.items() if late is None}
             laws = {
-                "a number is in use while its request lives or a room of it is not drained": (
-                    number.is_live or bool(number.undrained)
-                ),
+                "what is drained is forgotten": bool(number.undrained),
+                "no refusal is noted of a live request": room not in self._live or not number.noted,
                 "what was refused keeps its number until prefill has answered": sent
                 <= number.undrained,
             }
             check_laws(laws, room, number)
 
     def __repr__(self) -> str:
-        return f"Rooms({self._numbers})"
+        return f"Rooms({self._live}, {self._numbers})"
 
 
 @dataclass(slots=True, eq=False)

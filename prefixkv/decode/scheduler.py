@@ -714,7 +714,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             <= set(self.pages.allocator.owners())
             <= self.rooms.undrained() | held_by,
             "what waits lives": set(self.waiting) <= set(requests),
-            "active counts the admitted requests": self.budget.active
+            "the budget counts the admitted requests": len(self.budget)
             == sum(req.state in ACTIVE for req in requests),
         }
         check_laws(laws, list(requests))
@@ -752,7 +752,6 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         req.become(DecodeState.PREALLOCATED)
         self.waiting.remove(req)
         self.journal.admitted(req, plan, now_s)
-        sends = plan.segments[0].source.sends
         fault: Exception | None = None
         try:
             for flight, segment in flights:
@@ -760,7 +759,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         except Exception as error:  # nothing would ever bring the rest
             fault = error
         # A worker may have the first attempt, where that is not asked late.
-        if (fault or not sends) and self.prefill.may_have(req):
+        if (fault or not plan.segments[0].source.sends) and self.prefill.may_have(req):
             here = AbortedError(f"request {req.rid!r} is brought by decode itself")
             self._refuse_waiting(req, fault or here)
         req.asks = req.prefill  # the next admission is decided by what is known then
@@ -904,9 +903,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self._ending.release_after(after, end, self.now_s)
 
     def _too_late(self, req: DecodeRequest) -> None:
-        flight = self.flights.by_owner.get(req)
-        complete = self.flights.complete
-        if flight is not None and flight in complete and flight.source.may_commit(flight):
+        if any(one.owner is req and one.source.may_commit(one) for one in self.flights.complete):
             return
         by = f"by its deadline_s, {req.request.deadline_s}"
         error: Exception = TransferTimeoutError(f"request {req.rid!r}: its KV was not here {by}")

@@ -11,6 +11,7 @@ its chunk: together they take no more than there is.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import tempfile
 import threading
@@ -33,6 +34,7 @@ from prefixkv.threads import undoing
 _MEMINFO: Final = "/proc/meminfo"
 _GROUPS: Final = "/sys/fs/cgroup"  # where the system's control groups are mounted
 _OWN_GROUP: Final = "/proc/self/cgroup"  # the groups that this process is in
+_log = logging.getLogger("prefixkv.host")
 _SHM: Final = "/dev/shm"  # where the lock is: one folder, whatever TMPDIR a process has
 
 
@@ -96,8 +98,7 @@ class HostPool:
             with undoing(self.close):  # the exception may be kept, and this object with it
                 self._fill()
             return
-        name = "prefixkv-host-pool"
-        thread = threading.Thread(target=self._fill_aside, name=name, daemon=True)
+        thread = threading.Thread(None, self._fill_aside, "prefixkv-host-pool", daemon=True)
         thread.start()
         self._thread = thread
 
@@ -134,8 +135,7 @@ class HostPool:
     def addresses(self, pages: Pages) -> npt.NDArray[np.int64]:
         """Return the addresses of checked pages' rows, int64 [n]."""
         chunk, row = np.divmod(pages.astype(np.int64), self._pages_a_chunk)
-        found: npt.NDArray[np.int64] = self._bases[chunk] + row * self.page_bytes
-        return found
+        return self._bases[chunk] + row * self.page_bytes  # type: ignore[no-any-return]
 
     def stretches(self, pages: Pages) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield checked pages that lie side by side, as slice of `pages` and memory, uint8 [n]."""
@@ -166,6 +166,7 @@ class HostPool:
             self._fill()
         except Exception as error:
             self.error = error
+            _log.error("host memory: %d of %d pages: %s", self._ready_pages, self.num_pages, error)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 from prometheus_client import Counter
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from prefixkv.serving.metrics import RequestMetrics
+from prefixkv.serving.api import RequestMetrics
 
 
 class ProxyMetrics(RequestMetrics):

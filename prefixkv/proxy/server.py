@@ -34,10 +34,9 @@ from prefixkv import Hints
 from prefixkv.errors import ConfigError
 from prefixkv.proxy.metrics import ProxyMetrics
 from prefixkv.serving import interrupts
+from prefixkv.serving.api import ApiError, SessionFields, failed, is_inner, refused
 from prefixkv.serving.client import make_client, pieces_of
 from prefixkv.serving.config import ProxyConfig, ServerAt
-from prefixkv.serving.failures import ApiError, failed, is_inner, refused
-from prefixkv.serving.hints import SessionFields
 from prefixkv.serving.http import (
     Entrance,
     Stream,
@@ -61,6 +60,7 @@ BATCH: Final = 128
 PARAMS: Final = "kv_transfer_params"
 _DATA: Final = b"data: "
 _WHOLE: Final = re.compile(rb".*(?:\n\r?\n|\r\r)", re.DOTALL)  # events: a line ends in three ways
+_SEVERAL: Final = re.compile(rb'\[\s*[\["]')  # a list of texts, or of lists of tokens
 _PAGE_BYTES: Final = 1024
 _HELD_S: Final = 1800.0  # how long a prompt counts as cached where it was sent
 _ATTEMPTS: Final = 3  # with prefill; one more follows without
@@ -573,7 +573,7 @@ def prompts_of(prompt: msgspec.Raw) -> list[msgspec.Raw]:
     """Return the prompts: one text or list of tokens, or several of either. Raises ApiError if
     there are more than `BATCH`."""
     text, prompts = bytes(prompt), [prompt]
-    if text.startswith(b"[") and text[1:65].lstrip()[:1] in (b"[", b'"'):
+    if _SEVERAL.match(text):
         prompts = decode_body(text, list[msgspec.Raw])
     if len(prompts) > BATCH:
         raise refused("prompt", f"has {len(prompts)} prompts, {BATCH} at most are taken")
@@ -693,7 +693,7 @@ def run_proxy(config: ProxyConfig, prefill: Sequence[ServerAt], decode: Sequence
             await proxy.stop()
             raise
         interrupts.keep_what_is_loaded()
-        print(f"{proxy.server.url}/v1 (health and metrics: {proxy.status.url})", flush=True)
+        interrupts.say(f"{proxy.server.url}/v1 (health and metrics: {proxy.status.url})")
         await signals.stop.wait()
         if not await signals.end(proxy.stop(config.listen.drain_timeout_s)):
             await proxy.stop()

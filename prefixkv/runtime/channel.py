@@ -27,6 +27,7 @@ from prefixkv.config import ControlConfig, check_address, is_loopback, short_key
 from prefixkv.control.effects import ConnectFailed, FrameReceived, Reached, Unreached
 from prefixkv.errors import ConfigError, HandshakeError, RefusedError
 from prefixkv.protocol.messages import MAX_FRAME_BYTES
+from prefixkv.settings import is_loopback_host
 from prefixkv.threads import Closing, undoing
 
 HANDSHAKE_S: Final = 10.0
@@ -144,12 +145,11 @@ def _keys_differ(is_curve: bool) -> HandshakeError:
     return HandshakeError("curve", ours, theirs, "differs (set keys on both sides, or on neither)")
 
 
-def _came_from(frame: zmq.Frame) -> str:
-    try:
-        host = str(frame.get("Peer-Address"))
-    except zmq.ZMQError:
-        return ""
-    return f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0"
+def _is_near(frame: zmq.Frame) -> bool:
+    with suppress(zmq.ZMQError):
+        # A socket of IPv6 has IPv4's addresses as its own.
+        return is_loopback_host(str(frame.get("Peer-Address")).removeprefix("::ffff:"))
+    return False
 
 
 class _Channel(Closing):
@@ -162,6 +162,8 @@ class _Channel(Closing):
         self._is_curve = config.curve is not None
         self._wake_fd = wake_fd
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        # Three for each address of decode's; by itself libzmq allows 1,023.
+        self._context.set(zmq.MAX_SOCKETS, 1 << 14)
         self._poller = zmq.Poller()
         self._poller.register(wake_fd, zmq.POLLIN)
 
@@ -286,7 +288,7 @@ class RouterChannel(_Channel):
         # loopback.
         for route, message in self._messages(self._sock, 2, self._newcomers):
             credential = str(message.get("User-Id")) if self._is_curve else ""
-            is_local = self._is_local or is_loopback(_came_from(message))
+            is_local = self._is_local or _is_near(message)
             frames.append(FrameReceived(route.bytes, message.bytes, credential, is_local))
         return frames
 

@@ -103,7 +103,7 @@ def _decode_queues(node: DecodeNode) -> Samples:
     yield ("device",), len(node.ledger.deferred)
     yield (
         ("running",),
-        max(0, node.budget.active - sum(flight.owner is not None for flight in flights)),
+        max(0, len(node.budget) - sum(flight.owner is not None for flight in flights)),
     )
 
 

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, ClassVar, TypeAlias, TypeVar, cast
 
 from prefixkv.config import DecodeConfig, PrefillConfig
@@ -360,10 +361,12 @@ class PrefillGroup(_Group[PrefillRequest, PrefillCommand, PrefillEvent], Prefill
     def _begin(self, undo: ExitStack, shares: _Shares, config: Any, mesh: Mesh) -> _Others:
         # Rank 0 last: it says where the others are.
         (pool, state), *rest = shares
-        others = [
-            undo.enter_context(PrefillRank(its, config, mesh, rank, of_it))
-            for rank, (its, of_it) in enumerate(rest, 1)
-        ]
+        # It alone has the address that is configured: the others take any port, or a path beside.
+        bind, free = config.bind, f"{config.bind.rpartition(':')[0]}:*"
+        is_tcp, others = bind.startswith("tcp:"), []
+        for rank, (its, of_it) in enumerate(rest, 1):
+            own = replace(config, bind=free if is_tcp else f"{bind}-{rank}")
+            others.append(undo.enter_context(PrefillRank(its, own, mesh, rank, of_it)))
         log = RankLog([other.endpoint for other in others]) if others else None
         PrefillNode.__init__(self, pool, config, mesh, state, ranks=log)
         undo.callback(super().close)
@@ -380,9 +383,9 @@ class PrefillGroup(_Group[PrefillRequest, PrefillCommand, PrefillEvent], Prefill
         finally:
             self._chunk_ready = None
 
-    def stats(self) -> dict[str, int]:
+    def figures(self) -> dict[str, int]:
         """Return the counters, summed over the ranks; those of requests and pages are rank 0's."""
-        stats = Counter(super().stats())
+        figures = Counter(super().figures())
         for other in self.others:
-            stats.update(other.stats())
-        return dict(stats)
+            figures.update(other.stats())
+        return dict(figures)

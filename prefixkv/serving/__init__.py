@@ -1,14 +1,13 @@
 """Workers and fronts as processes: what `prefixkv worker`, `prefixkv serve` and `prefixkv front`
 run. The extra `serve`.
 
-- `config`: settings of a worker and a front; `roles`: those of the workers of `serve`.
+- `config`: settings of a worker and a front, and those of the workers of `serve`.
 - `http`: ports, bounds, time-outs, a key, errors; `openai`: OpenAI's interface as plain values.
 - `wire`: what a front, a decode worker and a prefill worker say to each other.
 - `worker`: one process with one node; `fleet`: the workers as a front sees them; `front`: the
   OpenAI interface over a fleet; `launch`: all of it.
-- `log`: what is known of a request, and its lines and refusals by reason; `metrics`: what is
-  counted of requests; `tracing`: their spans
-  (the extra `otel`).
+- `log`: what is known of a request, and its lines and refusals by reason; `tracing`: its spans (the
+  extra `otel`); `api`: errors, sessions and counts of requests.
 - `cluster`: the workers as actors of a Ray cluster (the extra `ray`).
 """
 

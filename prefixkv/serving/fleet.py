@@ -29,9 +29,8 @@ import msgspec
 from msgspec.structs import replace
 
 from prefixkv.errors import ConfigError, HandshakeError, ProtocolError
+from prefixkv.serving.api import ApiError, answer_ended, failed, is_inner, is_not_finite
 from prefixkv.serving.client import make_client, pieces_of, wait_set
-from prefixkv.serving.failures import ApiError, answer_ended, failed, is_inner, is_not_finite
-from prefixkv.serving.feed import batches_of
 from prefixkv.serving.log import current_record
 from prefixkv.serving.router import BoundedAffinityRouter, Route
 from prefixkv.serving.tracing import current
@@ -43,6 +42,7 @@ from prefixkv.serving.wire import (
     LostPeer,
     TokenEvent,
     WorkerInfo,
+    batches_of,
     namespace_of,
     part_rid,
 )

@@ -23,12 +23,11 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from prefixkv.engines.hf.generation import OPENAI, SamplingDefaults
+from prefixkv.engines.hf.folder import OPENAI, SamplingDefaults
+from prefixkv.serving.api import AnnouncedTurn, RequestMetrics, refused
 from prefixkv.serving.client import numbered
 from prefixkv.serving.config import ListenSettings
-from prefixkv.serving.failures import refused
 from prefixkv.serving.fleet import Fleet
-from prefixkv.serving.hints import AnnouncedTurn
 from prefixkv.serving.http import (
     ApiError,
     Entrance,
@@ -39,7 +38,6 @@ from prefixkv.serving.http import (
     run_until_disconnect,
 )
 from prefixkv.serving.log import current_record
-from prefixkv.serving.metrics import RequestMetrics
 from prefixkv.serving.openai import (
     AnswerLogprobs,
     Answers,

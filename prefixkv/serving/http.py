@@ -38,8 +38,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from prefixkv.errors import ConfigError
+from prefixkv.serving.api import ApiError as ApiError
 from prefixkv.serving.config import Limits, ListenSettings
-from prefixkv.serving.failures import ApiError as ApiError
 from prefixkv.serving.log import HEADER, Outcomes, Rate, RequestFile, begin_record, current_record
 from prefixkv.serving.tracing import current, make_tracing
 from prefixkv.settings import is_loopback_host

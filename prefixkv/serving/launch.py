@@ -20,15 +20,13 @@ import aiohttp
 import msgspec
 
 from prefixkv import PrefixKVError
-from prefixkv.engines.hf.folder import check_folder
-from prefixkv.engines.hf.generation import SamplingDefaults, load_sampling_defaults
+from prefixkv.engines.hf.folder import SamplingDefaults, check_folder, load_sampling_defaults
 from prefixkv.engines.hf.small import NAME, save_tokenizer
 from prefixkv.errors import ConfigError
 from prefixkv.serving import interrupts
-from prefixkv.serving.config import KINDS, FrontConfig, FrontSettings, ServeConfig
+from prefixkv.serving.config import KINDS, FrontConfig, FrontSettings, ServeConfig, role_environs
 from prefixkv.serving.fleet import Fleet, Start
 from prefixkv.serving.front import Front
-from prefixkv.serving.roles import role_environs
 from prefixkv.serving.text import load_texts
 from prefixkv.serving.wire import WorkerInfo
 from prefixkv.serving.worker import READY, REFUSED
@@ -194,7 +192,7 @@ class Child(Kept):
                     else:
                         logger.warning("%s does not start: %s", self._name, why)
                 else:
-                    sys.stderr.write(text)
+                    interrupts.say(text.rstrip("\n"), sys.stderr)
             status = await process.wait()
         finally:
             # Cancelled, or the output could not be read: the process must not stay without an
@@ -233,11 +231,10 @@ def _signal(process: Process, number: int) -> None:
 
 
 class Launch(Generic[C]):
-    """A front and its workers, which require `key`. Used on one event loop. `say` gets each line
-    that is meant for a person."""
+    """A front and its workers, which require `key`. Used on one event loop."""
 
-    def __init__(self, config: C, say: Callable[[str], object], key: str) -> None:
-        self.config, self._say, self._key = config, say, key
+    def __init__(self, config: C, key: str) -> None:
+        self.config, self._key = config, key
         self.signals = interrupts.Signals()
         self._workers: list[Kept] = []
 
@@ -249,23 +246,21 @@ class Launch(Generic[C]):
             check_folder(model)
         if config.tokenizer_folder:
             await asyncio.to_thread(save_tokenizer, config.tokenizer_folder)
-        texts = await asyncio.to_thread(load_texts, model)
         # The small model is there to show hits: drawn tokens that are no words hit less.
         defaults = load_sampling_defaults(model) if model else SamplingDefaults(temperature=0.0)
         name = config.served_name or (Path(model).resolve().name if model else "small")
-        fleet = Fleet(self._key, config.start_timeout_s)
-        try:
-            front = Front(fleet, texts, name, config.listen, config.answer_tokens, defaults)
-        except BaseException:
-            await fleet.close()
-            raise
-        # The status port opens before the workers load, for probes; clients' port only once the
-        # workers are ready, so that no request meets a fleet that cannot answer.
+        fleet, front = Fleet(self._key, config.start_timeout_s), None
         stopping = asyncio.create_task(stop.wait())
         try:
-            await front.status.start()
+            # The workers take longest: what the front needs is loaded meanwhile.
             await self._begin(fleet, name)
             fleet.starts = self._workers
+            with interrupts.importing():
+                texts = await asyncio.to_thread(load_texts, model)
+            front = Front(fleet, texts, name, config.listen, config.answer_tokens, defaults)
+            # For probes. Clients' port opens only once the workers are ready, so that no request
+            # meets a fleet that cannot answer.
+            await front.status.start()
             ready = asyncio.gather(*(worker.ready for worker in self._workers))
             await asyncio.wait(
                 (ready, stopping), return_when=asyncio.FIRST_COMPLETED,
@@ -274,26 +269,30 @@ class Launch(Generic[C]):
             # Three ways out of the wait: stopped, too late, or every worker ready (or one failed).
             if stopping.done() or not ready.done():
                 ready.cancel()
+                # Else asyncio logs that nobody has asked how it ended.
+                await asyncio.gather(ready, return_exceptions=True)
                 if stopping.done():
                     return 0
                 raise WorkerFailedError(f"no workers after {config.start_timeout_s:g} s")
             ready.result()
             interrupts.keep_what_is_loaded()
             await front.server.start()
-            self._say(f"{name}: {front.server.url}/v1 (health and metrics: {front.status.url})")
+            status = front.status.url
+            interrupts.say(f"{name}: {front.server.url}/v1 (health and metrics: {status})")
             await stopping
-            self._say("draining; a second signal ends at once")
+            interrupts.say("draining; a second signal ends at once")
             return 0
         finally:
             # Orderly end: front first, then workers. A second signal during it kills all workers at
             # once.
             stopping.cancel()
-            if not await self.signals.end(self._end(front)):
+            if not await self.signals.end(self._end(front or fleet)):
                 await asyncio.gather(*(worker.end(0) for worker in self._workers))
             await self._close()
 
-    async def _end(self, front: Front) -> None:
-        await front.stop(self.config.listen.drain_timeout_s if self.signals.stop.is_set() else 0)
+    async def _end(self, front: Front | Fleet) -> None:
+        grace_s = self.config.listen.drain_timeout_s if self.signals.stop.is_set() else 0
+        await (front.stop(grace_s) if isinstance(front, Front) else front.close())
         await asyncio.gather(*(worker.end(_END_S) for worker in self._workers))
 
     # --- what the kinds of launch do otherwise ----------------------------------------------------
@@ -309,9 +308,9 @@ class Launch(Generic[C]):
 class ServeLaunch(Launch[ServeConfig]):
     """The workers are children of this process."""
 
-    def __init__(self, config: ServeConfig, say: Callable[[str], object] = print) -> None:
+    def __init__(self, config: ServeConfig) -> None:
         # Of this run, so that no other user of the machine reaches the workers.
-        super().__init__(config, say, secrets.token_urlsafe(24))
+        super().__init__(config, secrets.token_urlsafe(24))
         self.environs = {role: role_environs(config, role, self._key, os.environ) for role in KINDS}
 
     async def _begin(self, fleet: Fleet, name: str) -> None:
@@ -322,8 +321,8 @@ class ServeLaunch(Launch[ServeConfig]):
 class FrontLaunch(Launch[FrontConfig]):
     """The workers were started by hand, and are left as they are."""
 
-    def __init__(self, config: FrontConfig, say: Callable[[str], object] = print) -> None:
-        super().__init__(config, say, config.workers_key)
+    def __init__(self, config: FrontConfig) -> None:
+        super().__init__(config, config.workers_key)
 
     async def _begin(self, fleet: Fleet, name: str) -> None:
         model = self.config.models.model

@@ -25,8 +25,7 @@ from prefixkv.engines.hf.requests import (
     Sampling,
     TokenLogprob,
 )
-from prefixkv.serving.failures import refused
-from prefixkv.serving.hints import SessionFields
+from prefixkv.serving.api import SessionFields, refused
 from prefixkv.serving.http import ApiError, decode_body, not_decoded
 from prefixkv.serving.text import TokenTexts
 from prefixkv.serving.wire import TokenEvent
@@ -484,9 +483,12 @@ class AnswerLogprobs:
         for token, logprob in (*one.top, (one.token, one.logprob)):
             likely.setdefault(text(token), logprob)
         at = self._num_chars[sample]
-        if self._texts.is_shown(one.token):
-            data = self._texts.data(one.token)
-            self._num_chars[sample] += len(self._decoders[sample].decode(data))
+        if self._texts.is_shown(one.token) and (data := self._texts.data(one.token)):
+            decoder = self._decoders[sample]
+            num = at + len(decoder.decode(data[:1]))
+            # A token begins behind a character that is left incomplete before it.
+            at = num - (not decoder.getstate()[0])
+            self._num_chars[sample] = num + len(decoder.decode(data[1:]))
         return {
             "tokens": [text(one.token)], "token_logprobs": [one.logprob],
             "top_logprobs": [likely], "text_offset": [at],

@@ -51,7 +51,7 @@ class Texts:
         self, tokenizer: Any, template: str | Mapping[str, str] = PLAIN_TEMPLATE,
         tokens: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        from prefixkv.engines.hf.text import template_renderer
+        from prefixkv.engines.hf.folder import template_renderer
 
         # Else texts of all threads share as many threads of the package as there are cores, and a
         # short text waits for long ones.
@@ -181,7 +181,7 @@ def load_texts(folder: str) -> Texts:
         from prefixkv.engines.hf.small import CHAT_TEMPLATE, small_tokenizer
 
         return Texts(small_tokenizer(), CHAT_TEMPLATE)
-    from prefixkv.engines.hf.text import load_auto_tokenizer
+    from prefixkv.engines.hf.folder import load_auto_tokenizer
 
     loaded = load_auto_tokenizer(folder)
     template = loaded.chat_template

@@ -42,7 +42,6 @@ from prefixkv.serving.config import (
     WorkerConfig,
     WorkerSettings,
 )
-from prefixkv.serving.feed import EventTap
 from prefixkv.serving.http import ApiError, Entrance, Stream, json_response
 from prefixkv.serving.log import current_record
 from prefixkv.serving.tracing import NodeSpans
@@ -50,6 +49,7 @@ from prefixkv.serving.wire import (
     LIFE_SIGN_S,
     Announcement,
     Ask,
+    EventTap,
     FenceRequest,
     LostPeer,
     TokenEvent,
@@ -410,9 +410,11 @@ class DecodeWorker(Worker):
         """Send jobs to prefill workers, and outputs to the requests that wait for them."""
         # A request that was given up meanwhile is not in `_open`: its jobs and outputs are dropped.
         for job in jobs:
-            one = self._open.get(_rid_of(job.rid))
+            one = self._open.get(job.answer_rid.rpartition("/")[0])
             if one is not None:
-                self._spawn(self._send_job(one, job))
+                task = asyncio.create_task(self._send_job(one, job))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
         for output in outputs:
             one = self._open.get(output.rid)
             if one is not None:
@@ -459,12 +461,6 @@ class DecodeWorker(Worker):
         with contextlib.suppress(ClosedError):
             self.loop.post(abort)
 
-    def _spawn(self, work: Any) -> None:
-        """Keep the task alive until it ends."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
 
 # --- messages to and from the engine's own types --------------------------------------------------
 
@@ -477,10 +473,11 @@ def make_worker(config: WorkerConfig) -> PrefillWorker | DecodeWorker:
 
 def _model(settings: WorkerSettings, node: C) -> tuple[Any, C]:
     """Load the model, and return it with the node's config. Raises ConfigError."""
-    import torch
+    with interrupts.importing():
+        import torch
 
-    from prefixkv.engines.hf import load_model
-    from prefixkv.engines.hf.small import small_model
+        from prefixkv.engines.hf import load_model
+        from prefixkv.engines.hf.small import small_model
 
     models, context = settings.models, settings.models.context or None
     if models.threads:
@@ -514,11 +511,6 @@ def _for_engine(asked: S) -> S:
         raise ApiError(400, str(error), code=_name(error)) from None
 
 
-def _rid_of(job: str) -> str:
-    """Return the request of a job "worker/request/sample.generation"."""
-    return job.rsplit("/", 2)[1]
-
-
 def _name(error: BaseException) -> str:
     return type(error).__name__
 
@@ -538,7 +530,7 @@ def run_worker(config: WorkerConfig) -> int:
         if not config.worker.parent:
             raise
         # One line for all workers: the process that started them prints it.
-        print(REFUSED + msgspec.json.encode(str(error)).decode(), flush=True)
+        interrupts.say(REFUSED + msgspec.json.encode(str(error)).decode())
         return 2
 
 
@@ -564,7 +556,7 @@ async def _run_worker(config: WorkerConfig) -> int:
     serving = True
     try:
         interrupts.keep_what_is_loaded()
-        print(READY + msgspec.json.encode(worker.info).decode(), flush=True)
+        interrupts.say(READY + msgspec.json.encode(worker.info).decode())
         return 0 if await worker.run() else 1
     finally:
         await worker.close()

@@ -732,7 +732,7 @@ class SchedulerSim(EngineSim):
         assert self.readers[0].control.num_rooms == 0, list(self.readers[0].control.rooms())
         assert not self.decode.scheduler.ledger.deferred
         assert not self.decode.scheduler.rooms.undrained()
-        assert self.decode.scheduler.budget.active == 0
+        assert not len(self.decode.scheduler.budget)
         assert not len(self.decode.scheduler.waiting)
         assert not len(self.decode.scheduler.flights)
         assert self.decode.scheduler.idle

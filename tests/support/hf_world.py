@@ -24,7 +24,7 @@ from prefixkv.engines.hf import (
 )
 from prefixkv.engines.hf.models import unpaged_copy
 from prefixkv.engines.hf.requests import TokenLogprob
-from prefixkv.engines.hf.thinking import KeepThinking
+from prefixkv.engines.hf.text import KeepThinking
 from tests.support.devices import DEVICE
 from tests.support.hybrid_models import config_of
 from tests.support.patience import NEVER_S, until

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from prefixkv import DecodeNode, PrefillNode
 from prefixkv.cache.events import page_keys
 from prefixkv.cache.radix_key import RadixKey
-from prefixkv.conformance.hashing import Hashes, PrefixHasher, sample
+from prefixkv.conformance.pattern import Hashes, PrefixHasher, sample
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.errors import OutOfPagesError
 from prefixkv.memory.kv_pool import KVPool

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from prefixkv import PrefillNode
-from prefixkv.conformance.hashing import PrefixHasher
+from prefixkv.conformance.pattern import PrefixHasher
 from prefixkv.prefill.request import PrefillRequest
 from tests.support.gates import Gate
 from tests.support.node_pair import PrefillDriver

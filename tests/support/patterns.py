@@ -7,8 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixkv import KVPool, Mesh
-from prefixkv.conformance.hashing import Hashes
-from prefixkv.conformance.pattern import KVPattern, Pages
+from prefixkv.conformance.pattern import Hashes, KVPattern, Pages
 from prefixkv.paging import pages_for
 
 

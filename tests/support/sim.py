@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from prefixkv.config import TransportConfig
-from prefixkv.conformance.hashing import PrefixHasher
+from prefixkv.conformance.pattern import PrefixHasher
 from prefixkv.memory.kv_layout import BLOCK_BYTES, whole_blocks
 from prefixkv.memory.mesh import Mesh, sent_shares
 from prefixkv.memory.state_layout import StateTensor

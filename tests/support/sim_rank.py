@@ -14,7 +14,7 @@ import msgspec
 
 import prefixkv.assembly  # noqa: F401 - its parts, also where no conftest is loaded
 from prefixkv.config import ControlConfig, TransportConfig
-from prefixkv.conformance.hashing import Hashes
+from prefixkv.conformance.pattern import Hashes
 from prefixkv.control import effects
 from prefixkv.control.decode.control import DecodeControl
 from prefixkv.control.effects import RelaySlots

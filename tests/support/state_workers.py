@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from prefixkv import PrefillConfig
-from prefixkv.conformance.hashing import PrefixHasher
+from prefixkv.conformance.pattern import PrefixHasher
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateTensor

@@ -27,7 +27,7 @@ from prefixkv.cli.demo.report import (
 from prefixkv.cli.demo.workers import PREFILL, ChatAnswer, ModelWorkers
 from prefixkv.cli.demo.workload import Workload, chat, play, small_vocabulary
 from prefixkv.cli.outputs import write_json
-from prefixkv.engines.hf.reference import Reference
+from prefixkv.engines.hf.models import Reference
 from prefixkv.engines.hf.small import small_model, small_tokenizer
 
 # A Llama of 6.6 million parameters; its KV is 32 KiB per token.

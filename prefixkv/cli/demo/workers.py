@@ -16,12 +16,11 @@ from typing import Any, Final, Self
 from prefixkv import PrefixKVError
 from prefixkv.engines.hf.requests import Sampling
 from prefixkv.serving.client import make_client
-from prefixkv.serving.config import KINDS
+from prefixkv.serving.config import KINDS, without_settings
 from prefixkv.serving.fleet import WorkerLostError, outputs_of
 from prefixkv.serving.http import ApiError
 from prefixkv.serving.launch import Child
 from prefixkv.serving.openai import Usage
-from prefixkv.serving.roles import without_settings
 from prefixkv.serving.wire import SILENCE_S, Ask, WorkerInfo
 from prefixkv.settings import as_environ
 

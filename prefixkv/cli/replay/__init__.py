@@ -1,13 +1,11 @@
 """Replays of traces through the cache: the hit rate of each eviction policy, and of the optimum.
 
-trace.py     a trace in memory; a client that knows which conversations come back
-readers.py   kinds of files; Mooncake's traces and token lists
-run.py       one policy at one capacity, through the real `RadixCache`, and host tiers behind it
-optimum.py   the bound that no policy exceeds
-curves.py    several policies at several capacities, from Python
-check.py     what a trace holds, and why nothing in it is found
-report.py    the table, the recommendation, the plot
-command.py   `prefixkv replay`
+trace.py    a trace in memory; a client that knows which conversations come back; kinds of files
+run.py      one policy at one capacity, through the real `RadixCache`, and host tiers behind it
+curves.py   several policies at several capacities, from Python; the bound that none exceeds
+check.py    what a trace holds, and why nothing in it is found
+report.py   the table, the recommendation, the plot
+command.py  `prefixkv replay`
 
 All but the command works without the extra `cli`; docs/traces.md has an example.
 """
@@ -15,12 +13,10 @@ All but the command works without the extra `cli`; docs/traces.md has an example
 from __future__ import annotations
 
 from prefixkv.cli.replay.check import TraceCheck, check_trace
-from prefixkv.cli.replay.curves import check_policy, replay_curves
-from prefixkv.cli.replay.optimum import OPTIMUM, replay_optimum
-from prefixkv.cli.replay.readers import make_trace, read_trace
+from prefixkv.cli.replay.curves import OPTIMUM, check_policy, replay_curves, replay_optimum
 from prefixkv.cli.replay.report import draw
 from prefixkv.cli.replay.run import HostResult, ReplayResult, RequestHits, replay_policy
-from prefixkv.cli.replay.trace import Trace, TraceRequest, client_hints
+from prefixkv.cli.replay.trace import Trace, TraceRequest, client_hints, make_trace, read_trace
 
 __all__ = [
     "OPTIMUM",

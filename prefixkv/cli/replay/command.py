@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -15,12 +16,10 @@ from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
 from prefixkv.cli.outputs import check_outputs, write_json
 from prefixkv.cli.replay.check import check_trace
-from prefixkv.cli.replay.curves import capacities_for, makers_of, replay_curves
-from prefixkv.cli.replay.optimum import OPTIMUM
-from prefixkv.cli.replay.readers import read_trace
+from prefixkv.cli.replay.curves import OPTIMUM, capacities_for, makers_of, replay_curves
 from prefixkv.cli.replay.report import TraceResults, draw, sentence, table
 from prefixkv.cli.replay.run import ReplayResult
-from prefixkv.cli.replay.trace import client_hints, footprint
+from prefixkv.cli.replay.trace import client_hints, footprint, read_trace
 from prefixkv.errors import ConfigError
 from prefixkv.spi import policy_names
 
@@ -120,6 +119,12 @@ def replay(
         raise ConfigError("--check replays nothing: leave out --plot")
     console = Console(soft_wrap=True, highlight=False, markup=False)
     loaded = [read_trace(path, block_tokens) for path in traces]
+    # Nodes name their recordings alike: those have their paths as names, each a panel of its own.
+    times = Counter(trace.name for trace in loaded)
+    loaded = [
+        replace(trace, name=str(path)) if times[trace.name] > 1 else trace
+        for trace, path in zip(loaded, traces, strict=True)
+    ]
     # The option wins over what the trace says of its model.
     if bytes_per_token:
         loaded = [replace(trace, bytes_per_token=bytes_per_token) for trace in loaded]

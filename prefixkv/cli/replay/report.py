@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from prefixkv.cli.outputs import aligned, drawing
-from prefixkv.cli.replay.optimum import OPTIMUM
+from prefixkv.cli.replay.curves import OPTIMUM
 from prefixkv.cli.replay.run import ReplayResult
 from prefixkv.cli.replay.trace import Trace
 from prefixkv.spi import DEFAULT_POLICY

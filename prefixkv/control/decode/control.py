@@ -538,7 +538,8 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
         self._refuse_link(link, error, now_s)
 
     def _refuse_link(self, link: Link, error: Exception, now_s: float) -> None:
-        kind = "lost" if isinstance(error, PeerLostError) else "refused"
+        lost = "left" if str(error).endswith(LEFT) else "lost"  # it was closed in order
+        kind = lost if isinstance(error, PeerLostError) else "refused"
         self.news.say(kind, link.peer or link.address, str(error))
         # `close` below removes the link, so its leaders are collected first, each once.
         for leader in dict.fromkeys((link, *self._links.leaders(link))):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from prefixkv.engines.hf.decode import DecodeEngine as DecodeEngine
+    from prefixkv.engines.hf.folder import load_tokenizer as load_tokenizer
     from prefixkv.engines.hf.loop import EngineLoop as EngineLoop
     from prefixkv.engines.hf.models import PagedModel as PagedModel
     from prefixkv.engines.hf.models import load_model as load_model
@@ -18,14 +19,13 @@ if TYPE_CHECKING:
     from prefixkv.engines.hf.requests import Output as Output
     from prefixkv.engines.hf.requests import PrefillJob as PrefillJob
     from prefixkv.engines.hf.requests import Sampling as Sampling
-    from prefixkv.engines.hf.text import load_tokenizer as load_tokenizer
 
 EXTRA: Final = ("safetensors", "tokenizers", "transformers")
 
 _HOME: Final = {
     "DecodeEngine": "decode", "EngineLoop": "loop", "Generate": "requests", "Output": "requests",
     "PagedModel": "models", "PrefillEngine": "prefill", "PrefillJob": "requests",
-    "Sampling": "requests", "load_model": "models", "load_tokenizer": "text",
+    "Sampling": "requests", "load_model": "models", "load_tokenizer": "folder",
     "make_model": "models",
 }  # fmt: skip
 __all__ = sorted(_HOME)

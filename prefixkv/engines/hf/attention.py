@@ -17,8 +17,7 @@ import torch.nn.functional as F  # noqa: N812
 from transformers import AttentionInterface
 
 from prefixkv import KVPool
-from prefixkv.engines.hf.recurrent import StateMemory, StatePlan
-from prefixkv.engines.hf.rows import Row
+from prefixkv.engines.hf.layers import Row, StateMemory, StatePlan
 from prefixkv.errors import ConfigError
 from prefixkv.spi import Pages, pages_for, slot_mapping
 

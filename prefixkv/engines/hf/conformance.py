@@ -14,9 +14,8 @@ import numpy as np
 from prefixkv import DecodeNode, PrefillNode
 from prefixkv.conformance.interface import AnswerLog, Prompt, ScenarioSettings, Side
 from prefixkv.engines.hf.decode import DecodeEngine
-from prefixkv.engines.hf.models import PagedModel, make_model
+from prefixkv.engines.hf.models import PagedModel, Reference, make_model
 from prefixkv.engines.hf.prefill import PrefillEngine
-from prefixkv.engines.hf.reference import Reference
 from prefixkv.engines.hf.requests import Generate, Output, Sampling
 from prefixkv.errors import AbortedError
 

@@ -26,6 +26,7 @@ from prefixkv import (
     Request,
 )
 from prefixkv.engines.hf.engine import NodeEngine, Work
+from prefixkv.engines.hf.layers import Row
 from prefixkv.engines.hf.models import PagedModel
 from prefixkv.engines.hf.requests import (
     Choice,
@@ -38,9 +39,7 @@ from prefixkv.engines.hf.requests import (
     pack_first,
     unpack_first,
 )
-from prefixkv.engines.hf.rows import Row
-from prefixkv.engines.hf.text import AnswerText
-from prefixkv.engines.hf.thinking import KeepThinking, Markers
+from prefixkv.engines.hf.text import AnswerText, KeepThinking, Markers
 from prefixkv.errors import ConfigError, RequestError
 from prefixkv.spi import MAX_INDEX, DeviceEvent, secret_number, whole_number
 
@@ -246,11 +245,10 @@ class DecodeEngine(NodeEngine):
         """Tell that a job did not reach its prefill worker, or was refused there: it is tried
         again, computed here, or its answer fails, as the config says. False if the answer has
         ended, or the job is not its last attempt."""
-        name = "/".join(job.rid.rsplit("/", 2)[1:]).rpartition(".")[0]
-        req = self.node.requests.get(name)
+        req = self.node.requests.get(job.answer_rid)
         if req is None or req.generation != job.generation:
             return False
-        return self.node.give_up_prefill(name, reason)
+        return self.node.give_up_prefill(req.rid, reason)
 
     # --- the loop ---------------------------------------------------------------------------------
 

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 from prefixkv import KVPool, NotFiniteError
+from prefixkv.engines.hf.layers import NO_SLOT, Row, StateMemory
 from prefixkv.engines.hf.models import SLIDING, PagedModel
-from prefixkv.engines.hf.recurrent import StateMemory
 from prefixkv.engines.hf.requests import Choice, TokenLogprob
-from prefixkv.engines.hf.rows import NO_SLOT, Row
 from prefixkv.engines.hf.sampling import choose, chosen_logprobs
 from prefixkv.spi import DeviceEvent, GroupPages, RadixKey
 

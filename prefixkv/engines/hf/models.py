@@ -1,13 +1,17 @@
 """The transformers models that are served: from a folder of safetensors, or a config and a seed.
 
 A model that would be served wrongly is refused by name: by its config where that is enough, and by
-a trial, which compares its logits on the paged pool with those of the plain model.
+a trial, which compares its logits on the paged pool with those of the plain model. `Reference` is a
+plain model to compare answers with.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
@@ -22,14 +26,17 @@ from transformers.utils import logging as transformers_logging
 
 from prefixkv import DecodeConfig, KVPool, ModelConfig, PoolGroup, PrefillConfig, StatePool
 from prefixkv.engines.hf.attention import NAME, FlatPool, Plan
-from prefixkv.engines.hf.folder import MODEL_FILES, check_folder, one_line
-from prefixkv.engines.hf.generation import end_tokens, token_ids
-from prefixkv.engines.hf.identity import identity_of
-from prefixkv.engines.hf.layers import DTYPES, find_layers, find_windows, has_states
-from prefixkv.engines.hf.recurrent import StateMemory, page_mixers
-from prefixkv.engines.hf.rows import NO_SLOT, Row
+from prefixkv.engines.hf.folder import MODEL_FILES, check_folder, end_tokens, one_line, token_ids
+from prefixkv.engines.hf.layers import (
+    DTYPES,
+    NO_SLOT,
+    Row,
+    StateMemory,
+    check_served,
+    find_layers,
+)
 from prefixkv.errors import CapacityError, ConfigError
-from prefixkv.spi import MAX_INDEX, GroupPages, as_pages, check_device, default_topic, pages_for
+from prefixkv.spi import GroupPages, as_pages, check_device, default_topic, pages_for
 
 Config = TypeVar("Config", DecodeConfig, PrefillConfig)
 
@@ -42,7 +49,6 @@ SMALL: Final[Mapping[str, Any]] = {
 }  # fmt: skip
 
 _TOLERANCE: Final = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 2e-1}
-_ROPE_BY_LENGTH: Final = ("dynamic", "longrope")
 _LONG_TRIAL: Final = 512  # tokens: a trial of a longer window than that would take too long
 
 
@@ -107,7 +113,6 @@ class PagedModel:
             # 2. What its layers keep, by a forward without pages.
             _attend_plainly(self.model)
             self.layers = find_layers(self.model, self.context)
-            page_mixers(self.layers)
             # 3. The trial begins without pages too, and needs the sizes above.
             if trial:
                 _run_trial(self)
@@ -279,6 +284,58 @@ def _not_finite(
     return found
 
 
+# --- identity ------------------------------------------------------------------------------------
+
+_DIGEST_BYTES: Final = 16
+_NOT_THE_MODELS: Final = frozenset({"_name_or_path", "transformers_version", "architectures"})
+"""Keys of a config, at any depth, that describe its origin and not the model."""
+
+
+def identity_of(model: Any) -> ModelConfig:
+    """Return name and version: a digest of its config, and one of every number of its weights.
+
+    Two models may use each other's KV where both digests are equal. Neither depends on the location
+    of the files, or on how the tensors are spread over them. Reads all weights: see
+    `weights_digest`.
+    """
+    config = json.dumps(_without_origin(model.config.to_dict()), sort_keys=True, default=str)
+    name = f"{type(model).__name__} {_digest(config.encode())}"
+    return ModelConfig(name, weights_digest(model))
+
+
+def weights_digest(model: Any) -> str:
+    """Return a digest of the names, dtypes, shapes and bytes of all tensors. Reads all weights, by
+    several threads; from a GPU each copies a tensor to the host at a time."""
+    # Sorted by name: the order of a state dict is that of the model's construction.
+    entries = sorted(model.state_dict().items())
+    with ThreadPoolExecutor(4, "prefixkv-digest") as pool:
+        return _digest(b"".join(pool.map(_hash_entry, entries)))
+
+
+def _hash_entry(entry: tuple[str, Any]) -> bytes:
+    name, value = entry
+    if not isinstance(value, torch.Tensor):  # a module's own kind of state (`get_extra_state`)
+        return hashlib.blake2b(repr(entry).encode()).digest()
+    raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    whole = hashlib.blake2b(repr((name, str(value.dtype), tuple(value.shape))).encode())
+    whole.update(memoryview(raw))  # type: ignore[arg-type]  # numpy's stub says no Buffer
+    return whole.digest()  # without the GIL
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).hexdigest()
+
+
+def _without_origin(value: Any) -> Any:
+    """Return a config without the keys that describe its origin, at any depth."""
+    if isinstance(value, dict):
+        kept = {str(key): _without_origin(one) for key, one in value.items()}
+        return {key: one for key, one in kept.items() if key not in _NOT_THE_MODELS}
+    if isinstance(value, list | tuple):
+        return [_without_origin(one) for one in value]
+    return value
+
+
 # --- where models come from -----------------------------------------------------------------------
 
 
@@ -394,62 +451,39 @@ def unpaged_copy(model: PagedModel) -> Any:
     return copy
 
 
+class Reference:
+    """A copy of a model, as transformers runs it. Owned by one thread, and computes with one:
+    several, on a busy machine, wait for each other at every small kernel."""
+
+    def __init__(self, model: PagedModel) -> None:
+        self.model = unpaged_copy(model)
+
+    def save(self, folder: Path) -> None:
+        self.model.save_pretrained(folder)
+
+    @torch.inference_mode()
+    def answer(self, tokens: Sequence[int], max_new_tokens: int) -> list[int]:
+        """Return the greedy answer of transformers' own `generate`, its end token included."""
+        prompt = torch.tensor([list(tokens)], device=self.model.device)
+        # The number of threads is the process's, not this call's: put it back in any case.
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            generated = self.model.generate(
+                prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens,
+                do_sample=False, pad_token_id=0,
+            )  # fmt: skip
+        finally:
+            torch.set_num_threads(threads)
+        answer: list[int] = generated[0, len(tokens) :].tolist()
+        return answer
+
+
 def _attend_plainly(model: Any) -> None:
     model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
 
 
-# --- what is not served ---------------------------------------------------------------------------
-
-
-def check_served(model: Any, context: int | None) -> int:
-    """Return the longest context that is served: `context`, or what the model was made for.
-
-    Raises ConfigError, which names the setting, for a model that needs more than attention to all
-    earlier tokens on pages of K and V.
-    """
-    config = model.config.get_text_config()
-    # 1. Kinds of models that do not call our attention, or not for all of their text.
-    if getattr(config, "is_encoder_decoder", False):
-        raise ConfigError("it has an encoder")
-    # Some with recurrent layers do go through it and do not say so.
-    can_set = getattr(model, "_can_set_attn_implementation", None)
-    told = getattr(model, "_supports_attention_backend", False)
-    if not told and not (has_states(config) and can_set is not None and can_set()):
-        raise ConfigError("its attention does not go through transformers' attention interface")
-    # 2. The length, which the checks of windows below need.
-    limit = getattr(config, "max_position_embeddings", None)
-    if context is None:
-        context = limit
-    if not isinstance(context, int) or not 0 < context <= (limit or MAX_INDEX):
-        kind = config.model_type
-        raise ConfigError(f"context is {context!r}, {kind} was made for {limit} tokens")
-    # 3. Attention of another kind.
-    for name in ("attn_logit_softcapping", "kv_lora_rank", "attention_chunk_size"):
-        if getattr(config, name, None):
-            raise ConfigError(f"{name} is {getattr(config, name)}")
-    if getattr(config, "use_bidirectional_attention", False):
-        raise ConfigError("its tokens see later ones (use_bidirectional_attention)")
-    # Pages of layers that keep every token are what a cache of prefixes consists of.
-    window, sliding = find_windows(config, context)
-    why = ""
-    if len(sliding) == config.num_hidden_layers:
-        why = "no layer attends to all tokens"
-    elif sliding and has_states(config):
-        why = "it has recurrent layers beside a window"
-    if why:
-        raise ConfigError(
-            f"{why}: its sliding window has {window} tokens, the context {context}; with "
-            f"context={window} it would be"
-        )
-    # 4. Positions. The parameters are one dict, or one per kind of layer. Cached KV can be reused
-    # only if it does not depend on how long its text became.
-    ropes = getattr(config, "rope_parameters", None) or {}
-    for rope in (ropes, *(one for one in ropes.values() if isinstance(one, dict))):
-        if rope.get("rope_type") in _ROPE_BY_LENGTH:
-            raise ConfigError(
-                f"its rope is {rope['rope_type']}: KV depends on the length of the text"
-            )
-    return context
+# --- the trial -----------------------------------------------------------------------------------
 
 
 @torch.inference_mode()

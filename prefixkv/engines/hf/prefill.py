@@ -11,9 +11,9 @@ from typing import Any, Final
 
 from prefixkv import KVPool, PrefillConfig, PrefillNode, PrefillRequest
 from prefixkv.engines.hf.engine import NodeEngine
+from prefixkv.engines.hf.layers import NO_SLOT
 from prefixkv.engines.hf.models import PagedModel
 from prefixkv.engines.hf.requests import Choice, PrefillJob, pack_first
-from prefixkv.engines.hf.rows import NO_SLOT
 from prefixkv.errors import RequestError
 from prefixkv.settings import at_least
 

@@ -171,7 +171,8 @@ class Output(AnswerToken, frozen=True, kw_only=True):
 
 
 class PrefillJob(msgspec.Struct, frozen=True):
-    """A decode worker's request to the prefill worker at `prefill`.
+    """A decode worker's request to the prefill worker at `prefill`. `rid` is
+    "worker/request/sample.generation".
 
     Prefill computes the prompt, sends its KV, and samples the next token, unless decode knows it
     already (`is_known`). A job that is not sent within `deadline_s` fails there.
@@ -188,6 +189,11 @@ class PrefillJob(msgspec.Struct, frozen=True):
     choice: Choice = Choice()
     is_known: bool = False
     deadline_s: float | None = None
+
+    @property
+    def answer_rid(self) -> str:
+        """The answer's id on the decode node: "request/sample"."""
+        return "/".join(self.rid.rsplit("/", 2)[1:]).rpartition(".")[0]
 
     def request(self) -> Request:
         """Raises as `Request` does."""

@@ -3,6 +3,10 @@
 It is the text of prompt and answer together, less what that has in common with the prompt's. So the
 space between two words is there, and a character that the prompt began belongs to the answer that
 completes it. A text that was given out is never taken back.
+
+`Markers` find the part of an answer that its client will leave out of the next turn: a model's
+thinking. All KV from its first token on is then a branch of the cache that nothing asks for again.
+An agent, however, may send its thinking back between the calls of its tools.
 """
 
 from __future__ import annotations
@@ -10,15 +14,10 @@ from __future__ import annotations
 import re
 from codecs import utf_8_decode
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Tokenizer
-
-from prefixkv.engines.hf.folder import TOKENIZER_FILE, check_folder, one_line
-from prefixkv.errors import ConfigError
 
 _Tokens = Sequence[int] | npt.NDArray[np.int32]
 
@@ -29,42 +28,6 @@ _CONTEXT: Final = 4
 _MOST_UNITS: Final = 2 * _CONTEXT
 _PROMPT_END: Final = 32  # tokens of a prompt that are looked at, with and without a text
 _BYTE: Final = re.compile("<0x([0-9A-Fa-f]{2})>")  # name of a token that is a byte
-
-
-def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """Load the tokenizer of a model's folder. Raises ConfigError if it is missing or unreadable."""
-    tokenizer: Tokenizer = load_auto_tokenizer(folder).backend_tokenizer
-    return tokenizer
-
-
-def template_renderer() -> Any:
-    """Return transformers' `render_jinja_template`, which is loaded here."""
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    return render_jinja_template
-
-
-def load_auto_tokenizer(folder: str | Path) -> Any:
-    """Nothing outside is read, and no code is run. The `backend_tokenizer` neither cuts a text nor
-    fills it up, whatever the folder says. Raises as `load_tokenizer`."""
-    path = check_folder(folder, (TOKENIZER_FILE,))
-    from transformers import AutoTokenizer
-
-    try:
-        loaded = AutoTokenizer.from_pretrained(
-            str(path), local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:  # a malformed file has any
-        why = f"{type(error).__name__}: {one_line(error)}"
-        raise ConfigError(f"the tokenizer of {path} is not read: {why}") from error
-    backend = getattr(loaded, "backend_tokenizer", None)
-    if not isinstance(backend, Tokenizer):
-        why = f"{type(loaded).__name__} is none of the package tokenizers"
-        raise ConfigError(f"the tokenizer of {path} is not served: {why}")
-    # As transformers does before each text, which asks for neither.
-    backend.no_truncation()
-    backend.no_padding()
-    return loaded
 
 
 class AnswerText:
@@ -218,3 +181,62 @@ def _bytes_by_name(tokenizer: Any) -> list[int]:
     if None in tokens or tokenizer.decode(tokens) != _NO_CHARACTER:
         return []
     return tokens
+
+
+KeepThinking = Literal["on", "off"]
+Tokens = npt.NDArray[np.int32]
+
+# What begins a model's thinking, and what ends it. The first of each must be a token of its own in
+# the tokenizer: a text that merely looks like one is no marker.
+_MARKERS: Final = (
+    ("<think>", "</think>"),
+    ("<thinking>", "</thinking>"),
+    ("<seed:think>", "</seed:think>"),
+    ("[THINK]", "[/THINK]"),
+    ("◁think▷", "◁/think▷"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|channel|>analysis", "<|channel|>final"),
+)
+
+_THINKING_END: Final = 8  # tokens of a prompt in which its template may begin a thinking
+
+
+class Markers:
+    """Token ids between which a model thinks, from its tokenizer's own vocabulary."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._begins: list[list[int]] = []
+        self._ends: list[list[int]] = []
+        special = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+        for begin, end in _MARKERS:
+            # An added token is never merged with its neighbours, so it has the same id wherever it
+            # stands.
+            if any(begin.startswith(token) for token in special):
+                self._begins.append(tokenizer.encode(begin, add_special_tokens=False).ids)
+                self._ends.append(tokenizer.encode(end, add_special_tokens=False).ids)
+
+    def __bool__(self) -> bool:
+        return bool(self._begins)
+
+    def first_thought(self, prompt: Tokens, output: Sequence[int]) -> int | None:
+        """Return the place, in prompt and output, of the marker with which the thinking begins;
+        None: there is none. Some templates end a prompt with it, so it may be in the prompt."""
+        # The prompt first, and only its last tokens: further in front a marker that nothing ends is
+        # of a former turn that was cut off.
+        last = prompt[-_THINKING_END:]
+        for begin, end in zip(self._begins, self._ends, strict=True):
+            place = max(_places(last, begin), default=-1)
+            if place > max(_places(last, end), default=-1):
+                return len(prompt) - len(last) + place
+        answer = np.array(output, np.int32)
+        places = [place for begin in self._begins for place in _places(answer, begin)]
+        return len(prompt) + min(places) if places else None
+
+
+def _places(tokens: Tokens, marker: Sequence[int]) -> list[int]:
+    if len(tokens) < len(marker):
+        return []
+    windows = np.lib.stride_tricks.sliding_window_view(tokens, len(marker))
+    places: list[int] = np.flatnonzero((windows == marker).all(1)).tolist()
+    return places

@@ -21,11 +21,10 @@ import torch
 
 from prefixkv.engines.envelope import hints_of
 from prefixkv.engines.sglang import internals as sgl
-from prefixkv.engines.sglang.clock import CLOCK, RankClock
 from prefixkv.engines.sglang.events import EventTranslator
 from prefixkv.engines.sglang.keys import TOKEN_WORDS, Packer, RequestKey, namespace_of
 from prefixkv.engines.sglang.slots import SlotTable
-from prefixkv.engines.sglang.waiting import weight_order
+from prefixkv.engines.sglang.waiting import CLOCK, RankClock, weight_order
 from prefixkv.errors import LockError, RequestError, UserErrors
 from prefixkv.settings import Continues
 from prefixkv.spi import (

@@ -1,20 +1,99 @@
-"""Views of SGLang's KV memory and metadata rows, in the form that transfers take.
+"""SGLang's memory in the form that transfers take: a rank's share of the KV, what a request keeps
+beside it, and metadata rows.
 
-A backend gets no tensors, but an address, a length and the bytes per page of each buffer. The
-content of a page is described by its pool (`shares.py`), or known to SGLang's kernels only.
+A backend gets no tensors, but an address, a length and the bytes per page of each buffer. Where two
+servers differ in their number of ranks, pages are cut by heads, so their layout is read from the
+pool (`Share`). Pages of an unknown kind are opaque, known to SGLang's kernels only: they move
+whole, between equal numbers of ranks.
+
+SGLang calls each kind of what a request keeps beside the KV of all tokens a *component*: it gives a
+backend the addresses of its buffers, and with each request the indices of what is to be sent. A
+window (`swa`) is a window group of the pool, a recurrent state (`mamba`) a slot of a StatePool, the
+keys of an index (`dsa`) an aligned group: they lie under the page ids of the KV, and are sent with
+it. Every buffer's bytes are SGLang's own, so two servers need equal numbers of ranks.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 
-from prefixkv import KVPool
-from prefixkv.engines.sglang.shares import MLA, OPAQUE, UNKNOWN, Share
+from prefixkv import KVPool, Mesh, PoolGroup, StatePool, StateTensor
 from prefixkv.errors import ConfigError, RequestError
+from prefixkv.spi import PageIds
+
+OPAQUE: Final = "opaque"
+MHA: Final = "mha"
+MLA: Final = "mla"
+
+
+class Share(NamedTuple):
+    """The layout of a page in a rank's buffers.
+
+    `kind` MHA: the first half of the buffers hold K, the others V, as [token, head, element]; MLA:
+    latent vectors, complete on each rank; OPAQUE: known to SGLang's kernels only. Heads are KV
+    heads, `num_heads` those of the rank and `total_heads` those of the model. `window`: tokens
+    before its own that a token sees in layers with sliding windows, 0 without such layers.
+
+    >>> Share(MHA, 2, 4).mesh(num_buffers=32, size=2).shard(1)
+    Shard(first_layer=0, num_layers=16, first_head=2, num_heads=2)
+    """
+
+    kind: str = OPAQUE
+    num_heads: int = 1
+    total_heads: int = 1
+    window: int = 0
+
+    def mesh(self, num_buffers: int, size: int) -> Mesh:
+        """Return the mesh of `size` ranks of such shares. Opaque pages count as one head per rank.
+        `num_buffers` are a rank's, which are layers; of MHA two buffers are one layer."""
+        if self.kind == MHA:
+            return Mesh(num_buffers // 2, self.total_heads, size)
+        return Mesh(num_buffers, 1 if self.kind == MLA else size, size)
+
+
+UNKNOWN: Final = Share()
+
+
+def share_of(pool: Any, total_heads: int) -> Share:
+    """`total_heads` are the model's KV heads. Only the exact classes are recognised; a derived
+    class may lay its pages out differently, and counts as opaque: a wrong guess would send wrong
+    bytes, an opaque page only needs equal ranks."""
+    name, module = type(pool).__name__, type(pool).__module__
+    if module != "sglang.srt.mem_cache.memory_pool":
+        return UNKNOWN
+    if name == "MLATokenToKVPool":
+        return Share(MLA)
+    plain = name == "MHATokenToKVPool" and getattr(pool, "kv_cache_layout", None) == "nhd"
+    if plain and all(
+        buffer.dim() == 3 and buffer.shape[1] == pool.head_num and buffer.is_contiguous()
+        for buffer in (*pool.k_buffer, *pool.v_buffer)
+    ):
+        return Share(MHA, pool.head_num, total_heads)
+    return UNKNOWN
+
+
+_CURRENT_SHARE: ContextVar[Share] = ContextVar("share of the manager that SGLang makes")
+
+
+def current_share() -> Share:
+    return _CURRENT_SHARE.get(UNKNOWN)
+
+
+@contextmanager
+def use_share(share: Share) -> Iterator[None]:
+    """Set the share while a manager is made: its constructor has no argument for it."""
+    token = _CURRENT_SHARE.set(share)
+    try:
+        yield
+    finally:
+        _CURRENT_SHARE.reset(token)
 
 
 def pool_of(
@@ -113,3 +192,106 @@ class Rows:
             size = buffer.shape[1]
             buffer[row] = np.frombuffer(data, np.uint8, size, start)
             start += size
+
+
+WINDOW: Final = "swa"
+STATE: Final = "mamba"
+INDEX: Final = "dsa"
+
+
+def state_refusals(args: Any, window: int) -> list[str]:
+    """Return why what a model keeps beside its KV cannot be sent, by SGLang's arguments. `window`
+    is that of `Share`. Empty where it can, or where there is nothing."""
+    kinds = [kind.value for kind in args.state_types]
+    unknown = sorted({kind for kind in kinds if kind not in (WINDOW, STATE, INDEX)})
+    found = {
+        f"the model keeps state besides its KV ({', '.join(unknown)}), which is not sent":
+            bool(unknown),
+        # Buffers of several kinds, each with page ids or slots of its own, under one name.
+        "DeepSeek V4's compressed KV and its windows are not sent":
+            getattr(args, "mla_compression_ratios", None) is not None,
+        f"the model keeps two components of one kind ({', '.join(kinds)}), which was not run":
+            len({*kinds}) < len(kinds),
+        "leave out --speculative-algorithm: a draft beside windows or states was not run":
+            bool(kinds) and args.num_draft_entries > 0,
+        # SGLang then caps decode's cached prefix nowhere, and it may reach into the window.
+        "the model has sliding windows: --page-size above 1 is needed":
+            WINDOW in kinds and args.page_size == 1,
+        "SGLang does not say how long the model's sliding windows are":
+            WINDOW in kinds and window <= 0,
+    }  # fmt: skip
+    return [reason for reason, refused in found.items() if refused]
+
+
+class OfRequest(NamedTuple):
+    """For each window group the pages of its window, and the slot of the state, -1 without one."""
+
+    windows: tuple[PageIds, ...] = ()
+    state_slot: int = -1
+
+
+NOTHING: Final = OfRequest()
+
+
+class Components:
+    """The components of a rank's memory, and what a request has in each. `args`: without a reason
+    in `state_refusals`."""
+
+    def __init__(self, args: Any, window: int, device: str) -> None:
+        """Raises ConfigError for buffers of one component that differ in the size or number of
+        their items, and for a model without any KV."""
+        self._kinds = [kind.value for kind in args.state_types]
+        self._groups: list[PoolGroup] = []
+        self._buffers: list[tuple[int, int, int]] = []  # of states: address, length, bytes a slot
+        layout = getattr(args, "swa_kv_cache_layout", None) or "plain"
+        for kind, *buffers in zip(
+            self._kinds, args.state_data_ptrs, args.state_data_lens, args.state_item_lens,
+            strict=True,
+        ):  # fmt: skip
+            if kind == STATE:
+                self._buffers = list(zip(*buffers, strict=True))
+                continue
+            tag = f"sglang {args.kv_cache_dtype_str} {kind} {layout if kind == WINDOW else ''}"
+            pool = pool_of(*buffers, page_size=args.page_size, device=device, tag=tag.strip())
+            # SGLang's window is what a token sees before its own.
+            self._groups.append(PoolGroup(kind, pool, window + 1 if kind == WINDOW else 0))
+        self._device = device
+
+    def pool_with(self, pool: KVPool) -> KVPool:
+        """Add windows and indices to a pool. Raises ConfigError for those that do not fit it."""
+        return pool.with_groups(*self._groups) if self._groups else pool
+
+    def state_pool(self, mesh: Mesh, rank: int) -> StatePool | None:
+        """Each rank's share of a buffer counts as one head. None without any state."""
+        if not self._buffers:
+            return None
+        tensors = [
+            StateTensor(f"{STATE}{i}", 0, mesh.tp_size, (size,), "uint8")
+            for i, (_, _, size) in enumerate(self._buffers)
+        ]
+        views = [
+            bytes_at(address, length, self._device).view(length // size, 1, size)
+            for address, length, size in self._buffers
+        ]
+        return StatePool(tensors, views, mesh, rank)
+
+    def of_request(self, indices: Sequence[Any] | None, pages: Sequence[int]) -> OfRequest:
+        """`pages` are those of its KV, behind decode's prefix. Raises RequestError where the
+        indices are not of as many components, no single slot of a state, or other pages."""
+        if not self._kinds:
+            return NOTHING
+        if indices is None or len(indices) != len(self._kinds):
+            raise RequestError(f"indices of {len(indices or ())} components of {self._kinds}")
+        windows: list[PageIds] = []
+        slot = -1
+        for kind, given in zip(self._kinds, indices, strict=True):
+            if kind == WINDOW:
+                windows.append(np.asarray(given, np.int32))
+            elif kind == STATE:
+                slots = np.asarray(given).ravel()
+                if len(slots) != 1:
+                    raise RequestError(f"{len(slots)} slots of a request's state, 1 is needed")
+                slot = int(slots[0])
+            elif not np.array_equal(given, pages):
+                raise RequestError(f"{len(given)} pages of {kind}, which are not those of the KV")
+        return OfRequest(tuple(windows), slot)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from contextlib import suppress
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -65,9 +66,10 @@ def load() -> None:
 def build(context: Any) -> Any:
     """Build the tree cache by the settings. Raises ConfigError, which names the option or the kind
     of model that is not supported, or a variable PREFIXKV_... that nothing reads."""
+    check_environ(os.environ)
+    _number("PREFIXKV_PATIENCE_S", 5.0)  # refused now, not at the first request
     from prefixkv.engines.sglang.cache import PrefixKVCache
 
-    check_environ(os.environ)
     for reason in _refusals(context):
         raise ConfigError(f"--radix-cache-backend {NAME}: {reason}")
     policy = policy_name(os.environ.get("PREFIXKV_POLICY"), context.params.eviction_policy)
@@ -159,9 +161,9 @@ def _add_transfer_backend(sgl: Any) -> None:
 def _with_time(
     original: Any, receiver: Any, recv_reqs: list[Any] | None, *rest: Any, **named: Any
 ) -> list[Any]:
-    """Add the time to the broadcast of requests, and remove it on each rank (`clock.py`). Only the
+    """Add the time to the broadcast of requests, and remove it on each rank (`RankClock`). Only the
     rank that receives requests has a list here; the others have None."""
-    from prefixkv.engines.sglang.clock import CLOCK
+    from prefixkv.engines.sglang.waiting import CLOCK
 
     if recv_reqs is not None:
         recv_reqs = CLOCK.mark(recv_reqs, time.monotonic())
@@ -169,7 +171,7 @@ def _with_time(
 
 
 def _around_pop(original: Any, queue: Any, *args: Any, **named: Any) -> Any:
-    from prefixkv.engines.sglang.clock import CLOCK
+    from prefixkv.engines.sglang.waiting import CLOCK
 
     cache = _enabled_cache(queue.tree_cache)
     if cache is None:
@@ -205,8 +207,7 @@ def _after_handshakes(_result: Any, queue: Any, *_args: Any, **_named: Any) -> N
 def _queue_state(queue: Any, cache: Any) -> Any:
     state = queue.__dict__.get("prefixkv_queue_state")
     if state is None:
-        from prefixkv.engines.sglang.joins import Joins
-        from prefixkv.engines.sglang.waiting import Depths, NewPagesFirst
+        from prefixkv.engines.sglang.waiting import Depths, Joins, NewPagesFirst
 
         depths = Depths(cache.tree, cache.key_of_waiting)
         state = queue.prefixkv_queue_state = SimpleNamespace(
@@ -218,12 +219,12 @@ def _queue_state(queue: Any, cache: Any) -> Any:
 
 def _around_manager(original: Any, queue: Any, *args: Any, **named: Any) -> Any:
     # SGLang's constructor has no argument for the layout of pages.
-    from prefixkv.engines.sglang import shares
+    from prefixkv.engines.sglang.memory import share_of, use_share
 
     total_heads = int(queue.scheduler.model_config.get_total_num_kv_heads())
-    share = shares.share_of(queue.token_to_kv_pool, total_heads)
+    share = share_of(queue.token_to_kv_pool, total_heads)
     window = getattr(queue.scheduler, "sliding_window_size", None) or 0
-    with shares.use_share(share._replace(window=window)):
+    with use_share(share._replace(window=window)):
         return original(queue, *args, **named)
 
 
@@ -262,9 +263,7 @@ def _after_prefill_add(_result: Any, queue: Any, req: Any, *_args: Any, **_named
 def _before_bootstrapped(queue: Any, *_args: Any, **_named: Any) -> None:
     """Take in decode's announcements at each step, also where no sender is polled: an announcement
     may belong to a request that has ended here."""
-    pump = getattr(queue.kv_manager, "prefixkv_pump", None)
-    if pump is not None:
-        pump()
+    getattr(queue.kv_manager, "prefixkv_pump", lambda: None)()
 
 
 def _after_request(_result: Any, scheduler: Any, asked: Any, *_args: Any, **_named: Any) -> None:
@@ -288,9 +287,8 @@ def _decline(queue: Any, req: Any) -> None:
     # SGLang's own health checks are left alone.
     from prefixkv.engines.sglang import internals as sgl
 
-    decline = getattr(queue.kv_manager, "decline", None)
-    is_fake = req.bootstrap_host == sgl.fake_host()
-    if decline is not None and req.bootstrap_room is not None and not is_fake:
+    decline: Any = getattr(queue.kv_manager, "decline", None)
+    if None not in (decline, req.bootstrap_room) and req.bootstrap_host != sgl.fake_host():
         decline(req)
 
 
@@ -388,9 +386,9 @@ def _admission() -> str:
 
 
 def _number(name: str, default: float) -> float:
-    """Raises ConfigError for a text that is no number."""
-    text = os.environ.get(name, "")
-    try:
-        return float(text) if text else default
-    except ValueError:
-        raise ConfigError(f"{name} is {text!r}, a number is needed") from None
+    """Raises ConfigError for a text that is no number, or one below 0."""
+    text = os.environ.get(name) or default
+    with suppress(ValueError):
+        if (number := float(text)) >= 0:
+            return number
+    raise ConfigError(f"{name} is {text!r}, a number of at least 0 is needed")

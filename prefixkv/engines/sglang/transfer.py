@@ -16,6 +16,7 @@ import logging
 import os
 import time
 from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
 from secrets import token_bytes
 from typing import Any, Final, cast
@@ -29,12 +30,32 @@ from prefixkv.engines.rank_group import decode_transfers, prefill_transfers
 from prefixkv.engines.sglang import NAME, ROOMS
 from prefixkv.engines.sglang import internals_transfer as sgl
 from prefixkv.engines.sglang.fences import FenceFolder
-from prefixkv.engines.sglang.memory import Rows, pool_of
-from prefixkv.engines.sglang.receives import Receive, Receives
-from prefixkv.engines.sglang.sends import ALONE, ANNOUNCED, SILENT, NumberState, RoomSend, RoomSends
-from prefixkv.engines.sglang.shares import OPAQUE, UNKNOWN, current_share
-from prefixkv.engines.sglang.states import NOTHING, Components, state_refusals
-from prefixkv.engines.sglang.transfer_options import OPTION_NAMES, VARIABLE, TransferOptions
+from prefixkv.engines.sglang.memory import (
+    NOTHING,
+    OPAQUE,
+    UNKNOWN,
+    Components,
+    Rows,
+    current_share,
+    pool_of,
+    state_refusals,
+)
+from prefixkv.engines.sglang.rooms import (
+    ALONE,
+    ANNOUNCED,
+    SILENT,
+    NumberState,
+    Receive,
+    Receives,
+    RoomSend,
+    RoomSends,
+)
+from prefixkv.engines.sglang.transfer_options import (
+    OPTION_NAMES,
+    VARIABLE,
+    TransferOptions,
+    reached_at,
+)
 from prefixkv.errors import ConfigError
 from prefixkv.spi import check_environ
 from prefixkv.transfer import KVPoll
@@ -44,7 +65,7 @@ _log = logging.getLogger("prefixkv.sglang")
 TAG: Final = b"PREFIXKV"
 """First frame of the message by which a decode rank announces itself. Then the room, the name, and
 the digest of the prompt (empty where it is unknown). If the request has ended before any promise,
-two frames follow: the reason, and the state of the number on decode (`sends.NumberState`)."""
+two frames follow: the reason, and the state of the number on decode (`rooms.NumberState`)."""
 FIELD: Final = "prefixkv"
 """Field of a row of the bootstrap server that holds the rank's endpoint."""
 ASK_AGAIN_S: Final = 10.0
@@ -250,7 +271,7 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         bind = self._options.address(self.local_ip)
         config = PrefillConfig(self.name, bind, **self._common())
         rank = self._mesh, self.attn_tp_rank
-        reach = self._reach
+        reach = partial(reached_at, local_ip=self.local_ip)
         transfers = prefill_transfers(
             self._pool, config, *rank, sgl.gather, reach=reach, state=self._state
         )
@@ -260,9 +281,6 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         # Every rank registers rank 0's endpoint; rank 0 passes on those of the others.
         self.endpoint = str(sgl.gather(own)[0])
         super().register_to_bootstrap()
-
-    def _reach(self, endpoint: str) -> str:
-        return endpoint.replace("//0.0.0.0:", f"//{self.local_ip}:")
 
     def _register_topology_row(self, url: str, payload: dict[str, Any]) -> None:
         super()._register_topology_row(url, {**payload, FIELD: self.endpoint})

@@ -78,5 +78,16 @@ class TransferOptions:
         # Without keys any process that reaches the port counts as a peer: other hosts only on
         # request.
         remote = self.control.curve is not None or self.control.network_is_isolated
-        host = local_ip if remote else "127.0.0.1"
-        return f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*"
+        return reached_at("tcp://0.0.0.0:*", local_ip if remote else "127.0.0.1")
+
+
+def reached_at(endpoint: str, local_ip: str) -> str:
+    """Return the address that leads to an endpoint: the machine's, where that is on all of them.
+
+    >>> reached_at("tcp://0.0.0.0:5000", "10.0.0.5"), reached_at("tcp://[::]:5000", "fd00::5")
+    ('tcp://10.0.0.5:5000', 'tcp://[fd00::5]:5000')
+    """
+    host, _, port = endpoint.rpartition(":")
+    if host in ("tcp://0.0.0.0", "tcp://[::]"):
+        host = f"tcp://[{local_ip}]" if ":" in local_ip else f"tcp://{local_ip}"
+    return f"{host}:{port}"

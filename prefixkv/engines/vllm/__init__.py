@@ -4,7 +4,7 @@ prefill server computes it. See docs/vllm.md.
     --kv-transfer-config '{"kv_connector": "PrefixKVConnector",
         "kv_connector_module_path": "prefixkv.engines.vllm", "kv_role": "kv_producer", ...}'
 
-Only `compat` imports vLLM; `connector`, `metrics`, `hooks` and `extension` take its names from
+Only `compat` imports vLLM; `connector`, `hooks` and `extension` take its names from
 there. `scheduler` and `worker` are the two sides; they use vLLM's objects by attribute.
 """
 

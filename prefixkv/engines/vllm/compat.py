@@ -34,7 +34,7 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.request import RequestStatus
 
 from prefixkv.engines.vllm.groups import BlockGroups
-from prefixkv.engines.vllm.host_events import HostEvent
+from prefixkv.engines.vllm.host import HostEvent
 from prefixkv.engines.vllm.versions import installed_version
 
 WAKEUP = (EngineCoreRequestType.WAKEUP, None)  # an input of which the engine does nothing

@@ -18,8 +18,7 @@ class WorkerExtension:
         """Return the peers that are silent or dead, and still hold something here. Per peer:
         `peer`, its name; `life`, its incarnation in hexadecimal; `why`; `held`, a number of pages
         on decode and of rooms on prefill."""
-        found: list[dict[str, Any]] = _side().lost_peers()
-        return found
+        return _side().lost_peers()  # type: ignore[no-any-return]
 
     def prefixkv_fence(self, peer: str, life: str) -> None:
         """Free all that a process holds which the operator knows to be dead, named as in

@@ -100,6 +100,7 @@ class BlockGroups(NamedTuple):
         #    servers count prefixes by.
         full = [number for number, kind in enumerate(kinds) if kind in FULL]
         takes = f"prefixkv's connector takes {', '.join(FULL)}, and {WINDOWED} or {STATE} beside it"
+        off = [n for n, one in enumerate(groups) if one.host_resident or not one.enable_kv_transfer]
         others = sorted({kind for kind in kinds if kind not in (*FULL, WINDOWED, STATE)})
         refusals = {
             f"the KV cache is a {', '.join(kinds)}, must be one of {', '.join(FULL)}":
@@ -110,8 +111,8 @@ class BlockGroups(NamedTuple):
                 WINDOWED in kinds and STATE in kinds,
             f"the model has {len(full)} KV cache groups that keep every token "
             f"({', '.join(kinds)}), must have 1; {_INSTEAD}": len(full) != 1,
-            f"a KV cache group ({', '.join(kinds)}) is not on the device, or not to be sent":
-                any(one.host_resident or not one.enable_kv_transfer for one in groups),
+            f"KV cache groups {off} ({', '.join(kinds)}) are not on the device, or not to be sent":
+                bool(off),
         }  # fmt: skip
         for why, is_so in refusals.items():
             if is_so:

@@ -23,13 +23,12 @@ from prefixkv.engines.vllm.blocks import BlockPool, Flights, Ledger
 from prefixkv.engines.vllm.compute import OwnCompute
 from prefixkv.engines.vllm.groups import BlockGroups, Tables
 from prefixkv.engines.vllm.host import HostBlocks
-from prefixkv.engines.vllm.loads import ScheduledLoads
+from prefixkv.engines.vllm.loads import ScheduledLoads, Turns
 from prefixkv.engines.vllm.options import ConnectorOptions, ServerSetup
 from prefixkv.engines.vllm.orders import StepOrders, WorkerReport
 from prefixkv.engines.vllm.sends import ScheduledSends
 from prefixkv.engines.vllm.shadow import Shadow
 from prefixkv.engines.vllm.stats import GAUGES
-from prefixkv.engines.vllm.turns import Turns
 from prefixkv.engines.vllm.wakeup import Rest
 from prefixkv.errors import CallerError, RequestError
 from prefixkv.settings import Continues

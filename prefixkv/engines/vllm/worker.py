@@ -2,7 +2,8 @@
 
 Each worker does the same with its share of every block. The thread that runs the model calls it;
 transfers run on threads of their own (`prefixkv.transfer`). No error of a transfer leaves this side
-as an exception: a room that cannot be opened is reported as a load that failed.
+as an exception: a room that cannot be opened is reported as a load that failed. `WorkerHost` has
+the host memory, and makes the copies that are ordered.
 """
 
 from __future__ import annotations
@@ -17,15 +18,22 @@ from typing import Any
 import torch
 from msgspec import structs
 
-from prefixkv import DecodeConfig, KVPool, Mesh, ModelConfig, PrefillConfig, PrefixKVError
+from prefixkv import (
+    DecodeConfig,
+    HostConfig,
+    KVPool,
+    Mesh,
+    ModelConfig,
+    PrefillConfig,
+    PrefixKVError,
+)
 from prefixkv.engines.rank_group import Gather, decode_transfers, prefill_transfers, taken
-from prefixkv.engines.vllm.host_worker import WorkerHost
 from prefixkv.engines.vllm.options import ANY_HOST, ConnectorOptions, ServerSetup
-from prefixkv.engines.vllm.orders import Chunk, Open, StepOrders, WorkerReport
+from prefixkv.engines.vllm.orders import Chunk, CopyOrder, Open, StepOrders, WorkerReport
 from prefixkv.engines.vllm.stats import Counters
 from prefixkv.engines.vllm.wakeup import wake_by
-from prefixkv.errors import HandshakeError, RequestError
-from prefixkv.spi import DeviceEvent
+from prefixkv.errors import HandshakeError, RequestError, TransferError
+from prefixkv.spi import DeviceEvent, HostCopy, HostCopyDone, HostMemory, Inbox
 from prefixkv.transfer import (
     Bootstrapped,
     DecodeEvent,
@@ -39,6 +47,77 @@ from prefixkv.transfer import (
     RoomOverdue,
     SourceFree,
 )
+
+
+class WorkerHost:
+    """The host memory of one worker. Its model thread makes every call. Raises ConfigError for more
+    memory than the host has, or less than a block.
+
+    Copies run on threads of their own. A load may begin once the device has done all that was
+    queued before its order: a step that used its blocks before may still run. A write has to wait
+    for the kernels of the step that brings its order as well, since vLLM gives a block its hash
+    before they run.
+    """
+
+    def __init__(self, pool: KVPool, config: HostConfig, rank: int, name: str) -> None:
+        self._rank = rank
+        # The memory, which is large, and the descriptor are given back if the threads do not start.
+        with ExitStack() as undo:
+            self._memory = HostMemory(pool, config, name)
+            undo.callback(self._memory.close)
+            self._ends: Inbox[HostCopyDone] = Inbox()
+            undo.callback(self._ends.close)
+            self._memory.start(self._ends.put)
+            undo.pop_all()
+        self.writes: list[HostCopy] = []  # that wait for the kernels of a step to be queued
+        self._loads: dict[int, str] = {}  # under way: the request of each
+        self._num_reported = -1
+
+    def fileno(self) -> int:
+        return self._ends.fd
+
+    def begin(self, orders: list[CopyOrder], ready: DeviceEvent | None) -> list[str]:
+        """Begin the loads of a step's orders, and keep its writes back. `ready` stands behind the
+        kernels of the steps before; None: they are done. Returns the requests that load."""
+        self.begin_writes(ready)
+        for copy, rid in orders:
+            if copy.is_load:
+                self._loads[copy.number] = rid
+                self._memory.submit(copy, ready)
+            else:
+                self.writes.append(copy)
+        return [rid for copy, rid in orders if copy.is_load]
+
+    def begin_writes(self, ready: DeviceEvent | None) -> None:
+        """Begin the writes that were kept back: the kernels of their step stand before `ready`."""
+        writes, self.writes = self.writes, []
+        for copy in writes:
+            self._memory.submit(copy, ready)
+
+    def take_ends(self) -> list[tuple[HostCopyDone, str]]:
+        """Return the copies that have ended, with errors that any process knows, and the request of
+        each load; "": a write."""
+        ends = []
+        for done in self._ends.drain():
+            if done.error is not None:
+                error = TransferError(f"host memory: {done.error}")
+                done = structs.replace(done, error=error)
+            ends.append((done, self._loads.pop(done.number, "")))
+        return ends
+
+    def take_size(self) -> dict[int, tuple[int, int]]:
+        """Return by rank the host pages that are ready, and all; nothing without news."""
+        num_ready = self._memory.ready_pages
+        if num_ready == self._num_reported:
+            return {}
+        self._num_reported = num_ready
+        return {self._rank: (num_ready, self._memory.num_pages)}
+
+    def close(self) -> None:
+        """Let the copies that run end, and give the memory back. Idempotent."""
+        self._memory.close()
+        self._ends.close()
+
 
 _log = logging.getLogger("vllm.prefixkv")
 
@@ -253,8 +332,7 @@ class WorkerSide:
             self._sends[key] = _Send(rid, [], *offered)
 
     def has_work_after(self, orders: StepOrders) -> bool:
-        has_writes = self._host is not None and self._host.has_writes
-        return has_writes or bool(orders.computed)
+        return bool(orders.computed or (self._host is not None and self._host.writes))
 
     def after_forward(self, orders: StepOrders, ready: DeviceEvent | None = None) -> None:
         """Hand over what a step has computed, and begin the writes to host memory. The KV is there

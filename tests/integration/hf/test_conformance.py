@@ -10,7 +10,7 @@ from prefixkv import conformance
 from prefixkv.config import ComputeConfig
 from prefixkv.engines.hf import PagedModel, make_model
 from prefixkv.engines.hf.conformance import HFSides
-from prefixkv.engines.hf.reference import Reference
+from prefixkv.engines.hf.models import Reference
 from tests.support.hybrid_models import config_of
 from tests.support.patience import PATIENCE_S
 

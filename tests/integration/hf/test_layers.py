@@ -19,8 +19,8 @@ from prefixkv.config import ComputeConfig
 from prefixkv.engines.hf import PagedModel, Sampling, make_model
 from prefixkv.engines.hf import attention as attention_module
 from prefixkv.engines.hf.attention import NAME
+from prefixkv.engines.hf.layers import NO_SLOT, Row
 from prefixkv.engines.hf.models import ExtraState, unpaged_copy
-from prefixkv.engines.hf.rows import NO_SLOT, Row
 from prefixkv.errors import ConfigError
 from prefixkv.pages.groups import GroupSpec, TailGroup
 from tests.support.hf_workload import Found, Storm, check_answers, checkpoint_counts, run_round

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from prefixkv.engines.hf import Generate, PagedModel, identity, load_model, make_model
+from prefixkv.engines.hf import Generate, PagedModel, load_model, make_model
 from prefixkv.engines.hf.attention import FlatPool
-from prefixkv.engines.hf.models import unpaged_copy
+from prefixkv.engines.hf.models import identity_of, unpaged_copy, weights_digest
 from prefixkv.errors import ConfigError, RequestError
 from prefixkv.memory.kv_pool import KVPool
 from tests.support.hf_world import TINY, World
@@ -140,10 +140,10 @@ def test_names_and_shapes_are_in_it_and_the_seed_is_not() -> None:
     one = make_model("llama", seed=1, trial=False, **TINY)
     other = make_model("llama", seed=2, trial=False, **TINY)
     other.model.load_state_dict(one.model.state_dict())
-    assert identity.identity_of(other.model) == one.identity != other.identity
+    assert identity_of(other.model) == one.identity != other.identity
     layer = other.model.model.layers[0].self_attn
     layer.k_proj, layer.v_proj = layer.v_proj, layer.k_proj  # the same numbers, under other names
-    assert identity.weights_digest(other.model) != one.identity.weights_version
+    assert weights_digest(other.model) != one.identity.weights_version
     half = make_model("llama", seed=1, dtype="bfloat16", trial=False, **TINY)
     assert half.identity.weights_version != one.identity.weights_version
 

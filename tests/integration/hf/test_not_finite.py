@@ -13,8 +13,8 @@ import torch
 from prefixkv.config import ComputeConfig, HostConfig
 from prefixkv.engines.hf import PagedModel, Sampling
 from prefixkv.engines.hf.attention import Plan
+from prefixkv.engines.hf.layers import Row
 from prefixkv.engines.hf.models import _not_finite
-from prefixkv.engines.hf.rows import Row
 from prefixkv.errors import NotFiniteError
 from prefixkv.spi import as_pages
 from tests.integration.hf.test_layers import STATES, WINDOWS
@@ -238,7 +238,7 @@ def test_an_early_chunk_of_a_bad_moment_leaves_no_state_and_no_window(
     """The moment is over before the last chunk; in the one case in the embedding, in the other in
     what a single layer keeps, the last that has a window or a state."""
     made, reference = family_of(family)
-    layers = made.layers.sliding or [layer for layer, _ in made.layers.mixers]
+    layers = made.layers.sliding or [*dict.fromkeys(part.layer for part in made.layers.parts)]
     mixer = made.model.base_model.layers[layers[-1]]
     linear = next(one for one in mixer.modules() if isinstance(one, torch.nn.Linear))
     for at, weight in enumerate((embedding(made), linear.weight)):

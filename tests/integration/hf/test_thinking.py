@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import BPE
 
 from prefixkv.engines.hf import PagedModel
-from prefixkv.engines.hf.thinking import KeepThinking, Markers
+from prefixkv.engines.hf.text import KeepThinking, Markers
 from prefixkv.errors import ConfigError
 from tests.support.hf_world import Reference, World
 

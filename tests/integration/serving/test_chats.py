@@ -12,7 +12,7 @@ from rich.console import Console
 from prefixkv.cli.demo import link_of
 from prefixkv.cli.demo.command import run_chats
 from prefixkv.cli.demo.workers import ModelWorkerError, ModelWorkers
-from prefixkv.engines.hf.reference import Reference
+from prefixkv.engines.hf.models import Reference
 from prefixkv.engines.hf.small import small_model, small_tokenizer
 from prefixkv.errors import ConfigError
 from tests.support.patience import PATIENCE_S

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from prefixkv.engines.sglang.clock import RankClock
+from prefixkv.engines.sglang.waiting import RankClock
 from prefixkv.spi import RadixCache
 
 ROOT = Path(__file__).parents[3]

@@ -595,6 +595,18 @@ def test_the_command_writes_its_results(tmp_path: Path, capsys: Any) -> None:
     assert OWN in capsys.readouterr().out
 
 
+def test_traces_of_one_file_name_are_told_apart(tmp_path: Path) -> None:
+    """As several nodes write them; one panel of a plot would join their curves."""
+    paths = [tmp_path / node / "record.jsonl" for node in ("a", "b")]
+    for path in paths:
+        path.parent.mkdir()
+        write(path, [entry([1]), entry([1])])
+    out = tmp_path / "out.json"
+    command = ["replay", *map(str, paths), "--policy=lru", "--capacity=4", f"--json={out}"]
+    assert run_command(command) == 0
+    assert [row["trace"] for row in json.loads(out.read_text())] == [*map(str, paths)]
+
+
 def test_without_capacities_they_come_from_the_trace_and_a_sentence_ends_it(
     recorded: Path, tmp_path: Path, capsys: Any
 ) -> None:

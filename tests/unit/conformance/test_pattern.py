@@ -8,8 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixkv.conformance.hashing import PrefixHasher, splitmix64
-from prefixkv.conformance.pattern import KVPattern
+from prefixkv.conformance.pattern import KVPattern, PrefixHasher, splitmix64
 from prefixkv.memory.kv_pool import KVPool
 from tests.support.patterns import MirroredPattern
 

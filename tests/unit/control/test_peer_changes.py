@@ -131,6 +131,15 @@ def test_decode_says_what_is_fenced_forgotten_and_in_quarantine() -> None:
     assert news(peer) == [("forgotten", ADDRESS)]
 
 
+def test_nothing_answers_where_a_worker_was_closed_and_that_is_no_loss() -> None:
+    peer = PrefillPeer().opened()
+    peer.say(Fenced())
+    peer.control.news.take()
+    peer.on(Unreached(ADDRESS, "connection refused"))
+    peer.pass_time(2 * TIMING.connect_timeout_s)
+    assert news(peer) == [("left", ADDRESS)]
+
+
 def test_decode_lists_what_is_lost_with_the_pages_that_it_may_still_write() -> None:
     peer = PrefillPeer().opened()
     peer.open(promise(8))

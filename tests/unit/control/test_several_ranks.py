@@ -27,7 +27,7 @@ from prefixkv.errors import (
     TransferTimeoutError,
 )
 from prefixkv.memory.kv_layout import BLOCK_BYTES, RelayArea
-from prefixkv.protocol.commands import AbortRoom, Fence, MeetPrefill
+from prefixkv.protocol.commands import AbortRoom, Fence, MeetPrefill, OpenRoom
 from prefixkv.protocol.events import Bootstrapped, PrefillReady, RoomDrained, RoomEnded, SourceFree
 from prefixkv.protocol.ids import ChunkTag, KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import (
@@ -549,6 +549,18 @@ def test_a_rank_speaks_for_itself_only() -> None:
         assert pair.say(1, body) == []
     assert pair.control.counters["frames_dropped"] == 3
     assert next(iter(pair.control.rooms())).poll is KVPoll.WAITING_FOR_INPUT
+
+
+@pytest.mark.parametrize("every", ["0.0.0.0", "*", "[::]"])
+@pytest.mark.parametrize("host", ["10.0.0.5", "[fd00::5]", "prefill-0"])
+def test_a_rank_on_every_address_of_its_host_is_reached_at_its_leaders(
+    every: str, host: str
+) -> None:
+    """An address of every interface is none of another machine's."""
+    pair, leader = Writers(), f"tcp://{host}:14579"
+    pair.on(OpenRoom(promise(), leader))
+    said = pair.reply(0, address=leader, endpoints=("", f"tcp://{every}:5001"))
+    assert of(said, Connect) == [Connect(f"tcp://{host}:5001")]
 
 
 def test_farewell_is_said_to_each_that_is_known() -> None:

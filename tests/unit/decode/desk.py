@@ -207,7 +207,7 @@ class Desk:
         return (
             requests, self.states(), self.pages.version, self.pages.evicted_pages,
             dict(scheduler.counters), repr(scheduler.rooms), len(scheduler.waiting),
-            scheduler.budget.active, scheduler.budget.private_pages,
+            len(scheduler.budget), scheduler.budget.private_pages,
         )  # fmt: skip
 
     def states(self) -> dict[str, int]:
@@ -260,7 +260,7 @@ class Desk:
         assert_at_rest(self.scheduler)
         assert not self.scheduler.ledger.deferred
         assert not len(self.scheduler.rooms), self.scheduler.rooms
-        assert (self.scheduler.budget.active, self.scheduler.budget.private_pages) == (0, 0)
+        assert (len(self.scheduler.budget), self.scheduler.budget.private_pages) == (0, 0)
 
     def _checked(self, result: Any) -> Any:
         self.scheduler.check_invariants()

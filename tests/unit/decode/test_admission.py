@@ -621,7 +621,7 @@ def test_counters_are_the_sums(steps: list[tuple[Any, ...]], reserve: int) -> No
         private = sum(own for _, own in running.values())
         single = max([0, *(needs - (private - own) for needs, own in running.values())])
         assert budget.private_pages == private
-        assert budget.active == len(running)
+        assert len(budget) == len(running)
         reserved = sum(min(reserve, needs) for needs, _ in running.values())
         assert budget.kept_back == max(reserved, single)
         budget.check_invariants()

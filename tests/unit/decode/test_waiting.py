@@ -12,7 +12,7 @@ import pytest
 
 from prefixkv.admission import AdmissionPolicy, rank_as_tuple
 from prefixkv.decode import admission
-from prefixkv.decode.admission import Admission, Waiter
+from prefixkv.decode.admission import RANKED, RETURNED, Admission, Waiter
 from prefixkv.decode.rooms import Worker, Workers
 from prefixkv.errors import UserErrors
 from prefixkv.protocol.ids import RoomKey
@@ -26,8 +26,14 @@ SHARE = 8
 class Req:
     max_pages: int
     arrived_s: float
+    number: int
+    is_back: bool
     committed_s: float | None = None
     request: Any = field(default_factory=lambda: SimpleNamespace(deadline_s=None))
+
+    @property
+    def turn(self) -> int:
+        return -self.number if self.is_back else self.number
 
 
 class BySize(AdmissionPolicy):
@@ -75,15 +81,12 @@ class Case:
     def come(self) -> None:
         self.number += 1
         address, pages = self.chance.choice(ADDRESSES), self.chance.randint(1, 6)
-        waiter = Waiter(
-            Req(self.chance.choice([2, 5, 9]), self.now_s),  # type: ignore[arg-type]
-            self.number, self.chance.random() < 0.2, self.now_s, self.number,
-        )  # fmt: skip
+        size, is_back = self.chance.choice([2, 5, 9]), self.chance.random() < 0.2
+        req: Any = Req(size, self.now_s, self.number, is_back)
+        waiter = Waiter(req, RETURNED if is_back else RANKED, self.now_s, req.turn)
         waiter.worker = self.workers.of(address)
         waiter.look = SimpleNamespace(new_pages=pages)
-        if waiter.is_returned:
-            waiter.turn = -self.number
-        else:
+        if not is_back:
             waiter.rank = rank_as_tuple(self.policy.rank(waiter.req, pages))
         self._enter(waiter)
 
@@ -149,7 +152,7 @@ class Case:
         is_all = self.list._bring_back(self.most)
         back = sorted(
             (one for one in self.for_pages if one.req.max_pages <= self.most),
-            key=lambda one: (one.req.max_pages, one.arrival),
+            key=lambda one: (one.req.max_pages, one.req.turn),
         )
         self.for_pages -= set(back[: admission.MAX_BACK])
         assert is_all or len(back) >= admission.MAX_BACK
@@ -174,7 +177,7 @@ class Case:
                 self.with_share.add(address)
             if not self._line(address):
                 self.with_share.discard(address)
-        ranked = [one for one in self.in_order() if not one.is_returned]
+        ranked = [one for one in self.in_order() if not one.req.is_back]
         if ranked:
             waiter = self.chance.choice(ranked)
             before, num_errors = waiter.rank, self.errors.num
@@ -202,9 +205,9 @@ class Case:
             if waiter.worker.is_open
         ]
         return sorted(lines, key=lambda one: (
-            (0, -one.arrival) if one.is_returned
-            else (1, one.arrival) if self._is_overdue(one)
-            else (2, one.rank, one.arrival)
+            (0, -one.req.number) if one.req.is_back
+            else (1, one.req.number) if self._is_overdue(one)
+            else (2, one.rank, one.req.number)
         ))  # fmt: skip
 
     def _is_overdue(self, waiter: Waiter) -> bool:
@@ -217,7 +220,7 @@ class Case:
 
     def first_of_all(self) -> Waiter | None:
         order = self.in_order()
-        if not order or order[0].is_returned:
+        if not order or order[0].req.is_back:
             return order[0] if order else None
         return None if self.policy.overtakes and not self._is_overdue(order[0]) else order[0]
 
@@ -235,7 +238,7 @@ class Case:
             + sum(len(lines[one]) for one in self.with_share if self.workers.of(one).is_open),
             "prefill": len(away),
         }
-        due = [one.req.arrived_s + PATIENCE_S for one in order if not one.is_returned]
+        due = [one.req.arrived_s + PATIENCE_S for one in order if not one.req.is_back]
         assert self.now_s < found._overdue.next_s
         assert found._overdue.next_s <= min(
             (one for one in due if one > self.now_s), default=math.inf
@@ -248,7 +251,7 @@ class Case:
             if max(one.since_s, one.worker.away_s) + AWAY_S <= self.now_s
         }  # fmt: skip
         late = self.list.unanswered(self.now_s)
-        in_turn = sorted(self.all, key=lambda one: -one.arrival if one.is_returned else one.arrival)
+        in_turn = sorted(self.all, key=lambda one: one.req.turn)
         assert late == [one.req for one in in_turn if one.req in due]
         for waiter in [one for one in self.all if one.req in due]:
             self._end(waiter)
@@ -287,9 +290,9 @@ def _never_overdue(self: Admission, now_s: float) -> None:
 BROKEN: dict[str, tuple[type, str, Any]] = {
     "patience ends no overtaking": (Admission, "_note_overdue", _never_overdue),
     "a line has a turn in spite of its share": (Admission, "_turns", _all_have_turns),
-    "a wait for an answer is not timed": (Admission, "_time_answer", lambda self, waiter: None),
+    "a wait for an answer is not timed": (Admission, "_answer_due_s", lambda *_: math.inf),
     "the last to return is not the first": (
-        Waiter, "turn", property(lambda self: self.arrival, lambda self, turn: None),
+        Waiter, "turn", property(lambda self: self.req.number, lambda self, turn: None),
     ),
     "a share binds a worker that is alone": (
         Workers, "refuses",

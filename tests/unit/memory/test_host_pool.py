@@ -293,7 +293,9 @@ def test_pinned_pages_become_ready_chunk_by_chunk(monkeypatch: pytest.MonkeyPatc
     assert pool.error is None
 
 
-def test_what_is_pinned_stays_where_more_is_not_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_pinned_stays_where_more_is_not_to_be_had(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     pinning = Pinning(monkeypatch, fail_at=1)
     pool = HostPool(layout(), 10, "cuda:0", chunk_bytes=1024)
     pinning.go_on.release(3)
@@ -301,6 +303,8 @@ def test_what_is_pinned_stays_where_more_is_not_to_be_had(monkeypatch: pytest.Mo
     assert isinstance(pool.error, CapacityError)
     assert pool.ready_pages == 4
     pool.close()
+    said = "host memory: 4 of 10 pages: no more can be pinned"
+    assert caplog.messages == [said], "nothing else tells an operator"
 
 
 def test_close_waits_for_the_chunk_that_is_pinned_and_takes_no_other(

@@ -21,7 +21,7 @@ from starlette.routing import Route
 from prefixkv import Hints
 from prefixkv.errors import ConfigError
 from prefixkv.proxy import server as proxy_module
-from prefixkv.proxy.server import Proxy, retold_events, whole_events
+from prefixkv.proxy.server import Proxy, prompts_of, retold_events, whole_events
 from prefixkv.serving.config import Limits, ListenSettings, ProxyConfig, ServerAt
 from prefixkv.serving.http import (
     ApiError,
@@ -809,7 +809,10 @@ async def test_null_is_as_good_as_nothing_where_the_proxy_sets_it(stage: Stage) 
 def test_servers_as_they_are_named() -> None:
     one = ServerAt.of("http://127.0.0.1:8100/=tcp://127.0.0.1:14579")
     assert one == ServerAt("http://127.0.0.1:8100", "tcp://127.0.0.1:14579")
-    for text in ("http://127.0.0.1:8100", "127.0.0.1:8100=a", "http://h=", "http://[::=a", "=", ""):
+    more = ("http://me:secret@h=a", "http://h#x=a")  # neither is asked of a server
+    for text in (
+        "http://127.0.0.1:8100", "127.0.0.1:8100=a", "http://h=", "http://[::=a", "=", "", *more,
+    ):  # fmt: skip
         with pytest.raises(ConfigError, match="is no server"):
             ServerAt.of(text)
     config = ProxyConfig(listen=ListenSettings())
@@ -887,3 +890,13 @@ def test_what_breaks_off_is_passed_on_in_whole_events(
         out = asyncio.run(passed_on(begun, size, breaks=True, cached=cached))
         assert out == stream[: max([0, *(end for end in ends if end <= cut)])]
         assert asyncio.run(passed_on(begun, size, breaks=False, cached=cached)) == begun
+
+
+def test_prompts_are_told_apart_whatever_blanks_stand_before_them() -> None:
+    """Several with one room would be computed by the two servers as one."""
+    for first, second in ((b'"a"', b'"b"'), (b"[1]", b"[2]")):
+        blanks = b"\n" + b" " * 100
+        several = msgspec.Raw(b"[" + blanks + first + b"," + second + b"]")
+        assert [*map(bytes, prompts_of(several))] == [first, second]
+    for one in (b'"[\\"a"', b"[]", b"[1, 2]"):
+        assert prompts_of(msgspec.Raw(one)) == [msgspec.Raw(one)]

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import resource
 import socket
 import threading
 import time
@@ -164,6 +165,17 @@ def test_a_dealer_tells_which_address_is_reached_and_which_is_not(ends: Ends, cu
 
 
 # --- dropped and counted --------------------------------------------------------------------------
+
+
+def test_decode_has_as_many_prefill_ranks_as_it_has_descriptors_for(ends: Ends) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 4096:
+        pytest.skip("three sockets for each")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4096), hard))
+    ends.stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+    dealer = ends.dealer("tcp://127.0.0.1:9")
+    for number in range(400):
+        dealer.connect(f"tcp://127.0.1.1:{number + 1}")
 
 
 def test_a_full_queue_drops_and_counts_and_never_blocks(ends: Ends) -> None:
@@ -499,6 +511,7 @@ def test_a_closing_linger_lets_the_last_frame_leave(ends: Ends) -> None:
         (LOCAL, "127.0.0.1", True),
         ("tcp://*:*", "127.0.0.1", True),
         ("tcp://*:*", "this machine's other address", False),
+        ("tcp://[::]:*", "127.0.0.1", True),
         ("ipc://{folder}/socket", "", True),
     ],
 )

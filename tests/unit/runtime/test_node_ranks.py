@@ -2,8 +2,10 @@
 where another rank's process is dead: until it is fenced."""
 
 import select
+import socket
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +34,7 @@ from prefixkv.protocol.receiver_machine import RoomDrained
 from prefixkv.ranks.row_log import RankLog
 from prefixkv.request import Request
 from prefixkv.runtime.control_thread import ControlFailed
+from prefixkv.runtime.metrics import NodeCollector
 from prefixkv.runtime.rank_spec import RankSpec
 from prefixkv.serving.config import OPTION_NAMES as SERVING
 from prefixkv.spi import DecodeGroup, DecodeRank, PrefillRank
@@ -237,6 +240,25 @@ def test_the_ranks_of_a_worker_share_its_key() -> None:
         pair.serve(1, {"r": tokens_of(1, 20)})
         assert not pair.failed
         pair.check_at_rest()
+
+
+def test_metrics_have_what_all_ranks_of_prefill_have_sent() -> None:
+    with MeshPair(MESH, Mesh(2, 2)) as pair:
+        pair.serve(1, {"r": tokens_of(1, 20)})
+        families = NodeCollector(pair.prefill).collect()
+        (sent,) = [one for one in families if one.name == "prefixkv_sent_bytes"]
+        assert sent.samples[0].value == pair.prefill.stats()["bytes_sent"] > 0
+        assert pair.prefill.bytes_sent < sent.samples[0].value, "rank 0's are a part of them"
+
+
+@pytest.mark.parametrize("bind", ["tcp://127.0.0.1:{port}", "ipc://{folder}/socket"])
+def test_a_group_has_the_address_that_is_configured(tmp_path: Path, bind: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = bind.format(port=free.getsockname()[1], folder=tmp_path)
+    with MeshPair(MESH, Mesh(2, 2), prefill_config=PrefillConfig(bind=address)) as pair:
+        assert pair.prefill.endpoint == address
+        pair.serve(1, {"r": tokens_of(1, 20)})
+        assert not pair.failed
 
 
 def grouped(window: int = 10, heads: int = 2, name: str = "sliding", **sizes: Any) -> KVPool:

@@ -11,9 +11,9 @@ from prefixkv.cache.events import Cleared, EventFeed, page_keys
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import Namespace, RadixKey
 from prefixkv.errors import ProtocolError
-from prefixkv.serving import feed
-from prefixkv.serving.feed import EventTap, batches_of
+from prefixkv.serving import wire
 from prefixkv.serving.router import WorkerIndex
+from prefixkv.serving.wire import EventTap, batches_of
 from tests.support.scenes import in_loop
 
 SALTED = Namespace(salt="a")
@@ -80,7 +80,7 @@ async def test_each_follower_hears_all_there_is_and_then_what_changes() -> None:
         await stream.aclose()
 
 
-@patch.multiple(feed, LIFE_SIGN_S=0.001)
+@patch.multiple(wire, LIFE_SIGN_S=0.001)
 @in_loop
 async def test_a_stream_that_has_nothing_to_say_says_that_it_lives() -> None:
     source = Source()
@@ -89,7 +89,7 @@ async def test_a_stream_that_has_nothing_to_say_says_that_it_lives() -> None:
     assert len(await batches(pieces)) <= 1
 
 
-@patch.multiple(feed, _MAX_WAITING_FRAMES=3)
+@patch.multiple(wire, _MAX_WAITING_FRAMES=3)
 @in_loop
 async def test_a_follower_that_does_not_read_is_cut_off() -> None:
     source = Source()
@@ -99,7 +99,7 @@ async def test_a_follower_that_does_not_read_is_cut_off() -> None:
     assert [piece async for piece in stream] == []  # it has ended
 
 
-@patch.multiple(feed, _MAX_FOLLOWERS=1)
+@patch.multiple(wire, _MAX_FOLLOWERS=1)
 @in_loop
 async def test_the_number_of_followers_is_bounded() -> None:
     source = Source()

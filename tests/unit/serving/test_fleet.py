@@ -20,12 +20,11 @@ from prefixkv.engines.hf.small import CHAT_TEMPLATE, small_tokenizer
 from prefixkv.errors import ConfigError
 from prefixkv.serving import fleet as fleets
 from prefixkv.serving.config import Limits, ListenSettings
-from prefixkv.serving.feed import EventTap
 from prefixkv.serving.fleet import Fleet, Start
 from prefixkv.serving.front import Front
 from prefixkv.serving.http import ApiError, App, HttpServer, Stream, json_response
 from prefixkv.serving.text import Texts
-from prefixkv.serving.wire import Ask, FenceRequest, LostPeer, TokenEvent, WorkerInfo
+from prefixkv.serving.wire import Ask, EventTap, FenceRequest, LostPeer, TokenEvent, WorkerInfo
 from tests.support.patience import NEVER_S, PATIENCE_S
 from tests.support.scenes import played_by, until
 

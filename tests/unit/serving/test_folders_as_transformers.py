@@ -12,7 +12,7 @@ from tokenizers import AddedToken, processors
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from prefixkv.engines.hf import load_model, load_tokenizer
-from prefixkv.engines.hf.generation import SamplingDefaults, load_sampling_defaults
+from prefixkv.engines.hf.folder import SamplingDefaults, load_sampling_defaults
 from prefixkv.engines.hf.small import small_tokenizer
 from prefixkv.errors import ConfigError
 from prefixkv.serving.openai import ChatRequest, parse

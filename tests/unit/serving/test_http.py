@@ -19,7 +19,6 @@ from prefixkv.cache.events import EventBatch
 from prefixkv.errors import ConfigError
 from prefixkv.serving.client import wait_set
 from prefixkv.serving.config import Limits, ListenSettings
-from prefixkv.serving.feed import EventTap
 from prefixkv.serving.http import (
     ApiError,
     App,
@@ -32,7 +31,7 @@ from prefixkv.serving.http import (
     run_until_disconnect,
 )
 from prefixkv.serving.log import Outcomes, current_record
-from prefixkv.serving.wire import Ask, TokenEvent
+from prefixkv.serving.wire import Ask, EventTap, TokenEvent
 from prefixkv.serving.worker import DecodeWorker, _OpenRequest
 from tests.support.patience import NEVER_S, PATIENCE_S
 from tests.support.scenes import in_loop, played_by

@@ -1,19 +1,24 @@
 """Workers as child processes, where the process says what no worker of ours does."""
 
 import asyncio
+import errno
+import gc
 import logging
 import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any, cast
 
 import aiohttp
 import msgspec
 import pytest
 
 from prefixkv.errors import ConfigError
-from prefixkv.serving import launch
+from prefixkv.serving import interrupts, launch
+from prefixkv.serving.config import ServeConfig
 from prefixkv.serving.fleet import Fleet
 from prefixkv.serving.launch import Child, Followed, _signal
 from prefixkv.serving.wire import WorkerInfo
@@ -76,6 +81,81 @@ def test_a_child_says_that_it_is_started_and_that_it_is_given_up() -> None:
         assert child.gone_s is None
 
     asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
+
+
+def test_what_cannot_be_written_ends_neither_a_worker_nor_its_front(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A library of a worker says something on stdout, and the disk of the log is full."""
+    line = READY + msgspec.json.encode(INFO).decode()
+    program = f"print('hello'); print({line!r}, flush=True); __import__('time').sleep(1e6)"
+
+    async def main() -> None:
+        here: list[str] = []
+        fleet = SimpleNamespace(add=lambda info: here.append(info.name), remove=lambda *_: None)
+        child = Child("decode", os.environ, fleet, [sys.executable, "-c", program])
+        await child.ready
+        assert here == ["d"]
+        await child.end(0)
+
+    def write(_: str) -> int:
+        raise OSError(errno.ENOSPC, "no space")
+
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, SimpleNamespace(write=write, flush=lambda: None))
+    asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
+    interrupts.say("it is ready")
+
+
+class Asleep(launch.Launch[ServeConfig]):
+    """Its one worker says nothing."""
+
+    def __init__(self) -> None:
+        listen = replace(ServeConfig().listen, port=0, status_port=0)
+        super().__init__(replace(ServeConfig(), listen=listen), "key")
+
+    async def _begin(self, fleet: Fleet, name: str) -> None:
+        program = [sys.executable, "-c", "import time; time.sleep(1e6)"]
+        self._workers.append(Child("decode", os.environ, fleet, program))
+        await until(lambda: self.process is not None)
+
+    @property
+    def process(self) -> Any:
+        (worker,) = self._workers
+        return cast(Child, worker)._process
+
+
+@in_loop
+async def test_what_the_front_cannot_load_ends_the_workers_that_have_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sleeper = Asleep()
+
+    def fail(folder: str) -> None:
+        assert sleeper.process.returncode is None, "it starts meanwhile"
+        raise ConfigError("no template")
+
+    monkeypatch.setattr(launch, "load_texts", fail)
+    monkeypatch.setattr(launch, "_END_S", 0.1)
+    with pytest.raises(ConfigError, match="no template"):
+        await sleeper.run()
+    assert sleeper.process.returncode is not None
+    assert gc.isenabled()
+
+
+def test_a_start_that_is_stopped_logs_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(launch, "_END_S", 0.1)
+
+    async def main() -> int:
+        sleeper = Asleep()
+        asyncio.get_running_loop().call_later(0.2, sleeper.signals.stop.set)
+        return await sleeper.run()
+
+    assert asyncio.run(asyncio.wait_for(main(), PATIENCE_S)) == 0
+    gc.collect()
+    assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
 class ByHand:

@@ -151,3 +151,19 @@ def test_random_texts_have_their_places(make: Callable[[], Tokenizer]) -> None:
         for token, at in zip(body["tokens"], body["text_offset"], strict=True):
             if not token.startswith("bytes:"):
                 assert text[at : at + len(token)] == token
+
+
+@pytest.mark.parametrize("make", [small_tokenizer, byte_level])
+def test_random_tokens_have_their_places_beside_characters_that_are_none(
+    make: Callable[[], Tokenizer],
+) -> None:
+    rng = np.random.default_rng(1)
+    tokenizer = make()
+    texts = TokenTexts(tokenizer)
+    shown_ids = [t for t in range(tokenizer.get_vocab_size()) if texts.is_shown(t)]
+    for _ in range(200):
+        ids = [shown_ids[i] for i in rng.integers(len(shown_ids), size=rng.integers(1, 20))]
+        text, body = shown(AnswerLogprobs(texts, False), outputs_of(tokenizer, ids))
+        for token, at in zip(body["tokens"], body["text_offset"], strict=True):
+            if not token.startswith("bytes:"):
+                assert text[at : at + len(token)] == token

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from prefixkv.engines.hf.generation import SamplingDefaults
+from prefixkv.engines.hf.folder import SamplingDefaults
 from prefixkv.engines.hf.small import CHAT_TEMPLATE, small_tokenizer
 from prefixkv.serving.text import Texts
 from prefixkv.serving.wire import Ask, TokenEvent

@@ -17,7 +17,7 @@ from prefixkv import Hints
 from prefixkv.engines.hf.requests import AnswerToken, Sampling
 from prefixkv.engines.hf.small import CHAT_TEMPLATE, small_tokenizer
 from prefixkv.serving import openai
-from prefixkv.serving.hints import HEADER, SessionFields
+from prefixkv.serving.api import HEADER, SessionFields
 from prefixkv.serving.http import ApiError
 from prefixkv.serving.openai import (
     _NEUTRAL,

@@ -13,9 +13,15 @@ import pytest
 
 from prefixkv.config import _OF_SERVING, check_environ, known_variables
 from prefixkv.errors import ConfigError
-from prefixkv.serving.config import KINDS, FrontConfig, ListenSettings, ProxyConfig, ServeConfig
+from prefixkv.serving.config import (
+    KINDS,
+    FrontConfig,
+    ListenSettings,
+    ProxyConfig,
+    ServeConfig,
+    role_environs,
+)
 from prefixkv.serving.launch import ServeLaunch
-from prefixkv.serving.roles import role_environs
 from prefixkv.settings import PREFIX, fields_of, load, settings_of
 from tests.support.processes import ROOT
 

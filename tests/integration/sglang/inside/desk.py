@@ -28,7 +28,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from prefixkv.engines.sglang.cache import PrefixKVCache
-from prefixkv.engines.sglang.clock import RankClock
+from prefixkv.engines.sglang.waiting import RankClock
 from tests.integration.sglang.inside.gpu import on_host
 
 MODULUS = (1 << 61) - 1

@@ -21,7 +21,7 @@ from sglang.srt.disaggregation.utils import (
 )
 
 from prefixkv.engines.sglang import plugin
-from prefixkv.engines.sglang.shares import Share, use_share
+from prefixkv.engines.sglang.memory import Share, use_share
 from prefixkv.engines.sglang.transfer import CLASSES
 from tests.integration.sglang.stubs import CONTEXT, HERE
 from tests.support.patience import PATIENCE_S, until

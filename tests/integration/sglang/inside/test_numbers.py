@@ -13,7 +13,7 @@ from sglang.srt.disaggregation.common.conn import KVTransferError
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
 from sglang.srt.disaggregation.utils import KVClassType
 
-from prefixkv.engines.sglang import plugin, sends, transfer
+from prefixkv.engines.sglang import plugin, rooms, transfer
 from prefixkv.engines.sglang.transfer import CLASSES
 from tests.integration.sglang.inside.pair import PAGE, Pair, request
 from tests.integration.sglang.stubs import CONTEXT
@@ -136,7 +136,7 @@ def test_prefill_hears_of_what_decode_refuses(pair: Pair, is_first: bool) -> Non
 def test_decode_hears_of_what_prefill_refuses(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, is_first: bool
 ) -> None:
-    monkeypatch.setattr(sends, "GRACE_S", 0.0)
+    monkeypatch.setattr(rooms, "GRACE_S", 0.0)
     if is_first:
         pair.prefill.decline(refused(9, "the prompt is too long"))
     first = pair.receiver(request(9))
@@ -180,7 +180,7 @@ def test_a_prefill_that_polls_nothing_hears_decode(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its queue is empty: what it has of the room has ended."""
-    monkeypatch.setattr(sends, "GRACE_S", 0.0)
+    monkeypatch.setattr(rooms, "GRACE_S", 0.0)
     pair.prefill.decline(refused(9, "the prompt is too long"))
     first = pair.receiver(request(9))
     first.send_metadata(ALL, 0, [], decode_prefix_len=0)

@@ -18,7 +18,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from prefixkv.engines.sglang import internals as sgl
 from prefixkv.engines.sglang import plugin
 from prefixkv.engines.sglang.cache import PrefixKVCache
-from prefixkv.engines.sglang.clock import CLOCK, TimeMark
+from prefixkv.engines.sglang.waiting import CLOCK, TimeMark
 from prefixkv.errors import ConfigError
 from prefixkv.settings import PREFIX
 from tests.integration.sglang.inside.desk import Desk

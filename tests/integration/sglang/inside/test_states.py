@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, HybridLinearKVPoo
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from prefixkv.engines.sglang import plugin
-from prefixkv.engines.sglang.shares import MHA, Share, current_share
+from prefixkv.engines.sglang.memory import MHA, Share, current_share
 from prefixkv.errors import ConfigError
 from tests.integration.sglang.inside.pair import PAGE, Pair, Rank, Servers, manager, request
 

@@ -14,9 +14,8 @@ from sglang.srt.disaggregation.common.conn import KVTransferError
 from sglang.srt.disaggregation.utils import DisaggregationMode, KVClassType
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
-from prefixkv.engines.sglang import plugin, shares
-from prefixkv.engines.sglang.memory import pool_of
-from prefixkv.engines.sglang.shares import MHA, MLA, Share, share_of
+from prefixkv.engines.sglang import memory, plugin
+from prefixkv.engines.sglang.memory import MHA, MLA, Share, pool_of, share_of
 from prefixkv.engines.sglang.transfer import CLASSES
 from tests.integration.sglang.inside.pair import PAGE, PAGES, SERVER, Rank, Servers, request
 from tests.support.patience import until
@@ -87,7 +86,7 @@ def holds(servers: Servers, kind: str, pages: list[int], source: list[int]) -> b
     [
         (2, 2, MHA), (1, 2, MHA), (4, 1, MHA), (2, 4, MHA),
         (8, 2, MHA), (4, 8, MHA),  # each head on two ranks
-        (1, 2, MLA), (2, 1, MLA), (2, 2, shares.OPAQUE),
+        (1, 2, MLA), (2, 1, MLA), (2, 2, memory.OPAQUE),
     ],
 )  # fmt: skip
 def test_each_rank_gets_its_own_heads(make: Make, prefill: int, decode: int, kind: str) -> None:
@@ -158,7 +157,7 @@ def test_opaque_pages_of_unequal_ranks_are_refused_by_name(
     make: Make, prefill: int, decode: int
 ) -> None:
     """A class of pool that is not known, or a draft model's KV besides."""
-    servers = make(prefill, decode, shares.OPAQUE)
+    servers = make(prefill, decode, memory.OPAQUE)
     servers.senders(request(9))
     told = rf"prefill has attention TP {prefill}.* the TP of decode, {decode}, for KV whose layout"
     for receiver in servers.receivers(request(9)):
@@ -170,9 +169,9 @@ def test_opaque_pages_of_unequal_ranks_are_refused_by_name(
 def test_with_a_draft_models_kv_pages_are_opaque() -> None:
     rank = Rank(filled=False)
     rank.args.num_draft_entries = 2
-    with shares.use_share(Share(MHA, 2, 2)):
+    with memory.use_share(Share(MHA, 2, 2)):
         manager = CLASSES[KVClassType.MANAGER](rank.args, DisaggregationMode.DECODE, SERVER)
-    assert manager.share == shares.UNKNOWN
+    assert manager.share == memory.UNKNOWN
     manager.close()
     manager._heartbeat_shutdown.set()
 
@@ -244,15 +243,15 @@ class Derived(MHATokenToKVPool):  # type: ignore[misc]
 def test_a_pool_that_is_not_known_is_opaque() -> None:
     known = mha_pool()
     known.kv_cache_layout = "hnd"
-    assert share_of(known, 8) == shares.UNKNOWN
+    assert share_of(known, 8) == memory.UNKNOWN
     known.kv_cache_layout = "nhd"
-    assert share_of(known, 8) != shares.UNKNOWN
+    assert share_of(known, 8) != memory.UNKNOWN
     known.k_buffer[1] = known.k_buffer[1].unsqueeze(0)
-    assert share_of(known, 8) == shares.UNKNOWN
+    assert share_of(known, 8) == memory.UNKNOWN
     derived = object.__new__(Derived)
     vars(derived).update(vars(mha_pool()))
-    assert share_of(derived, 8) == shares.UNKNOWN
-    assert share_of(SimpleNamespace(), 8) == shares.UNKNOWN
+    assert share_of(derived, 8) == memory.UNKNOWN
+    assert share_of(SimpleNamespace(), 8) == memory.UNKNOWN
 
 
 def test_the_manager_is_told_while_sglang_makes_it() -> None:
@@ -260,5 +259,5 @@ def test_the_manager_is_told_while_sglang_makes_it() -> None:
         token_to_kv_pool=mha_pool(),
         scheduler=SimpleNamespace(model_config=SimpleNamespace(get_total_num_kv_heads=lambda: 8)),
     )
-    assert plugin._around_manager(lambda _queue: shares.current_share(), queue) == Share(MHA, 2, 8)
-    assert shares.current_share() == shares.UNKNOWN
+    assert plugin._around_manager(lambda _queue: memory.current_share(), queue) == Share(MHA, 2, 8)
+    assert memory.current_share() == memory.UNKNOWN

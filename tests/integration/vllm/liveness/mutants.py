@@ -15,12 +15,10 @@ from prefixkv.engines.vllm import wakeup as wakeup_module
 from prefixkv.engines.vllm.blocks import Flights, Holds
 from prefixkv.engines.vllm.groups import BlockGroups
 from prefixkv.engines.vllm.host import DeviceBlocks, HostBlocks
-from prefixkv.engines.vllm.host_worker import WorkerHost
-from prefixkv.engines.vllm.loads import ScheduledLoads
+from prefixkv.engines.vllm.loads import ScheduledLoads, Turns
 from prefixkv.engines.vllm.scheduler import SchedulerSide
 from prefixkv.engines.vllm.sends import ScheduledSends
-from prefixkv.engines.vllm.turns import Turns
-from prefixkv.engines.vllm.worker import WorkerSide
+from prefixkv.engines.vllm.worker import WorkerHost, WorkerSide
 from tests.integration.vllm.liveness.process import Bell
 
 Patch = Callable[[Any, str, Any], None]

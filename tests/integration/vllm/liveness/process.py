@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from prefixkv import HostConfig, KVPool
 from prefixkv.control.effects import FrameReceived, Tick
 from prefixkv.engines.vllm import connector as connector_module
-from prefixkv.engines.vllm import host_worker as host_worker_module
 from prefixkv.engines.vllm import worker as worker_module
 from prefixkv.memory.host_pool import HostPool
 from prefixkv.memory.page_copy import page_copy
@@ -252,7 +251,7 @@ def put_in_place() -> None:
     vars(prefill_transfers).update(ControlThread=Thread, RouterChannel=_router)
     vars(connector_module)["WakeupListener"] = Tower
     vars(worker_module)["wake_by"] = Bell
-    vars(host_worker_module)["HostMemory"] = Copies
+    vars(worker_module)["HostMemory"] = Copies
 
 
 def _dealer(config: Any, fd: int, check: Any) -> Dealer:

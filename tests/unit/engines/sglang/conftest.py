@@ -11,8 +11,7 @@ import pytest
 
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.engines.sglang.memory import pool_of
-from prefixkv.engines.sglang.receives import Receive, Receives
-from prefixkv.engines.sglang.sends import RoomSend, RoomSends
+from prefixkv.engines.sglang.rooms import Receive, Receives, RoomSend, RoomSends
 from prefixkv.transfer import DecodeTransfers, KVPoll, PrefillTransfers
 from tests.support.patience import until
 

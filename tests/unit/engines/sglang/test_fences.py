@@ -12,8 +12,7 @@ import pytest
 from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig
 from prefixkv.engines.sglang import fences
 from prefixkv.engines.sglang.fences import FENCES, FenceFolder
-from prefixkv.engines.sglang.receives import Receives
-from prefixkv.engines.sglang.sends import RoomSends
+from prefixkv.engines.sglang.rooms import Receives, RoomSends
 from prefixkv.errors import ConfigError
 from prefixkv.protocol.ids import PeerId
 from prefixkv.transfer import DecodeTransfers, KVPoll, PrefillTransfers

@@ -15,12 +15,18 @@ from hypothesis import strategies as st
 from prefixkv.cache.events import NO_PARENT, Inserted, PagePaths
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey
-from prefixkv.engines.sglang.clock import RankClock, TimeMark
-from prefixkv.engines.sglang.joins import Joins
 from prefixkv.engines.sglang.keys import FEW, Packer, RequestKey, namespace_of
 from prefixkv.engines.sglang.memory import Rows, pool_of
+from prefixkv.engines.sglang.plugin import build
 from prefixkv.engines.sglang.slots import MAX_RUNS, SlotTable, packed_range, page_runs
-from prefixkv.engines.sglang.waiting import Depths, NewPagesFirst, weight_order
+from prefixkv.engines.sglang.waiting import (
+    Depths,
+    Joins,
+    NewPagesFirst,
+    RankClock,
+    TimeMark,
+    weight_order,
+)
 from prefixkv.errors import ConfigError, RequestError, TokenError
 from tests.unit.engines.sglang.conftest import BUFFERS, PAGE, PAGE_BYTES, PAGES, Memory
 
@@ -324,6 +330,18 @@ def test_pages_are_hashed_as_the_listener_says_and_runs_are_still_runs() -> None
         [(NO_PARENT, b"salt\1\2"), (b"salt\1\2", b"salt\1\2\3\4")],
         [(NO_PARENT, b"\1\2"), (b"\1\2", b"\1\2\3\4")],
     ]
+
+
+# --- settings -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["soon", "nan", "-1"])
+def test_a_patience_that_is_no_time_is_refused_as_the_server_starts(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setenv("PREFIXKV_PATIENCE_S", text)
+    with pytest.raises(ConfigError, match=f"PREFIXKV_PATIENCE_S is '{text}'"):
+        build(None)
 
 
 def test_a_pool_is_sglangs_memory_and_no_copy() -> None:

@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 
-from prefixkv.engines.sglang import sends as sends_module
-from prefixkv.engines.sglang.receives import Receive
-from prefixkv.engines.sglang.sends import RoomSend
+from prefixkv.engines.sglang import rooms as rooms_module
+from prefixkv.engines.sglang.rooms import Receive, RoomSend
 from prefixkv.transfer import KVPoll
 from tests.support.patience import until
 from tests.unit.engines.sglang.conftest import PAGE, Servers, digest
@@ -145,14 +144,14 @@ def test_prefill_that_has_gone_fails_decode_and_frees_its_pages(servers: Servers
 def test_what_is_kept_of_rooms_without_a_request_is_bounded(
     servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sends_module, "MAX_ANNOUNCED", 3)
+    monkeypatch.setattr(rooms_module, "MAX_ANNOUNCED", 3)
     for room in range(5):
         servers.announce(room)
     for room in range(10, 15):
         servers.sends.abort(servers.begin(room, 1), "enough")
     assert servers.begin(1, 1).decode == ""  # forgotten
     first = servers.begin(20, 1)
-    monkeypatch.setattr(sends_module, "MAX_DUPLICATES", 2)
+    monkeypatch.setattr(rooms_module, "MAX_DUPLICATES", 2)
     servers.announce(20)
     for number in range(5):
         servers.sends.decline(20, digest(str(number)), "no")
@@ -182,7 +181,7 @@ def finish(servers: Servers, send: RoomSend, receive: Receive, source: list[int]
 def test_decode_hears_of_a_request_that_prefill_refused(
     servers: Servers, monkeypatch: pytest.MonkeyPatch, announced: bool
 ) -> None:
-    monkeypatch.setattr(sends_module, "GRACE_S", 0.0)
+    monkeypatch.setattr(rooms_module, "GRACE_S", 0.0)
     receive = servers.open(1, 3, [5, 6, 7])
     if announced:
         servers.announce(1)
@@ -212,10 +211,10 @@ def test_what_ended_on_prefill_is_refused_after_a_grace(servers: Servers) -> Non
     servers.sends.decline(1, digest("prompt"), "enough")
     receive = servers.open(1, 3, [5, 6, 7])
     servers.announce(1)
-    servers.now_s += sends_module.GRACE_S / 2
+    servers.now_s += rooms_module.GRACE_S / 2
     servers.sends.pump()
     assert [*servers.sends._unclaimed] == [1]
-    servers.now_s += sends_module.GRACE_S / 2
+    servers.now_s += rooms_module.GRACE_S / 2
     servers.until(lambda: receive.outcome and not receive.held)
     assert "enough" in receive.error
     assert not servers.sends._unclaimed
@@ -326,7 +325,7 @@ def test_what_is_withdrawn_of_a_number_fails_no_other_request(servers: Servers) 
     assert not servers.sends._withdrawn
     assert not servers.sends._declined
     servers.sends.withdraw(3, "decode-0", b"", "no room")
-    servers.now_s += sends_module.WITHDRAWN_S
+    servers.now_s += rooms_module.WITHDRAWN_S
     for room in (1, 2, 3):
         send, receive = servers.both(room)
         assert served(servers, send, receive)
@@ -357,17 +356,17 @@ def test_a_withdrawal_that_may_be_of_a_former_use_ends_the_room_all_the_same(
 ) -> None:
     """If decode does not announce the room: soon; at once, where it cannot be of the former one."""
     servers.sends.abort(servers.begin(1, 3, "another" if how == "another prompt" else "prompt"), "")
-    servers.now_s += sends_module.GRACE_S if how == "long ago" else sends_module.GRACE_S / 2
+    servers.now_s += rooms_module.GRACE_S if how == "long ago" else rooms_module.GRACE_S / 2
     again = servers.begin(1, 3)
     for _ in range(2 if how == "twice" else 1):
         servers.sends.withdraw(1, "decode-0", digest("prompt"), "no room")
     if how == "in time":
         servers.sends.pump()
         assert again.poll is KVPoll.BOOTSTRAPPING
-        servers.now_s += sends_module.GRACE_S / 2
+        servers.now_s += rooms_module.GRACE_S / 2
         servers.sends.pump()
     assert (again.poll, again.error) == (KVPoll.FAILED, "decode: no room")
-    servers.now_s += sends_module.GRACE_S
+    servers.now_s += rooms_module.GRACE_S
     servers.sends.pump()
     assert not servers.sends._doubted
     assert len(servers.sends) == 0
@@ -397,7 +396,7 @@ def test_of_two_requests_alike_the_second_ends_on_prefill_too(servers: Servers, 
     """Decode has refused it while the first was in its queue. Prefill gets it when the first is
     over, or before."""
     send, receive = servers.begin(1, 3), servers.open(1, 3, [5, 6, 7])
-    servers.sends.withdraw(1, "decode-0", digest("prompt"), "twice", sends_module.SILENT)
+    servers.sends.withdraw(1, "decode-0", digest("prompt"), "twice", rooms_module.SILENT)
     assert send.poll is KVPoll.BOOTSTRAPPING
     if comes == "before":
         assert servers.begin(1, 3).error == "room 1 is another request's"
@@ -419,7 +418,7 @@ def test_what_decode_says_of_a_second_takes_nothing_from_the_first(
     two that are alike the first to come is the one that is refused."""
     receive = servers.open(1, 3, [5, 6, 7])
     servers.announce(1)
-    servers.sends.withdraw(1, "decode-0", digest(prompt), "twice", sends_module.ANNOUNCED)
+    servers.sends.withdraw(1, "decode-0", digest(prompt), "twice", rooms_module.ANNOUNCED)
     if prompt == "prompt":
         assert servers.begin(1, 3).error == "decode: twice"
     send = servers.begin(1, 3)
@@ -432,7 +431,7 @@ def test_what_decode_says_of_a_second_takes_nothing_from_the_first(
 def test_a_room_that_the_first_has_done_with_is_the_seconds(servers: Servers) -> None:
     """Decode has not: it refused the second, and says that the first was announced long ago."""
     send = servers.begin(1, 3)
-    servers.sends.withdraw(1, "decode-0", digest("prompt"), "twice", sends_module.ANNOUNCED)
+    servers.sends.withdraw(1, "decode-0", digest("prompt"), "twice", rooms_module.ANNOUNCED)
     assert send.error == "decode: twice"
     assert len(servers.sends) == 0
 

@@ -13,10 +13,10 @@ from prefixkv import HostConfig, KVPool
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.engines.vllm.blocks import Holds
 from prefixkv.engines.vllm.host import DeviceBlocks, HostBlocks, key_of
-from prefixkv.engines.vllm.host_worker import WorkerHost
 from prefixkv.engines.vllm.options import ServerSetup
 from prefixkv.engines.vllm.orders import CopyOrder, WorkerReport
 from prefixkv.engines.vllm.scheduler import SchedulerSide
+from prefixkv.engines.vllm.worker import WorkerHost
 from prefixkv.memory.page_copy import CpuPageCopy
 from prefixkv.protocol.events import HostCopy, HostCopyDone
 from prefixkv.spi import HostMemory, Inbox
@@ -501,9 +501,9 @@ def test_a_write_waits_for_the_kernels_of_its_step() -> None:
         before, step = Gate(), Gate()
         before.answer = True
         assert host.begin([write], before) == []
-        assert host.has_writes
+        assert host.writes
         host.begin_writes(step)
-        assert not host.has_writes
+        assert not host.writes
         until(lambda: step.queries > 2)
         memory[3] = 30.0  # computed in the step
         step.answer = True
