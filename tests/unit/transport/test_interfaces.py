@@ -13,11 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from prefixkv.config import TransportConfig
+from prefixkv import KVPool, Mesh, TransportConfig
 from prefixkv.errors import ConfigError
 from prefixkv.memory.kv_layout import KVLayout
-from prefixkv.memory.kv_pool import KVPool
-from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateLink, state_blocks
 from prefixkv.protocol.ids import PeerId
 from prefixkv.transport.base import PeerMemory, RankMemory, WriteDone
