@@ -48,12 +48,10 @@ def call(order: Order) -> Seconds:
 
 def full_hit(order: Order) -> Seconds:
     """Measure a prompt that both sides have, over NIXL, from decode's `add` to its commit."""
-    from benchmarks import transfer
+    from benchmarks.against.full_hit import measure
     from benchmarks.pair import run_pair
 
-    case = transfer.SMALL_HIT if order.quick else replace(transfer.SMALL_HIT, hits=50)
-    row = run_pair(transfer.hits_side, transfer.prefill_side, case)
-    return {"full hit over NIXL": [row["ms"]["p50"] * 1e-3]}
+    return measure(run_pair, order.quick)
 
 
 def goodput(order: Order) -> Seconds:

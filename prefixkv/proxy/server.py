@@ -60,6 +60,7 @@ BATCH: Final = 128
 PARAMS: Final = "kv_transfer_params"
 _DATA: Final = b"data: "
 _WHOLE: Final = re.compile(rb".*(?:\n\r?\n|\r\r)", re.DOTALL)  # events: a line ends in three ways
+_FAILED: Final = re.compile(rb'^data: \{"error"', re.MULTILINE)  # how a stream says a 5xx
 _SEVERAL: Final = re.compile(rb'\[\s*[\["]')  # a list of texts, or of lists of tokens
 _PAGE_BYTES: Final = 1024
 _HELD_S: Final = 1800.0  # how long a prompt counts as cached where it was sent
@@ -337,14 +338,20 @@ class Proxy(Entrance):
                 piece, counted = retold_events(events, cached)
                 # Before it goes out: a client that leaves after it has its line with these counts.
                 line.fields |= counted
+                if _FAILED.search(piece):
+                    self._failed(line, "decode has failed", "server_error")
                 yield piece
         except aiohttp.ClientError as error:
-            self.metrics.cut.inc()
-            line.fields["outcome"] = "failed"
             why, kind = "decode was lost", type(error).__name__
-            current().fail(f"{why}: {error}", kind)
+            self._failed(line, f"{why}: {error}", kind)
             body = failed(502, why, f"{kind} {error}", "worker_lost").body()
             yield b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+    def _failed(self, line: RequestRecord, why: str, kind: str) -> None:
+        """Count a stream that ends with an error event."""
+        self.metrics.cut.inc()
+        line.fields["outcome"] = "failed"
+        current().fail(why, kind)
 
 
 def _pass_headers(answer: aiohttp.ClientResponse) -> None:
@@ -452,7 +459,7 @@ class _ProxiedRequest:
             grace_s = 0.0 if asked.is_whole else _GRACE_S
             asyncio.get_running_loop().call_later(grace_s, sending.cancel)
         answer = await loading
-        if answer.status >= 500:
+        if answer.status >= 500 or _FAILED.search(answer.first):
             # A 5xx of a request with a room may come from a transfer that failed: the next attempt
             # takes another prefill server. Without a room decode itself is at fault.
             raise LostError(answer.said(decode.url), (prefill or decode).url)

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Final
 
 import zmq
@@ -30,6 +31,8 @@ from prefixkv.protocol.messages import MAX_FRAME_BYTES
 from prefixkv.settings import is_loopback_host
 from prefixkv.threads import Closing, undoing
 
+CONNECT_MS: Final = 2000
+"""Milliseconds of an attempt to connect, in which TCP asks twice."""
 HANDSHAKE_S: Final = 10.0
 """Seconds after which libzmq ends a connection that has not shaken hands."""
 
@@ -184,6 +187,8 @@ class _Channel(Closing):
         set_bounds(sock, MAX_FRAME_BYTES + _CURVE_BYTES, queued, _KERNEL_BYTES)
         sock.setsockopt(zmq.RECONNECT_IVL, 20)
         sock.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        # From a machine that is gone nothing comes back: by itself TCP tries for two minutes.
+        sock.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
         if self._config.curve is not None:
             public, secret = self._config.curve.public_key, self._config.curve.secret_key
             if zmq.curve_public(secret.encode()) != public.encode():
@@ -195,9 +200,7 @@ class _Channel(Closing):
 
     def _poll(self, timeout_s: float) -> list[Any]:
         # zmq waits in whole milliseconds: round up, so that a short wait is not a busy one.
-        timeout_ms = (
-            None if timeout_s == float("inf") else max(0, int(timeout_s * 1000) + (timeout_s > 0))
-        )
+        timeout_ms = None if timeout_s == inf else max(0, int(timeout_s * 1000) + (timeout_s > 0))
         ready: list[Any] = self._poller.poll(timeout_ms)
         return [sock for sock, _ in ready if sock != self._wake_fd]
 

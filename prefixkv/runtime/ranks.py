@@ -351,6 +351,7 @@ class PrefillGroup(_Group[PrefillRequest, PrefillCommand, PrefillEvent], Prefill
 
     Args:
         pools: by rank; each holds its rank's share, all have as many pages.
+        config: rank 0 has its `bind`; the others take any port of that host, or a path beside it.
         states: by rank, where requests have extra state; all have as many slots.
 
     Raises ConfigError: the ranks differ in pages, page size or slots, or number.
@@ -361,7 +362,6 @@ class PrefillGroup(_Group[PrefillRequest, PrefillCommand, PrefillEvent], Prefill
     def _begin(self, undo: ExitStack, shares: _Shares, config: Any, mesh: Mesh) -> _Others:
         # Rank 0 last: it says where the others are.
         (pool, state), *rest = shares
-        # It alone has the address that is configured: the others take any port, or a path beside.
         bind, free = config.bind, f"{config.bind.rpartition(':')[0]}:*"
         is_tcp, others = bind.startswith("tcp:"), []
         for rank, (its, of_it) in enumerate(rest, 1):

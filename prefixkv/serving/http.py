@@ -142,6 +142,8 @@ class App:
             # 1. It is given up, or its answer has begun: uvicorn ends the connection, and logs why.
             if record.status or not isinstance(error, Exception):
                 current().fail(error)
+                if isinstance(error, asyncio.CancelledError):  # `cut` has ended the connection
+                    return
                 raise
             # 2. It has no answer yet.
             await _answer_of(error)(scope, receive, send_recorded)

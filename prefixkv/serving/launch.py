@@ -111,6 +111,11 @@ class Followed(Kept):
                 if why != said:
                     logger.warning("%s is not taken: %s", self._url, why)
                 said = why
+                # It has ended, or it drains. A time-out tells neither.
+                refused = isinstance(getattr(error, "os_error", None), ConnectionRefusedError)
+                if info is not None and (refused or getattr(error, "status", 0) == 503):
+                    self._has_gone(info)
+                    info = None
             await asyncio.sleep(_LOOK_S)
 
     async def _look(self, former: WorkerInfo | None) -> WorkerInfo:

@@ -2,7 +2,7 @@
 
 | to | method and path | body | answer |
 | --- | --- | --- | --- |
-| any worker | GET /info | | a `WorkerInfo` |
+| any worker | GET /info | | a `WorkerInfo`; 503 while it drains |
 | any worker | GET /events | | frames: cache events |
 | any worker | POST /audit | | 204 if every invariant of its node holds; slow |
 | any worker | GET /lost | | a `LostPeer` for each lost peer that it holds something for |

@@ -202,6 +202,9 @@ class Worker(Entrance):
         """The engine produces nothing more."""
 
     async def _info(self, _: Request) -> Response:
+        """It is none any more of one that drains: a front sends no further requests then."""
+        if self.loop.draining:
+            raise ApiError(503, "the worker drains", "server_error", "not_ready")
         return json_response(self.info)
 
     async def _audit(self, _: Request) -> Response:

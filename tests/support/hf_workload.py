@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from prefixkv.engines.hf import PagedModel, Sampling
-from prefixkv.engines.hf.sampling import draw
+from prefixkv.engines.hf.engine import draw
 from tests.support.hf_world import Answer, Reference, World, choose_plainly
 
 _ORDERS = ("layer_major", "page_major")

@@ -190,9 +190,8 @@ class Links(dict[str, Link]):
             why = link.gone_why + (f": {link.gone_guess}" if link.gone_guess else "")
         else:
             peer, heard_s = before
-            why = f"{link.gone_why}; {peer} answered there until {now_s - heard_s:.1f} s ago"
-            if how := how_ended(peer):
-                why = f"{why}, and {how}"
+            how = f", and {how}" if (how := how_ended(peer)) else ""
+            why = f"{link.gone_why}; {peer} answered there until {now_s - heard_s:.1f} s ago{how}"
         return PeerLostError(f"prefill worker {link.address}: {why}", link.peer)
 
     def _note_answered(self, link: Link) -> None:

@@ -385,12 +385,12 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
             self._take_refusal(frame, body, now_s)
             return
         # 3. Anything else counts only from the very incarnation that is known, in order. It may
-        # come by a new connection, so answers go there from now on.
+        # come by another connection, so answers go there from now on.
         if peer is None or peer.id != frame.sender:
             self._peers.hello_wanted(route, frame.sender)
             raise ProtocolError(f"{frame.sender} has not introduced itself")
         peer.live.take(frame, now_s)
-        peer.route = route
+        former, peer.route = peer.route, route
         # What was said to a process that is gone is late: decode may have drained its pages since.
         if isinstance(body, Promise | Abort) and body.life != self.me.incarnation:
             raise ProtocolError(f"a {type(body).__name__} to life {body.life:x}")
@@ -421,7 +421,10 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
                 self._lose_peer(peer, PeerLostError(f"{peer.id} {LEFT}", peer.id), now_s)
                 self._end_unpromised(peer.worker, LEFT, now_s)
             case Heartbeat():
-                pass
+                # By another way than the last frame: where decode's requests name two addresses of
+                # ours, it has to hear us at both.
+                if route != former:
+                    self._peers.send(peer, Heartbeat(), now_s)
             case (
                 messages.HelloReply()
                 | messages.HelloWanted()

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from prefixkv.engines.hf import PagedModel, Sampling
+from prefixkv.engines.hf.engine import choose, chosen_logprobs, draw
 from prefixkv.engines.hf.requests import LEAST, Choice, TokenLogprob, pack_first, unpack_first
-from prefixkv.engines.hf.sampling import choose, chosen_logprobs, draw
 from prefixkv.errors import RequestError
 from tests.support.hf_workload import check_answers
 from tests.support.hf_world import Reference, World, choose_plainly

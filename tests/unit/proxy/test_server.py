@@ -381,6 +381,48 @@ def test_a_prefill_server_that_fails_is_replaced_before_the_first_token(status: 
         run(scene, order, [_waits_for_prefill(order)])
 
 
+def test_a_stream_that_begins_with_an_error_is_an_attempt_that_failed() -> None:
+    """vLLM's status is 200 by then: where a transfer has failed, and prefill says so later."""
+    events = [b'data: {"choices": [{"delta": {"role": "assistant"}}]}\n\n']
+    events.append(b'data: {"error": {"message": "failed at 10.0.0.1"}}\n\n')
+
+    async def say(engine: Engine, body: dict[str, Any]) -> Response:
+        async def pieces() -> AsyncGenerator[bytes, None]:
+            yield b"".join(events) if "kv_transfer_params" in body else b"data: one\n\n"
+            yield b"data: [DONE]\n\n"
+
+        return Stream(pieces(), "text/event-stream")
+
+    async def scene(stage: Stage) -> None:
+        answer = await stage.complete(stream=True)
+        assert (answer.status_code, answer.text) == (200, "data: one\n\ndata: [DONE]\n\n")
+        (decode,) = stage.decode
+        await until(lambda: decode.under_way == 0)
+        assert len(decode.asked) == 3
+        assert await stage.counter("prefixkv_proxy_retried_total") == 2
+
+    run(scene, [never, never], [say])
+
+
+def test_a_stream_in_which_decode_says_an_error_is_counted_as_one_that_is_cut() -> None:
+    async def say(engine: Engine, body: dict[str, Any]) -> Response:
+        async def pieces() -> AsyncGenerator[bytes, None]:
+            yield b"data: one\n\n"
+            await asyncio.sleep(0.05)
+            yield b'data: {"error": {"message": "out of memory"}}\n\ndata: [DONE]\n\n'
+
+        return Stream(pieces(), "text/event-stream")
+
+    async def scene(stage: Stage) -> None:
+        answer = await stage.complete(stream=True)
+        assert [one[:8] for one in answer.text.split("data: ")[1:]] == [
+            "one\n\n", '{"error"', "[DONE]\n\n"
+        ]  # fmt: skip
+        assert await stage.counter("prefixkv_proxy_cut_total") == 1
+
+    run(scene, None, [say])
+
+
 def _waits_for_prefill(order: list[Say]) -> Say:
     """As decode does whose KV comes from a server that fails: nothing, till it is given up."""
 

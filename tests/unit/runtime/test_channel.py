@@ -19,6 +19,7 @@ from prefixkv.config import ControlConfig, CurveConfig, is_loopback, short_key
 from prefixkv.control.effects import ConnectFailed, FrameReceived, Reached, Unreached
 from prefixkv.errors import ConfigError, HandshakeError
 from prefixkv.protocol.messages import MAX_FRAME_BYTES
+from prefixkv.runtime import channel
 from prefixkv.runtime.channel import DealerChannel, RouterChannel
 from tests.support.patience import PATIENCE_S, lasting_address, returned, until
 
@@ -165,6 +166,18 @@ def test_a_dealer_tells_which_address_is_reached_and_which_is_not(ends: Ends, cu
 
 
 # --- dropped and counted --------------------------------------------------------------------------
+
+
+def test_an_address_from_which_nothing_comes_back_is_not_reached(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a machine that is gone, or behind a firewall: the queue of a listener is full."""
+    monkeypatch.setattr(channel, "CONNECT_MS", 100)
+    full = ends.stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+    address = full.getsockname()
+    ends.stack.enter_context(socket.create_connection(address))
+    dealer = ends.dealer(f"tcp://127.0.0.1:{address[1]}")
+    assert isinstance(news(dealer), Unreached)
 
 
 def test_decode_has_as_many_prefill_ranks_as_it_has_descriptors_for(ends: Ends) -> None:

@@ -520,7 +520,9 @@ async def test_what_is_no_body_behind_an_answer_costs_no_line_of_the_log(
 
 
 @in_loop
-async def test_stopping_waits_for_what_is_answered_and_then_cuts() -> None:
+async def test_stopping_waits_for_what_is_answered_and_then_cuts(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     site = Site()
     await site.server.start()
     async with httpx.AsyncClient(base_url=site.server.url, timeout=PATIENCE_S) as client:
@@ -545,6 +547,7 @@ async def test_stopping_waits_for_what_is_answered_and_then_cuts() -> None:
         with pytest.raises(httpx.HTTPError):
             await asking
         assert await site.ended.get() == "cut"
+    assert not caplog.records  # each connection of a worker's front, at each of its ends
 
 
 @in_loop

@@ -15,6 +15,9 @@ from typing import Any, cast
 import aiohttp
 import msgspec
 import pytest
+import yarl
+from aiohttp.client_reqrep import ConnectionKey
+from multidict import CIMultiDict, CIMultiDictProxy
 
 from prefixkv.errors import ConfigError
 from prefixkv.serving import interrupts, launch
@@ -30,6 +33,10 @@ INFO = WorkerInfo(
     role="decode", name="d", url="", status_url="", endpoint="", model="m", identity="m 0",
     page_size=16, num_pages=1, context=16, vocab_size=2, life="1", pid=1,
 )  # fmt: skip
+
+URL = yarl.URL("http://d")
+CONNECTION = ConnectionKey("d", 80, False, True, None, None, None)
+ASKED = aiohttp.RequestInfo(URL, "GET", CIMultiDictProxy(CIMultiDict()), URL)
 
 
 def test_a_worker_that_the_fleet_does_not_take_is_an_error_and_ends() -> None:
@@ -163,14 +170,15 @@ class ByHand:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.model = "/models/m"
-        self.fleet, self.at = Fleet("key"), dict[str, WorkerInfo]()
+        self.fleet, self.at = Fleet("key"), dict[str, WorkerInfo | aiohttp.ClientError]()
         monkeypatch.setattr(self.fleet, "info_of", self._info_of)
         monkeypatch.setattr(launch, "_LOOK_S", 0.01)
 
     async def _info_of(self, url: str) -> WorkerInfo:
-        if url not in self.at:
-            raise aiohttp.ClientConnectionError(f"nobody is at {url}")
-        return msgspec.structs.replace(self.at[url], url=url)
+        said = self.at.get(url, aiohttp.ClientConnectionError(f"nobody is at {url}"))
+        if isinstance(said, Exception):
+            raise said
+        return msgspec.structs.replace(said, url=url)
 
     def says(self, url: str, **info: str) -> None:
         self.at[url] = msgspec.structs.replace(INFO, **info)
@@ -202,6 +210,35 @@ async def test_workers_are_replaced_by_those_of_another_model_one_by_one(
     hands.says("http://b", name="b", identity="new", life="2")
     await until(lambda: hands.taken() == {"a", "b"})  # a is taken once it fits
     assert {info.identity for info in hands.fleet.workers} == {"new"}
+    await hands.end(followed)
+
+
+@pytest.mark.parametrize(
+    ("error", "ends"),
+    [
+        (aiohttp.ClientConnectorError(CONNECTION, ConnectionRefusedError(111, "refused")), True),
+        (aiohttp.ClientResponseError(ASKED, (), status=503), True),  # it drains
+        (aiohttp.ClientConnectorError(CONNECTION, OSError(113, "no route")), False),
+        (aiohttp.SocketTimeoutError(), False),
+    ],
+)
+@in_loop
+async def test_requests_wait_for_a_worker_that_is_started_again(
+    monkeypatch: pytest.MonkeyPatch, error: aiohttp.ClientError, ends: bool
+) -> None:
+    hands = ByHand(monkeypatch)
+    hands.says("http://d", name="d")
+    hands.says("http://p", name="p", role="prefill")
+    followed = await hands.follow("http://d", "http://p")
+    hands.fleet.starts = followed
+    hands.at["http://d"] = error
+    await asyncio.sleep(0.1)
+    assert hands.taken() == ({"p"} if ends else {"d", "p"})
+    asking = asyncio.create_task(hands.fleet.wait_for_workers())
+    await asyncio.sleep(0.1)
+    assert asking.done() is not ends
+    hands.says("http://d", name="d", life="2")
+    await asking
     await hands.end(followed)
 
 

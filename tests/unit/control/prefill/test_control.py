@@ -737,6 +737,22 @@ def test_answers_go_where_the_peer_spoke_from_last(word: Any) -> None:
     assert [frame.to for frame in frames] == [b"elsewhere"]
 
 
+def test_decode_hears_prefill_at_each_of_two_addresses() -> None:
+    """Where no request comes nothing else would be said there, and one would be suspect."""
+    peer = DecodePeer().known()
+    peer.say(HELLO, route=b"other")
+
+    def answers(route: bytes) -> list[tuple[bytes, Any]]:
+        frame = FrameReceived(route, peer.raw(Heartbeat()))
+        effects = peer.control.on(frame, peer.now_s)
+        sent = [effect for effect in effects if isinstance(effect, SendFrame)]
+        return [(one.to, messages.decode(one.raw).body) for one in sent]
+
+    for route in (ROUTE, b"other", ROUTE):
+        assert answers(route) == [(route, Heartbeat())]
+    assert answers(ROUTE) == [], "for one alone the timer is enough"
+
+
 def test_farewell_is_said_to_all() -> None:
     peer = DecodePeer().known()
     peer.say(HELLO, OTHER, route=b"other")
