@@ -20,14 +20,16 @@ from prefixkv.cache.eviction.policy import make_policy
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
 from tests.laws.adaptive_model import (
+    BLOCK_PAGES,
+    GHOST_PAGES,
     HALF_LIFE_S,
     LONG_PAGES,
     PERIOD,
+    STRIDE_PAGES,
     TINY_PAGES,
     TRUST,
     AdaptiveModel,
 )
-from tests.laws.ghost_model import BLOCK_PAGES, GHOST_PAGES, STRIDE_PAGES
 from tests.laws.radix_model import RANKS, RadixModel
 
 POOL_PAGES = 4096

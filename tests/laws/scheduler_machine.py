@@ -39,8 +39,7 @@ from tests.support.gates import Gate
 from tests.support.schedulers import decode_scheduler, host_of, timed_by
 from tests.support.sim import SINGLE, Storm
 from tests.support.sim_engines import PAGE_SIZE, ROWS, SPOILT, DecodeEngine, EngineSim, FollowedLog
-from tests.support.sim_host import SimHost
-from tests.support.sim_memory import Memory
+from tests.support.sim_memory import Memory, SimHost
 from tests.support.sim_rank import TIMING, SimRank
 from tests.support.spelled import Spelled
 

@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 from prefixkv.cli import EXTRA
 from prefixkv.engines.hf import EXTRA as HF
 from prefixkv.serving import EXTRA as SERVE
-from tests.support.patience import PATIENCE_S
+from tests.support.processes import run_python
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))[
     "project"
@@ -28,10 +27,7 @@ with DecodeNode(pools[0], DecodeConfig()), PrefillNode(pools[1], PrefillConfig()
 
 
 def python(program: str, missing: tuple[str, ...] = EXTRA) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", WITHOUT.format(missing=missing) + program],
-        capture_output=True, text=True, timeout=PATIENCE_S, check=False,
-    )  # fmt: skip
+    return run_python(WITHOUT.format(missing=missing) + program)
 
 
 def names(requirements: list[str]) -> list[str]:

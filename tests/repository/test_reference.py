@@ -10,15 +10,12 @@ from typing import Any, get_args
 import pytest
 
 import prefixkv
-from prefixkv import DecodeNode, PrefillNode, config
+from prefixkv import DecodeNode, DecodeRequest, PrefillNode, PrefillRequest, Request, config
 from prefixkv.decode import request as decode_request
-from prefixkv.decode.request import DecodeRequest
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.requests import PagedRequest
 from prefixkv.prefill import request as prefill_request
-from prefixkv.prefill.request import PrefillRequest
 from prefixkv.protocol import messages
-from prefixkv.request import Request
 from prefixkv.runtime.node import Node
 from prefixkv.settings import fields_of, sentences_of
 from tests.support.node_pair import make_pool

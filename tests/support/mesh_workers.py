@@ -6,10 +6,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
-from prefixkv.config import DecodeConfig, PrefillConfig
+from prefixkv import DecodeConfig, KVPool, Mesh, PoolGroup, PrefillConfig
 from prefixkv.memory.axes import SLAB_AXES
-from prefixkv.memory.kv_pool import KVPool, PoolGroup
-from prefixkv.memory.mesh import Mesh
 from prefixkv.spi import DecodeGroup, PrefillGroup
 from tests.support.devices import DEVICE
 from tests.support.node_pair import DecodeDriver, NodePair, PrefillDriver, RankKV, Tokens

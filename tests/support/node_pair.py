@@ -19,17 +19,12 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
-from prefixkv import DecodeNode, PrefillNode
+from prefixkv import DecodeNode, KVPool, Mesh, OutOfPagesError, PrefillNode, PrefillRequest, Request
 from prefixkv.cache.events import page_keys
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.conformance.pattern import Hashes, PrefixHasher, sample
 from prefixkv.decode.request import DecodeRequest, DecodeState
-from prefixkv.errors import OutOfPagesError
-from prefixkv.memory.kv_pool import KVPool
-from prefixkv.memory.mesh import Mesh
 from prefixkv.pages.manager import PageManager
-from prefixkv.prefill.request import PrefillRequest
-from prefixkv.request import Request
 from prefixkv.serving.router import WorkerIndex
 from tests.laws.auditor import assert_at_rest
 from tests.support.devices import DEVICE

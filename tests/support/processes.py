@@ -2,7 +2,8 @@
 
 - `Child`: a fork of a server that has everything imported but no agent, which saves two seconds. It
   obeys calls over a pipe: `serve(pipe, ...)` runs there and answers by the methods of an object.
-- `Command`: a program with a command line. Its output is read as it comes.
+- `Command`: a program with a command line. Its output is read as it comes. `run_python` runs one to
+  its end.
 
 Both are killed when their block is left, and by the kernel when the test run dies; no wait for them
 is without a limit, and what they wrote to stderr stands in the error of a test that fails on them.
@@ -10,6 +11,7 @@ A new process that a test needs is a subclass, or a `serve` function, beside tha
 """
 
 import ctypes
+import json
 import multiprocessing
 import os
 import signal
@@ -263,3 +265,16 @@ def _read(stream: Any, lines: list[str]) -> None:
     with stream:
         for line in stream:
             lines.append(line)
+
+
+def run_python(program: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """A program in a process of its own, which ends by itself, and what it has written."""
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S,
+        check=False, cwd=ROOT, env={**os.environ, **environ},
+    )  # fmt: skip
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """The objects in a file of lines of JSON."""
+    return [json.loads(line) for line in path.read_text().splitlines()]

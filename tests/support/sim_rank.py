@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import msgspec
 
 import prefixkv.assembly  # noqa: F401 - its parts, also where no conftest is loaded
-from prefixkv.config import ControlConfig, TransportConfig
+from prefixkv import ControlConfig, Mesh, StateTensor, TransportConfig
 from prefixkv.conformance.pattern import Hashes
 from prefixkv.control import effects
 from prefixkv.control.decode.control import DecodeControl
@@ -21,8 +21,6 @@ from prefixkv.control.effects import RelaySlots
 from prefixkv.control.handshake import OurSide
 from prefixkv.control.prefill.control import PrefillControl
 from prefixkv.memory.kv_layout import PageGroup
-from prefixkv.memory.mesh import Mesh
-from prefixkv.memory.state_layout import StateTensor
 from prefixkv.pages.groups import GroupPages, GroupSpec
 from prefixkv.paging import Pages
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey

@@ -10,12 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from prefixkv import PrefillConfig
+from prefixkv import DecodeRequest, Mesh, PrefillConfig, PrefillRequest, StateTensor
 from prefixkv.conformance.pattern import PrefixHasher
-from prefixkv.decode.request import DecodeRequest
-from prefixkv.memory.mesh import Mesh
-from prefixkv.memory.state_layout import StateTensor
-from prefixkv.prefill.request import PrefillRequest
 from tests.support.mesh_workers import MeshPair
 from tests.support.node_pair import DecodeDriver, PrefillDriver
 from tests.support.state_memory import TENSORS, StateMemory

@@ -1,8 +1,6 @@
 """The digest of a prompt, and its proof on one link."""
 
 import enum
-import subprocess
-import sys
 from itertools import combinations, product
 from typing import Any
 
@@ -16,6 +14,7 @@ from prefixkv.cache.radix_key import RadixKey
 from prefixkv.digest import check_digest, prompt_digest
 from prefixkv.errors import RequestError, TokenError
 from prefixkv.request import Request
+from tests.support.processes import run_python
 
 
 class Tenant(enum.IntEnum):
@@ -63,9 +62,7 @@ def test_every_form_of_the_same_prompt_has_one_digest() -> None:
 
 def test_another_process_comes_to_the_same_digest() -> None:
     code = "from prefixkv import prompt_digest; print(prompt_digest([1, 2], ('lora', 7)).hex())"
-    run = [sys.executable, "-c", code]
-    said = subprocess.run(run, capture_output=True, text=True, check=True, timeout=60)
-    assert said.stdout.strip() == prompt_digest([1, 2], ("lora", 7)).hex()
+    assert run_python(code).stdout.strip() == prompt_digest([1, 2], ("lora", 7)).hex()
 
 
 @pytest.mark.parametrize("namespace", [1.5, object(), frozenset({1}), [1], ("a", 1.5), {}])

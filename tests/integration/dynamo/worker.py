@@ -12,15 +12,13 @@ import sys
 import time
 from typing import Any
 
-from prefixkv.cache.radix_key import Namespace
-from prefixkv.config import KVEventsConfig
+from prefixkv import KVEventsConfig, Namespace, Request
 from prefixkv.kv_events import publisher as publisher_module
 from prefixkv.kv_events.publisher import KVEventPublisher
 from prefixkv.pages.manager import PageManager
 from prefixkv.protocol.commands import OpenRoom
 from prefixkv.protocol.events import RoomEnded
 from prefixkv.protocol.ids import KVPoll, PeerId
-from prefixkv.request import Request
 from tests.support.schedulers import decode_scheduler
 
 PAGE_SIZE = 16

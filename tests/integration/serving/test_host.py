@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from tests.support.patience import PATIENCE_S, until
+from tests.support.processes import lines_of
 from tests.support.served import ROOT, Expected, Serve, at_rest, greedy
 
 PAGE, NUM_TOKENS = 16, 12
@@ -97,7 +98,7 @@ def test_what_came_from_host_memory_is_told_everywhere(
     ids = [one.id.removeprefix("chatcmpl-") for one in made]
 
     def lines() -> dict[tuple[str, str], Any]:
-        found = [json.loads(line) for line in log.read_text().splitlines()]
+        found = lines_of(log)
         return {(line["side"], line["id"]): line for line in found}
 
     until(lambda: all(("front", name) in lines() for name in ids))

@@ -18,6 +18,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.patience import PATIENCE_S, until
+from tests.support.processes import lines_of
 from tests.support.promtool import OPS, promtool
 from tests.support.served import Serve, Served, client_of, get, greedy
 
@@ -54,10 +55,6 @@ def labels_of(text: str) -> dict[str, Labels]:
             for label, value in sample.labels.items():
                 values.setdefault(label, set()).add(value)
     return found
-
-
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def lines_by_id(path: Path, request_id: str, num: int) -> list[dict[str, Any]]:

@@ -13,17 +13,22 @@ from prefixkv.engines.vllm.options import OPTION_NAMES
 from tests.integration.vllm.test_vllm import PYTHON
 
 
-@pytest.fixture(scope="module")
-def rows() -> list[Any]:
+def told(module: str) -> subprocess.CompletedProcess[str]:
+    """What a module of this folder says in vLLM's environment."""
     assert PYTHON, "PREFIXKV_ENGINE_PYTHON is the interpreter of `benchmarks env vllm`"
-    done = subprocess.run(
-        [PYTHON, "-m", "tests.integration.vllm.drift"],
+    return subprocess.run(
+        [PYTHON, "-m", f"tests.integration.vllm.{module}"],
         stdout=subprocess.PIPE,
         text=True,
         cwd=REPOSITORY,
         env={"PYTHONPATH": str(REPOSITORY), "PATH": "/usr/bin:/bin", "VLLM_LOGGING_LEVEL": "ERROR"},
         timeout=900,
     )
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Any]:
+    done = told("drift")
     assert done.returncode == 0
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith(("{", "["))]
 

@@ -6,27 +6,17 @@ for as long as it is told to.
 """
 
 import json
-import subprocess
 from typing import Any
 
 import pytest
 
-from benchmarks.vllm_servers import REPOSITORY
-from tests.integration.vllm.test_vllm import PYTHON
+from tests.integration.vllm.test_drift import told
 
 
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, Any]]:
     """What the short profile says: less than a minute of one core."""
-    assert PYTHON, "PREFIXKV_ENGINE_PYTHON is the interpreter of `benchmarks env vllm`"
-    done = subprocess.run(
-        [PYTHON, "-m", "tests.integration.vllm.liveness.explore"],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=REPOSITORY,
-        env={"PYTHONPATH": str(REPOSITORY), "PATH": "/usr/bin:/bin", "VLLM_LOGGING_LEVEL": "ERROR"},
-        timeout=900,
-    )
+    done = told("liveness.explore")
     print(done.stdout)  # pytest shows it where a test fails
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
 

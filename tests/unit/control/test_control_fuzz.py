@@ -719,8 +719,8 @@ def test_the_inputs_fed_here_are_all_there_are() -> None:
 
 
 def test_the_effects_seen_here_are_all_there_are() -> None:
-    """A new effect would need a law above. Examine's are in test_death_watch.py: no peer here names
-    a process."""
+    """A new effect would need a law above. Examine's are in test_peer_changes.py: no peer here
+    names a process."""
     decode = {
         "SendFrame", "Connect", "Disconnect", "Expect", "Settle", "LookAt", "Scatter", "RoomEnded",
         "RoomDrained", "RoomOverdue", "Examine", "PrefillReady", "PrefillAway", "PrefillLost",

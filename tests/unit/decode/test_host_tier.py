@@ -6,24 +6,21 @@ from typing import Any
 
 import pytest
 
+from prefixkv import ComputeConfig, DecodeRequest, Hints, OutOfPagesError
 from prefixkv.cache.eviction.plain import LeastFrequentlyUsed
 from prefixkv.cache.eviction.policy import Policy, Use
 from prefixkv.cache.node import Mark
 from prefixkv.cache.radix_cache import RadixCache
-from prefixkv.config import ComputeConfig
 from prefixkv.decode import ending, host_tier
 from prefixkv.decode.admission import HELD
 from prefixkv.decode.host_tier import FRESH_S, HOST, HostPages
-from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.rooms import Workers
 from prefixkv.decode.sources import Sources
-from prefixkv.errors import OutOfPagesError
 from prefixkv.pages.groups import GroupSpec
 from prefixkv.protocol.events import HostCopy, HostCopyDone, PrefillAway, PrefillReady
 from prefixkv.protocol.ids import RoomKey
 from prefixkv.protocol.messages import Promise
 from prefixkv.ranks.leader import RankLeader
-from prefixkv.request import Hints
 from tests.support.schedulers import host_of
 from tests.unit.decode.desk import PAGE_SIZE, Desk, OpenRoom
 

@@ -17,10 +17,9 @@ from prefixkv.memory.mesh import Shard
 from prefixkv.memory.page_copy import CpuPageCopy, PageCopy, StagedPageCopy, page_copy
 from prefixkv.memory.stage_copy import CpuCopy
 from prefixkv.memory.stage_plan import StagePlan
-from tests.support.engine_tensors import distinct
+from tests.support.engine_tensors import Memory, distinct
 from tests.support.gpu import GPU
 from tests.support.mesh_pools import ORDERS, mesh_layout
-from tests.support.rank_memory import Memory
 
 Make = Callable[[KVLayout, HostPool], PageCopy]
 

@@ -7,16 +7,14 @@ import numpy as np
 import pytest
 import torch
 
+from prefixkv import KVPool, PoolGroup, StatePool, StateTensor, shared_bytes
 from prefixkv.errors import CapacityError, ConfigError, PageStateError
 from prefixkv.memory import host_pool
 from prefixkv.memory.host_pool import HostPool
 from prefixkv.memory.kv_layout import BLOCK_BYTES
-from prefixkv.memory.kv_pool import KVPool, PoolGroup, shared_bytes
 from prefixkv.memory.mesh import Mesh, Shard
 from prefixkv.memory.page_copy import page_copy
 from prefixkv.memory.stage_plan import StagePlan
-from prefixkv.memory.state_layout import StateTensor
-from prefixkv.memory.state_pool import StatePool
 from prefixkv.runtime.staging import RelayBuffer
 from tests.support.engine_tensors import DIM, HEADS, LAYERS, PAGES, TOKENS
 from tests.support.mesh_pools import mesh_layout

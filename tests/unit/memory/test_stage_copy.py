@@ -25,9 +25,8 @@ from prefixkv.memory.mesh import Shard
 from prefixkv.memory.stage_copy import StagingCopy, scatter_together, staging_copy
 from prefixkv.memory.stage_plan import StagePlan
 from prefixkv.paging import unit_pages
-from tests.support.engine_tensors import DTYPES
+from tests.support.engine_tensors import DTYPES, Memory
 from tests.support.mesh_pools import ORDERS, mesh_layout
-from tests.support.rank_memory import Memory
 
 Make = Callable[[KVLayout, Shard, int], StagingCopy]
 

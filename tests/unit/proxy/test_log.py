@@ -10,6 +10,7 @@ from typing import Any
 from starlette.responses import Response
 
 from prefixkv.serving.http import ApiError, Stream, json_response
+from tests.support.processes import lines_of
 from tests.support.scenes import until
 from tests.unit.proxy.test_server import Engine, Stage, never, refusing, run, well
 
@@ -22,10 +23,6 @@ USAGE = {
 
 async def counts(engine: Engine, body: dict[str, Any]) -> Response:
     return json_response({"usage": USAGE})
-
-
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_both_servers_get_the_id_of_the_line(tmp_path: Path) -> None:

@@ -5,8 +5,6 @@ tests/integration/vllm."""
 import asyncio
 import json
 import re
-import subprocess
-import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -34,6 +32,7 @@ from prefixkv.serving.http import (
     run_until_disconnect,
 )
 from tests.support.patience import NEVER_S, PATIENCE_S
+from tests.support.processes import run_python
 from tests.support.scenes import played_by, until
 
 LIMITS = Limits(1 << 20, NEVER_S, NEVER_S, NEVER_S, NEVER_S)
@@ -871,7 +870,7 @@ def test_it_imports_no_engine() -> None:
         "sys.exit(next((n for n in sys.modules if n.startswith('prefixkv.engines')), None) or "
         "('torch' in sys.modules and 'torch'))"
     )
-    assert subprocess.run([sys.executable, "-c", program], timeout=PATIENCE_S).returncode == 0
+    assert run_python(program).returncode == 0
 
 
 TRACE = 'Traceback (most recent call last):\n  File "/srv/engine/core.py", line 7\nat 10.1.2.3:8000'

@@ -6,13 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefixkv import DecodeNode
+from prefixkv import ComputeConfig, DecodeConfig, DecodeNode, HostConfig, Mesh
 from prefixkv.cache.eviction.plain import LeastRecentlyUsed
-from prefixkv.config import ComputeConfig, DecodeConfig, HostConfig
 from prefixkv.decode.host_tier import HostTier, make_host
 from prefixkv.errors import ConfigError
 from prefixkv.memory.host_pool import HostPool
-from prefixkv.memory.mesh import Mesh
 from prefixkv.protocol.ids import PeerId
 from prefixkv.ranks.row_log import RankLog
 from prefixkv.runtime.host_copies import HostCopies

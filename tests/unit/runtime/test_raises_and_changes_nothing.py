@@ -14,15 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from prefixkv import DecodeNode, PrefillNode
+from prefixkv import ControlConfig, DecodeConfig, DecodeNode, PrefillConfig, PrefillNode, Request
 from prefixkv.cache.eviction.plain import LeastRecentlyUsed
-from prefixkv.config import (
-    ControlConfig,
-    DecodeConfig,
-    PrefillConfig,
-)
 from prefixkv.errors import RequestError, shown
-from prefixkv.request import Request
 from tests.support.junk import EXAMPLES, Arguments, Broken, is_taken, put, with_junk
 from tests.support.node_pair import NodePair, make_pool, scheduling, tokens_of
 from tests.support.picture import picture

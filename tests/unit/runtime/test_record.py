@@ -2,7 +2,6 @@
 when it cannot be written. The limits are real."""
 
 import errno
-import json
 import os
 import re
 import threading
@@ -22,6 +21,7 @@ from prefixkv.runtime import record
 from prefixkv.runtime.record import Recorder
 from tests.support.node_pair import NodePair, make_pool, tokens_of
 from tests.support.patience import PATIENCE_S, until
+from tests.support.processes import lines_of
 
 
 def make(path, max_bytes=1 << 20, page_size=16, now_s=100.0, block_tokens=512) -> Recorder:
@@ -43,15 +43,11 @@ def write(recorder: Recorder, *requests: Any) -> None:
     recorder.close()
 
 
-def lines(path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_a_line_has_lengths_a_time_and_an_id_a_block(tmp_path):
     path = tmp_path / "r.jsonl"
     recorder = make(path)
     write(recorder, request(tokens_of(1, 1200), arrived_s=101.25))
-    (line,) = lines(path)
+    (line,) = lines_of(path)
     assert len(line.pop("hash_ids")) == 3
     assert line == {
         "timestamp": 1250, "input_length": 1200, "output_length": 5, "block_size": 512,
@@ -69,7 +65,7 @@ def test_equal_prefixes_have_equal_ids_and_no_others(tmp_path):
     asked += [request(one, namespace=namespace) for namespace in ("a", 7, (7,))]
     path = tmp_path / "r.jsonl"
     write(make(path), *asked)
-    first, short, second, third, *apart = [line["hash_ids"] for line in lines(path)]
+    first, short, second, third, *apart = [line["hash_ids"] for line in lines_of(path)]
     assert short[:2] == first[:2]
     assert short[2] != first[2]  # partial
     assert second[:3] == first[:3]
@@ -94,7 +90,7 @@ def test_a_file_has_a_salt_of_its_own_and_nothing_tells_it(tmp_path, monkeypatch
     for name in ("a", "b"):
         path = tmp_path / name
         write(make(path), request(tokens_of(1, 1024)))
-        found.append(set(lines(path)[0]["hash_ids"]))
+        found.append(set(lines_of(path)[0]["hash_ids"]))
         raw = path.read_bytes()
         assert salts[-1] not in raw
         assert salts[-1].hex().encode() not in raw
@@ -134,7 +130,7 @@ def test_what_never_asked_the_cache_is_left_out(tmp_path):
     path = tmp_path / "r.jsonl"
     recorder = make(path)
     write(recorder, request([1], admitted_s=None), request([2], cacheable=False))
-    assert lines(path) == []
+    assert lines_of(path) == []
     assert (recorder.recorded, recorder.lost) == (0, 0)
 
 
@@ -145,7 +141,7 @@ def test_files_are_bounded_in_size_and_number(tmp_path):
     files = sorted(tmp_path.iterdir())
     assert [file.name for file in files] == ["r.jsonl", "r.jsonl.1", "r.jsonl.2", "r.jsonl.3"]
     assert all(0 < file.stat().st_size <= 4096 for file in files)
-    stamps = [[line["timestamp"] for line in lines(file)] for file in reversed(files)]
+    stamps = [[line["timestamp"] for line in lines_of(file)] for file in reversed(files)]
     assert list(chain(*stamps)) == [1000 * at for at in range(80 - sum(map(len, stamps)), 80)]
     assert recorder.recorded == 80
 
@@ -154,7 +150,7 @@ def test_a_recording_that_is_there_is_kept_and_the_oldest_goes(tmp_path):
     path = tmp_path / "r.jsonl"
     for at in range(5):
         write(make(path), request(tokens_of(1, 100 + at)))
-    kept = [lines(file)[0]["input_length"] for file in sorted(tmp_path.iterdir())]
+    kept = [lines_of(file)[0]["input_length"] for file in sorted(tmp_path.iterdir())]
     assert kept == [104, 103, 102, 101]
 
 
@@ -169,7 +165,7 @@ def test_a_line_longer_than_a_file_is_lost_and_no_other(tmp_path, caplog):
     path = tmp_path / "r.jsonl"
     recorder = make(path, max_bytes=4096)
     write(recorder, request([1]), request([1] * 300_000), request([2]))
-    assert [line["input_length"] for line in lines(path)] == [1]
+    assert [line["input_length"] for line in lines_of(path)] == [1]
     assert (recorder.recorded, recorder.lost) == (2, 1)
     assert "4096" in caplog.text
 
@@ -214,7 +210,7 @@ def test_a_line_that_does_not_fit_on_the_disk_is_in_no_part_of_the_file(
     until(lambda: recorder.lost == 3)
     full[0] = False  # there is room again
     write(recorder, request(tokens_of(7, 1200)))
-    assert [line["input_length"] for line in lines(path)] == [1200]
+    assert [line["input_length"] for line in lines_of(path)] == [1200]
     assert (recorder.recorded, recorder.lost) == (1, 3)
     assert caplog.text.count("not recorded: No space left") == 1
 

@@ -6,10 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefixkv.config import DecodeConfig, KVEventsConfig, PrefillConfig, TransportConfig
+from prefixkv import DecodeConfig, KVEventsConfig, Mesh, PrefillConfig, StateTensor, TransportConfig
 from prefixkv.errors import RequestError
-from prefixkv.memory.mesh import Mesh
-from prefixkv.memory.state_layout import StateTensor
 from prefixkv.runtime.metrics import NodeCollector
 from tests.support.mesh_workers import MeshPair
 from tests.support.node_pair import tokens_of

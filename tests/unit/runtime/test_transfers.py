@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefixkv.config import DecodeConfig, PrefillConfig
+from prefixkv import DecodeConfig, PrefillConfig, StatePool, StateTensor
 from prefixkv.control import inbox
 from prefixkv.errors import (
     AbortedError,
@@ -18,8 +18,6 @@ from prefixkv.errors import (
     PeerLostError,
     RequestError,
 )
-from prefixkv.memory.state_layout import StateTensor
-from prefixkv.memory.state_pool import StatePool
 from prefixkv.paging import PageIds
 from prefixkv.protocol import messages
 from prefixkv.runtime import decode_transfers

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from prefixkv.config import DecodeConfig, PrefillConfig
-from prefixkv.digest import prompt_digest
+from prefixkv import DecodeConfig, KVPool, PoolGroup, PrefillConfig, prompt_digest
 from prefixkv.errors import PageStateError, RequestError
-from prefixkv.memory.kv_pool import KVPool, PoolGroup
 from prefixkv.transfer import DecodeTransfers, KVPoll, PrefillTransfers
 from tests.support.gates import Gate
 from tests.support.mesh_workers import WindowPair

@@ -16,6 +16,7 @@ from prefixkv.errors import ConfigError
 from prefixkv.serving import log
 from prefixkv.serving.log import MAX_CHARS, Outcomes, RequestFile
 from tests.support.patience import PATIENCE_S, until
+from tests.support.processes import lines_of
 from tests.unit.serving.test_http import Site, serve
 
 
@@ -25,10 +26,6 @@ def counts(counter: Any) -> dict[tuple[str, ...], float]:
     return {
         (*one.labels.values(),): one.value for one in family.samples if one.name.endswith("_total")
     }
-
-
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def logged(

@@ -3,10 +3,7 @@ they are asked for, and what is said where they cannot be had. Of whole processe
 tests/integration/serving/test_traces.py."""
 
 import asyncio
-import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -47,6 +44,7 @@ from tests.support.collector import Collector
 from tests.support.patience import NEVER_S, PATIENCE_S
 from tests.support.patience import until as wait_until
 from tests.support.ports import free_port
+from tests.support.processes import run_python
 from tests.support.scenes import until
 from tests.unit.proxy.test_server import (
     Engine,
@@ -449,13 +447,6 @@ def _is_ours(thread: threading.Thread) -> bool:
     return thread.name in ("traces", "prefixkv-requests") or thread.name.startswith("Otel")
 
 
-def python(program: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S,
-        check=False, env={**os.environ, **environ},
-    )  # fmt: skip
-
-
 SERVERS = "['proxy', '--prefill', 'http://127.0.0.1:1=a', '--decode', 'http://127.0.0.1:2=b']"
 
 
@@ -469,7 +460,7 @@ def test_opentelemetry_sdk_is_not_imported_unless_it_is_asked_for() -> None:
         "and name.split('.')[1] in ('sdk', 'exporter', 'propagate')])"
     )
     # A variable of the SDK that no list of propagators knows is not read either.
-    ran = python(program, OTEL_PROPAGATORS="b4")
+    ran = run_python(program, OTEL_PROPAGATORS="b4")
     assert ran.stdout == "False\n[]\n", ran.stderr
 
 
@@ -489,7 +480,7 @@ def test_what_is_missing_is_said_by_a_command_in_one_line(
         f"import sys; sys.modules[{missing!r}] = None; "
         f"from prefixkv.cli.main import run_command as r; print(r({SERVERS}))"
     )
-    ran = python(program, OTEL_TRACES_EXPORTER="otlp", OTEL_PROPAGATORS=propagators)
+    ran = run_python(program, OTEL_TRACES_EXPORTER="otlp", OTEL_PROPAGATORS=propagators)
     assert ran.stdout == "2\n", ran.stderr
     (line,) = ran.stderr.splitlines()
     assert line.startswith("prefixkv: OTEL_TRACES_EXPORTER asks for traces")

@@ -23,7 +23,7 @@ from prefixkv.staging.receiver import (
     ToRoom,
 )
 from tests.unit.control.mesh_wire import AREA, DIGEST, KEY, hello, promise
-from tests.unit.staging.said import Saying
+from tests.unit.staging.conftest import Saying
 
 A, B = RoomKey(1, 0), RoomKey(2, 5)
 TICKET = 9

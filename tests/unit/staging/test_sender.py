@@ -25,7 +25,7 @@ from prefixkv.staging.sender import (
 )
 from prefixkv.transport.base import WriteJob
 from tests.support.gates import Gate
-from tests.unit.staging.said import Saying
+from tests.unit.staging.conftest import Saying
 
 ME = PeerId("prefill-0", 7)
 P, Q = PeerId("decode-0", 1), PeerId("decode-1", 1)

@@ -85,3 +85,11 @@ def make_servers() -> Iterator[MakeServers]:
 @pytest.fixture
 def servers(make_servers: MakeServers) -> Servers:
     return make_servers()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Function) -> Iterator[None]:
+    """A test of `servers` that has ended well leaves nothing."""
+    yield
+    if "servers" in item.funcargs:
+        item.funcargs["servers"].settle()

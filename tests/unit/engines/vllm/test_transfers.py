@@ -52,7 +52,6 @@ def test_only_what_decode_lacks_is_sent_and_it_is_right(servers: Servers) -> Non
     assert servers.decode.wrong_tokens(second, 40) == 0
     assert blocks_sent(servers) == 8 + 3
     assert servers.decode.scheduler.take_counts() == {"loads_done": 2}
-    servers.settle()
 
 
 def test_chunks_are_sent_before_the_last_is_computed(servers: Servers) -> None:
@@ -64,7 +63,6 @@ def test_chunks_are_sent_before_the_last_is_computed(servers: Servers) -> None:
     compute(servers, send, 14)
     until(lambda: blocks_sent(servers) == 3)
     servers.until_ended("1")
-    servers.settle()
 
 
 def test_a_load_waits_for_another_of_the_same_blocks(servers: Servers) -> None:
@@ -74,7 +72,6 @@ def test_a_load_waits_for_another_of_the_same_blocks(servers: Servers) -> None:
     assert [one.loaded_from for one in requests] == [0, 28, 28, 28]
     assert blocks_sent(servers) == 9 + 3 * 2
     assert servers.decode.scheduler.take_counts()["flights_joined"] == 3
-    servers.settle()
 
 
 def test_those_that_waited_for_a_load_that_fails_load_themselves(servers: Servers) -> None:
@@ -90,7 +87,6 @@ def test_those_that_waited_for_a_load_that_fails_load_themselves(servers: Server
     assert "prefixkv" in lost.answer
     assert servers.decode.wrong_tokens(lost, len(PROMPT)) == 0
     assert servers.decode.wrong_tokens(waits, len(PROMPT)) == 0
-    servers.settle()
 
 
 def _load(room: int, address: str) -> dict[str, object]:
@@ -157,7 +153,6 @@ def test_the_notice_of_a_request_that_was_there_changes_nothing(servers: Servers
         assert engine.outputs[rid].answer is None
         servers.until_ended("1")
     assert not load.recomputed
-    servers.settle()
 
 
 def test_rooms_that_were_seen_are_not_kept_for_ever(
@@ -168,7 +163,6 @@ def test_rooms_that_were_seen_are_not_kept_for_ever(
         servers.decode.add(Request(str(room), PROMPT, _load(room, servers.address)))
         servers.decode.abort(str(room))
     assert [*servers.decode.scheduler._recent] == [3, 4]
-    servers.settle()
 
 
 @pytest.mark.parametrize(
@@ -194,7 +188,6 @@ def test_what_ends_while_prefill_computes_is_computed_by_decode(
     again = servers.ask("1", [*range(500, 530)])  # that it has failed is of the former alone
     servers.until_ended("1")
     assert not again.recomputed
-    servers.settle()
 
 
 def test_blocks_of_a_failed_load_are_held_until_no_write_can_land(
@@ -228,7 +221,6 @@ def test_blocks_of_a_failed_load_are_held_until_no_write_can_land(
     assert not servers.decode.scheduler.busy  # the engine may rest; the blocks stay
     assert servers.decode.num_used == 8
     servers.decode.scheduler.take_reports(WorkerReport(settled=["1"]), ())
-    servers.settle()
 
 
 @pytest.mark.parametrize("num_computed", [14, 28], ids=["half of it", "all but the last chunk"])
@@ -263,7 +255,6 @@ def test_a_request_preempted_on_decode_is_not_loaded_again(servers: Servers) -> 
     assert load.status == "done"
     assert servers.decode.wrong_tokens(load, len(PROMPT)) == 0
     assert blocks_sent(servers) == 8
-    servers.settle()
 
 
 @pytest.mark.parametrize(
@@ -295,7 +286,6 @@ def test_wrong_parameters_are_answered(
     request = engine.outputs["1"]
     assert request.status == "done"  # computed here
     assert words in error_of(request)
-    servers.settle()
 
 
 def test_an_address_that_is_none_fails_the_load_alone(servers: Servers) -> None:
@@ -304,7 +294,6 @@ def test_an_address_that_is_none_fails_the_load_alone(servers: Servers) -> None:
     ended = servers.decode.outputs["1"]
     assert ended.recomputed
     assert "carrier pigeon" in error_of(ended)
-    servers.settle()
 
 
 def test_a_room_in_use_is_refused(servers: Servers) -> None:
@@ -322,7 +311,6 @@ def test_a_room_in_use_is_refused(servers: Servers) -> None:
         answer = engine.outputs["2"].answer
         assert answer is not None
         assert "in use" in answer["prefixkv"]["error"]
-    servers.settle()
 
 
 def test_a_room_that_is_not_over_cannot_be_opened(servers: Servers) -> None:
@@ -337,7 +325,6 @@ def test_a_room_that_is_not_over_cannot_be_opened(servers: Servers) -> None:
     assert ended.recomputed
     assert "not over yet" in error_of(ended)
     assert servers.decode.wrong_tokens(ended, len(PROMPT)) == 0
-    servers.settle()
 
 
 @pytest.mark.parametrize("join", [True, False])
@@ -390,7 +377,6 @@ def test_all_that_a_prompt_is_has_to_be_the_same_on_both(
     servers.until_ended("2")
     assert load.recomputed
     assert "PromptMismatch" in error_of(load)
-    servers.settle()
 
 
 def test_a_pair_that_does_not_fit_is_a_line_of_the_log_and_not_one_for_each_request(
@@ -415,8 +401,9 @@ def test_a_pair_that_does_not_fit_is_a_line_of_the_log_and_not_one_for_each_requ
     assert all("opaque (--dtype) differs" in line for line in warnings)
 
 
-def test_a_peer_that_an_operator_fences_is_over(servers: Servers) -> None:
+def test_a_peer_that_an_operator_fences_is_over(make_servers: MakeServers) -> None:
     """Prefill stands still with half of the prompt sent. It is dead, says somebody."""
+    servers = make_servers()  # prefill never settles
     load, send = servers.requests("1", PROMPT)
     servers.decode.add(load)
     servers.decode.step()
@@ -479,7 +466,6 @@ def test_a_room_that_prefill_draws_is_opened_by_what_its_answer_says(servers: Se
     again = opened(servers, "2", offered(servers, "2", PROMPT + list(range(10))))
     assert again.loaded_from == 7 * BLOCK
     assert blocks_sent(servers) == 8 + 3
-    servers.settle()
 
 
 def test_it_is_opened_once(servers: Servers) -> None:
@@ -490,7 +476,6 @@ def test_it_is_opened_once(servers: Servers) -> None:
     servers.decode.scheduler.flush()
     again = opened(servers, "2", send)  # another decode server's word, as far as prefill knows
     assert again.recomputed or blocks_sent(servers) == sent
-    servers.settle()
 
 
 def test_a_stranger_without_the_nonce_loads_nothing(servers: Servers) -> None:
@@ -501,7 +486,6 @@ def test_a_stranger_without_the_nonce_loads_nothing(servers: Servers) -> None:
     assert blocks_sent(servers) == 0
     assert servers.prefill.scheduler.gauges()["offers_open"] == 1
     servers.prefill.scheduler.flush()
-    servers.settle()
 
 
 def test_an_offer_that_no_decode_server_opens_ends(make_servers: MakeServers) -> None:
@@ -518,7 +502,6 @@ def test_a_decode_server_that_refuses_the_request_ends_the_offer(servers: Server
     send = offered(servers, "1", PROMPT)
     servers.decode.add(Request("notice", [0], send.answer, abort_immediately=True))
     servers.decode.abort("notice")
-    servers.settle()
 
 
 def test_an_offer_is_let_go_of_for_a_promised_request(make_servers: MakeServers) -> None:
@@ -563,7 +546,6 @@ def test_choices_of_one_request_share_the_room_that_is_drawn(servers: Servers) -
     assert sends[0].answer == sends[1].answer == sends[2].answer == late.answer
     assert servers.prefill.scheduler.gauges()["offers_open"] == 1
     assert not opened(servers, "1", sends[2]).recomputed
-    servers.settle()
 
 
 def test_prompts_beyond_what_such_a_server_computes_for_others_are_declined() -> None:
@@ -599,7 +581,6 @@ def test_a_prompt_that_vllm_computes_whole_has_no_room(servers: Servers) -> None
     until(lambda: [servers.decode.step(), servers.prefill.step(), send.answer][2])
     assert "decode computes it itself" in error_of(send)
     assert send.computed == 0
-    servers.settle()
 
 
 SHARED = list(range(18))  # 4 blocks and a half

@@ -57,7 +57,6 @@ def test_loads_fail_until_both_servers_have_moved(servers: Servers, first: str) 
     load = servers.ask("2", [*range(300, 330)])
     servers.until_ended("2")
     assert not load.recomputed
-    servers.settle()
 
 
 @pytest.mark.parametrize("first", ["decode", "prefill"])
@@ -67,7 +66,6 @@ def test_what_is_under_way_at_a_move_is_not_used(servers: Servers, first: str) -
     engines(servers, first)[0].scheduler.move_weights("v2")
     servers.until_ended("1")
     assert load.recomputed
-    servers.settle()
 
 
 def test_an_offer_that_was_computed_before_the_move_is_not_opened(servers: Servers) -> None:
@@ -76,7 +74,6 @@ def test_an_offer_that_was_computed_before_the_move_is_not_opened(servers: Serve
     load = opened(servers, "1", send)
     assert load.recomputed
     assert blocks_sent(servers) == 0
-    servers.settle()
 
 
 def test_a_room_that_is_ordered_behind_a_move_is_of_the_new_version(servers: Servers) -> None:
@@ -85,7 +82,6 @@ def test_a_room_that_is_ordered_behind_a_move_is_of_the_new_version(servers: Ser
         side.scheduler.move_weights("v2")
         side.scheduler.move_weights("v3")
     assert ask(servers, "1")
-    servers.settle()
 
 
 def test_the_hook_tells_the_connector_and_vllm(monkeypatch: pytest.MonkeyPatch) -> None:

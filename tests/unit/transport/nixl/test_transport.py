@@ -2,8 +2,6 @@
 of staging, merged descriptors, lists that are released, agents that are replaced."""
 
 import gc
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -38,7 +36,8 @@ from prefixkv.transport.nixl import loop as nixl_loop
 from prefixkv.transport.nixl.agent import loaded_libraries
 from prefixkv.transport.nixl.loop import NixlTransport
 from tests.support.gates import Gate
-from tests.support.patience import PATIENCE_S, until
+from tests.support.patience import until
+from tests.support.processes import run_python
 from tests.support.transport_child import BIG, Child, add_child, children
 from tests.support.transport_driver import NixlDriver, Node
 from tests.support.transport_pools import make_pool
@@ -62,10 +61,7 @@ def write_until_failed(
 
 def test_importing_the_package_loads_no_nixl() -> None:
     program = "import sys, prefixkv.transport; sys.exit('nixl' in sys.modules)"
-    assert (
-        subprocess.run([sys.executable, "-c", program], check=False, timeout=PATIENCE_S).returncode
-        == 0
-    )
+    assert run_python(program).returncode == 0
 
 
 def test_close_ends_the_thread_and_destroys_the_agent(nixl_driver: NixlDriver) -> None:
