@@ -262,12 +262,12 @@ class Planner:
         """A source that raises, or names what it cannot bring, brings nothing from then on; what it
         raises is said once."""
         try:
-            segment, size = source.reach(need), self._ledger.page_size
-            is_load = source.brings_pages_only
-            starts = range(need.start if is_load else 0, need.start + 1, size)
+            if (segment := source.reach(need)) is None:
+                return None
+            is_load, size = source.brings_pages_only, self._ledger.page_size
             whole = range(need.start + size, len(need.key) + 1, size)
-            ends = whole if is_load else (need.end,)
-            if segment and not (segment.start in starts and segment.end in ends):
+            low, ends = (need.start, whole) if is_load else (0, (need.end,))
+            if segment.start not in range(low, need.start + 1, size) or segment.end not in ends:
                 raise CallerError(f"it reaches {segment[1:3]}, of {need.start} to {need.end}")
             return segment
         except Exception as error:
