@@ -158,9 +158,10 @@ class ControlConfig:
     """Pause before an unanswered message is sent again; it doubles up to eight times this. Raise it
     on slow networks. At most `bootstrap_timeout_s` and `ack_timeout_s`."""
     connect_timeout_s: Seconds = 1.0
-    """If nothing answers at a prefill worker's address for this long, the requests that wait for it
-    fail with `PeerLostError`. They wait as long for a worker whose death is proved: a new process
-    may start at its address. Raise it if workers may start after their requests."""
+    """If nothing answers at a prefill worker's address for this long, 2 s more where no packet
+    comes back, the requests that wait for it fail with `PeerLostError`. They wait as long for a
+    worker whose death is proved: a new process may start at its address. Raise it if workers may
+    start after their requests."""
     bootstrap_timeout_s: Seconds = 30.0
     """Prefill: to decode's promise, from `add` or from when decode was last heard, whichever is
     later. Decode: how long a request waits for a prefill worker that does not answer; no page is

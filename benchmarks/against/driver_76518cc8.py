@@ -1,7 +1,7 @@
 """The old side of `sched --against`: measures the parts that it is told, with the code of 76518cc8.
 
-Frozen. It runs as a file with PYTHONPATH set to the old tree, and imports only that tree's names,
-so it works whatever is renamed in this one. It serves every commit that has no
+Frozen. It runs as a file with PYTHONPATH set to the old tree, and imports only that tree's names
+and `full_hit.py`, so it works whatever is renamed in this one. It serves every commit that has no
 `benchmarks/against/today.py` of its own. It answers each order with the seconds of single calls, by
 name; the names are those of `today.py`.
 """

@@ -89,12 +89,13 @@ def addresses_told(hello: Hello, address: str, reply: HelloReply) -> dict[int, s
     ranks."""
     theirs = reply.topology.mesh(reply.digest)
     if len(reply.endpoints) < theirs.num_ranks:
-        raise HandshakeError(
-            "endpoints", theirs.num_ranks, len(reply.endpoints), "are fewer than its ranks"
-        )
+        what = theirs.num_ranks, len(reply.endpoints), "are fewer than its ranks"
+        raise HandshakeError("endpoints", *what)
     ranks = ranks_promised_to(theirs, hello.topology.mesh(hello.digest), hello.rank)
-    # A rank that listens at every address of its host is reached at the leader's.
-    every, host = r"^tcp://(\*|0\.0\.0\.0|\[::\])(?=:)", address.rpartition(":")[0]
+    # A rank that listens at every address of its host is reached at the leader's; here, if the
+    # leader has a path.
+    near = address if address.startswith("tcp:") else "tcp://127.0.0.1:"
+    every, host = r"^tcp://(\*|0\.0\.0\.0|\[::\])(?=:)", near.rpartition(":")[0]
     return {rank: re.sub(every, host, reply.endpoints[rank]) if rank else address for rank in ranks}
 
 

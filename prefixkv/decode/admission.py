@@ -120,7 +120,7 @@ class Admission:
         self._waiters: dict[DecodeRequest, Waiter] = {}
         # Those that no pass has left waiting: nothing in the tree is wanted for them.
         self._unwanted: dict[Waiter, MatchResult] = {}
-        # Those aside, by reason: (pages it may need, arrival, waiter).
+        # Those aside, by reason: (pages it may need, turn, waiter).
         self._aside: dict[str, SortedList] = {PAGES: SortedList(), SHARE: SortedList()}
         self._shares_at = -1  # version of `workers` at which those over their share were tried
         self._most_pages: float = math.inf  # most that one request may get; set by each pass

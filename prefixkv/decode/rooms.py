@@ -35,7 +35,7 @@ class _Number:
 
 class Rooms:
     """Numbers of live requests, and of rooms that are not drained. Owned by the scheduler's thread.
-    Every call is O(1), but for `drained` where refusals wait.
+    Every call is O(1), but for `drained` where refusals wait; to count or list them is O(of them).
 
     A number is free again when its request has ended and each of its generations is drained: until
     then a peer may write to that room, or the control plane still has to report its end.

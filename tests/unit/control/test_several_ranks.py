@@ -563,6 +563,13 @@ def test_a_rank_on_every_address_of_its_host_is_reached_at_its_leaders(
     assert of(said, Connect) == [Connect(f"tcp://{host}:5001")]
 
 
+def test_a_rank_on_every_address_is_reached_here_where_its_leader_has_a_path() -> None:
+    pair, leader = Writers(), "ipc:///run/kv"
+    pair.on(OpenRoom(promise(), leader))
+    said = pair.reply(0, address=leader, endpoints=("", "tcp://0.0.0.0:5001"))
+    assert of(said, Connect) == [Connect("tcp://127.0.0.1:5001")]
+
+
 def test_farewell_is_said_to_each_that_is_known() -> None:
     pair = Writers().opened()
     pair.on(MeetPrefill("tcp://silent"))
