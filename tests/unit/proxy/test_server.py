@@ -405,6 +405,27 @@ def test_a_stream_that_begins_with_an_error_is_an_attempt_that_failed() -> None:
     run(scene, [never, never], [say])
 
 
+def test_a_stream_that_begins_with_a_refusal_is_the_answer() -> None:
+    """Another server would say the same, and the client has to read it."""
+    refusal = b'data: {"error": {"message": "no \\"code\\": 500", "param": null, "code": 400}}\n\n'
+
+    async def say(engine: Engine, body: dict[str, Any]) -> Response:
+        async def pieces() -> AsyncGenerator[bytes, None]:
+            yield refusal
+            yield b"data: [DONE]\n\n"
+
+        return Stream(pieces(), "text/event-stream")
+
+    async def scene(stage: Stage) -> None:
+        answer = await stage.complete(stream=True)
+        assert (answer.status_code, answer.content) == (200, refusal + b"data: [DONE]\n\n")
+        assert len(stage.decode[0].asked) == 1
+        assert await stage.counter("prefixkv_proxy_retried_total") == 0
+        assert await stage.counter("prefixkv_proxy_cut_total") == 0
+
+    run(scene, [never, never], [say])
+
+
 def test_a_stream_in_which_decode_says_an_error_is_counted_as_one_that_is_cut() -> None:
     async def say(engine: Engine, body: dict[str, Any]) -> Response:
         async def pieces() -> AsyncGenerator[bytes, None]:
