@@ -217,6 +217,7 @@ class FrontSettings:
 class FrontConfig(FrontSettings):
     """`prefixkv front`, before workers that were started by hand."""
 
+    start_timeout_s: SecondsOrZero = 30.0  # nobody may be about to start a missing worker
     workers: Annotated[str, doc("URLs of all workers, separated by commas.")] = ""
     workers_key: Annotated[
         str, doc("Bearer token that the workers need; better set by PREFIXKV_WORKERS_KEY.")

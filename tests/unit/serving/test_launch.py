@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,8 +22,9 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from prefixkv.errors import ConfigError
 from prefixkv.serving import interrupts, launch
-from prefixkv.serving.config import ServeConfig
+from prefixkv.serving.config import FrontConfig, ServeConfig
 from prefixkv.serving.fleet import Fleet
+from prefixkv.serving.http import ApiError
 from prefixkv.serving.launch import Child, Followed, _signal
 from prefixkv.serving.wire import WorkerInfo
 from prefixkv.serving.worker import READY
@@ -240,6 +242,20 @@ async def test_requests_wait_for_a_worker_that_is_started_again(
     hands.says("http://d", name="d", life="2")
     await asking
     await hands.end(followed)
+
+
+@in_loop
+async def test_requests_wait_half_a_minute_for_a_worker_that_nothing_starts() -> None:
+    """Who has started it by hand may have ended it for good."""
+    front = launch.FrontLaunch(FrontConfig(workers="http://127.0.0.1:9"))
+    fleet = Fleet("key", front.config.start_timeout_s)
+    await front._begin(fleet, "")
+    (worker,) = fleet.starts = front._workers
+    worker.gone_s = time.monotonic() - 31
+    with pytest.raises(ApiError, match="no decode and no prefill worker is ready"):
+        await asyncio.wait_for(fleet.wait_for_workers(), 1)
+    await worker.end(0)
+    await fleet.close()
 
 
 @in_loop
