@@ -362,8 +362,7 @@ def is_server(url: str) -> bool:
     try:
         parts = urlsplit(url)
         # A path is asked for below it, with a bearer token.
-        more = parts.username or parts.query or parts.fragment
-        is_named = parts.hostname and parts.port != 0 and not more
+        is_named = parts.hostname and parts.port != 0 and not {*"@?#"} & {*url}
         return parts.scheme in ("http", "https") and bool(is_named)
     except ValueError:
         return False

@@ -873,7 +873,8 @@ async def test_null_is_as_good_as_nothing_where_the_proxy_sets_it(stage: Stage) 
 def test_servers_as_they_are_named() -> None:
     one = ServerAt.of("http://127.0.0.1:8100/=tcp://127.0.0.1:14579")
     assert one == ServerAt("http://127.0.0.1:8100", "tcp://127.0.0.1:14579")
-    more = ("http://me:secret@h=a", "http://h#x=a")  # neither is asked of a server
+    # None is asked of a server.
+    more = "http://me:secret@h=a", "http://:secret@h=a", "http://h#x=a", "http://h?=a"
     for text in (
         "http://127.0.0.1:8100", "127.0.0.1:8100=a", "http://h=", "http://[::=a", "=", "", *more,
     ):  # fmt: skip
