@@ -60,7 +60,8 @@ BATCH: Final = 128
 PARAMS: Final = "kv_transfer_params"
 _DATA: Final = b"data: "
 _WHOLE: Final = re.compile(rb".*(?:\n\r?\n|\r\r)", re.DOTALL)  # events: a line ends in three ways
-_FAILED: Final = re.compile(rb'^data: \{"error"', re.MULTILINE)  # how a stream says a 5xx
+# How a stream says a 5xx; a 4xx is the request's fault.
+_FAILED: Final = re.compile(rb'^data: \{"error"(?!.*"code": ?4\d\d\b)', re.MULTILINE)
 _SEVERAL: Final = re.compile(rb'\[\s*[\["]')  # a list of texts, or of lists of tokens
 _PAGE_BYTES: Final = 1024
 _HELD_S: Final = 1800.0  # how long a prompt counts as cached where it was sent

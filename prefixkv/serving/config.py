@@ -217,6 +217,7 @@ class FrontSettings:
 class FrontConfig(FrontSettings):
     """`prefixkv front`, before workers that were started by hand."""
 
+    start_timeout_s: SecondsOrZero = 30.0  # nobody may be about to start a missing worker
     workers: Annotated[str, doc("URLs of all workers, separated by commas.")] = ""
     workers_key: Annotated[
         str, doc("Bearer token that the workers need; better set by PREFIXKV_WORKERS_KEY.")
@@ -361,8 +362,7 @@ def is_server(url: str) -> bool:
     try:
         parts = urlsplit(url)
         # A path is asked for below it, with a bearer token.
-        more = parts.username or parts.query or parts.fragment
-        is_named = parts.hostname and parts.port != 0 and not more
+        is_named = parts.hostname and parts.port != 0 and not {*"@?#"} & {*url}
         return parts.scheme in ("http", "https") and bool(is_named)
     except ValueError:
         return False

@@ -295,8 +295,7 @@ class Fleet:
     def _usable(self, role: str) -> list[_Member]:
         """Return the workers that are not silent; where all are, those that are not given up."""
         here = [member for member in self.members.values() if member.info.role == role]
-        waited_for = [member for member in here if not member.given_up]
-        return [member for member in here if not member.silent] or waited_for
+        return [one for one in here if not one.silent] or [one for one in here if not one.given_up]
 
     def _answering(self, role: str) -> list[_Member]:
         return [member for member in self._usable(role) if not member.silent]
@@ -371,8 +370,10 @@ class Fleet:
                 if begun or attempt == _ATTEMPTS - 1:
                     detail = f"{error}: {error.detail}"
                     raise failed(503, str(error), detail, "worker_lost") from None
-                # Either of the two may be at fault: avoid both while there are others.
+                # Either of the two may be at fault: avoid both while there are others. Where none
+                # are, who follows them may not know yet that they have ended.
                 lost |= {member.info.name for member in members}
+                await asyncio.sleep(_AGAIN_S * attempt)
                 self.retried += 1
             finally:
                 for member, route in chosen:

@@ -82,8 +82,8 @@ class _Answer:
 class DecodeEngine(NodeEngine):
     """A model on a `DecodeNode`. Used from one thread. It owns the model from now on.
 
-    Of a request with many samples, later ones are held here until earlier ones have a token, so
-    none waits behind all of them.
+    Of a request with many samples, later ones are held here until earlier ones have a token; on a
+    CPU until all but 15 have ended. So nobody waits behind all of them, or for forwards of them.
 
     Args:
         pool: made by `model.make_pool`; it must outlive the engine.
@@ -204,21 +204,24 @@ class DecodeEngine(NodeEngine):
         that stands still holds up its own alone. O(requests)."""
         silent = Counter(one.ask.prefill for one in self._asked.values() if not one.has_token)
         share = max(_AT_ONCE, _MOST_WAITING // max(1, len(self._held)))
+        # A forward on a CPU takes longer for each: none ends sooner, and other requests wait.
+        most = 16 if self.model.device.type == "cpu" else MAX_INDEX
         for asked in self._held:
             asked.waiting = [r for r in asked.waiting if not r.output and not r.state.ended]
             # Others may overtake a request that waits for its first token: let them be few.
             is_late = silent[asked.ask.prefill] > (not asked.has_token)
-            at_once = MAX_INDEX if draining else 1 if is_late else share
+            num_begun = asked.left + asked.next_sample - asked.ask.num_samples - len(asked.waiting)
+            at_once = MAX_INDEX if draining else min(1 if is_late else share, most - num_begun)
             while asked.holds_samples and len(asked.waiting) < at_once:
                 try:
                     self._add_sample(asked)
                 except PrefixKVError as error:
-                    self._end_held(asked, asked.next_sample - 1, "error", error)
+                    self._end_held(asked, "error", error)
         self._held = [asked for asked in self._held if asked.holds_samples]
 
-    def _end_held(
-        self, asked: _Asked, sample: int, finish: Finish, error: Exception | None = None
-    ) -> None:
+    def _end_held(self, asked: _Asked, finish: Finish, error: Exception | None = None) -> None:
+        """End the sample that was held last, and is no more."""
+        sample = asked.next_sample - 1
         self._report(asked, Output(sample, finish=finish, rid=asked.ask.rid, error=error))
 
     def abort(self, rid: str) -> bool:
@@ -233,7 +236,7 @@ class DecodeEngine(NodeEngine):
                 self.node.abort(f"{rid}/{sample}", after)
         while asked.holds_samples:
             asked.next_sample += 1
-            self._end_held(asked, asked.next_sample - 1, "abort")
+            self._end_held(asked, "abort")
         return True
 
     def take_prefill_jobs(self) -> list[PrefillJob]:
@@ -496,8 +499,7 @@ class DecodeEngine(NodeEngine):
 
     @property
     def _is_busy(self) -> bool:
-        parts = (self._running, self._sampled, self._computing, self._jobs, self._outputs)
-        return any(parts)
+        return any((self._running, self._sampled, self._computing, self._jobs, self._outputs))
 
     def drain(self, timeout_s: float = 0.0) -> bool:
         self._add_held(draining=True)  # the node takes none later

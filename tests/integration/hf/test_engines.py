@@ -170,6 +170,19 @@ def test_no_answer_waits_behind_the_many_samples_of_others(model: PagedModel) ->
             assert {end.finish for end in answer.ends.values()} == {"length"}
 
 
+def test_a_forward_on_a_cpu_has_few_samples_of_one_request(model: PagedModel) -> None:
+    """A chat waited for three forwards of all samples of another client's request: 1 to 5 s, where
+    these were 128 with a prompt of 3,000 tokens. All of them took as long then."""
+    sampling, most = Sampling(temperature=1.0, ignore_end=True), 0
+    with World(model, pages=80) as world:
+        many = world.ask("many", range(30), num_samples=40, max_new_tokens=30, sampling=sampling)
+        while not many.done:
+            world.step()
+            most = max(most, world.decode.stats()["running"])
+        assert most == 16
+        world.at_rest()
+
+
 def test_samples_for_a_worker_that_stands_still_hold_up_its_own_alone(model: PagedModel) -> None:
     with World(model, pages=60) as world:
         here, still = world.prefill.endpoint, lasting_address()

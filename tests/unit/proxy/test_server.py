@@ -404,6 +404,27 @@ def test_a_stream_that_begins_with_an_error_is_an_attempt_that_failed() -> None:
     run(scene, [never, never], [say])
 
 
+def test_a_stream_that_begins_with_a_refusal_is_the_answer() -> None:
+    """Another server would say the same, and the client has to read it."""
+    refusal = b'data: {"error": {"message": "no \\"code\\": 500", "param": null, "code": 400}}\n\n'
+
+    async def say(engine: Engine, body: dict[str, Any]) -> Response:
+        async def pieces() -> AsyncGenerator[bytes, None]:
+            yield refusal
+            yield b"data: [DONE]\n\n"
+
+        return Stream(pieces(), "text/event-stream")
+
+    async def scene(stage: Stage) -> None:
+        answer = await stage.complete(stream=True)
+        assert (answer.status_code, answer.content) == (200, refusal + b"data: [DONE]\n\n")
+        assert len(stage.decode[0].asked) == 1
+        assert await stage.counter("prefixkv_proxy_retried_total") == 0
+        assert await stage.counter("prefixkv_proxy_cut_total") == 0
+
+    run(scene, [never, never], [say])
+
+
 def test_a_stream_in_which_decode_says_an_error_is_counted_as_one_that_is_cut() -> None:
     async def say(engine: Engine, body: dict[str, Any]) -> Response:
         async def pieces() -> AsyncGenerator[bytes, None]:
@@ -851,7 +872,8 @@ async def test_null_is_as_good_as_nothing_where_the_proxy_sets_it(stage: Stage) 
 def test_servers_as_they_are_named() -> None:
     one = ServerAt.of("http://127.0.0.1:8100/=tcp://127.0.0.1:14579")
     assert one == ServerAt("http://127.0.0.1:8100", "tcp://127.0.0.1:14579")
-    more = ("http://me:secret@h=a", "http://h#x=a")  # neither is asked of a server
+    # None is asked of a server.
+    more = "http://me:secret@h=a", "http://:secret@h=a", "http://h#x=a", "http://h?=a"
     for text in (
         "http://127.0.0.1:8100", "127.0.0.1:8100=a", "http://h=", "http://[::=a", "=", "", *more,
     ):  # fmt: skip

@@ -8,6 +8,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,12 +21,14 @@ import yarl
 from aiohttp.client_reqrep import ConnectionKey
 from multidict import CIMultiDict, CIMultiDictProxy
 
+from prefixkv.engines.hf.requests import Sampling
 from prefixkv.errors import ConfigError
 from prefixkv.serving import interrupts, launch
-from prefixkv.serving.config import ServeConfig
-from prefixkv.serving.fleet import Fleet
+from prefixkv.serving.config import FrontConfig, ServeConfig
+from prefixkv.serving.fleet import Fleet, WorkerLostError
+from prefixkv.serving.http import ApiError
 from prefixkv.serving.launch import Child, Followed, _signal
-from prefixkv.serving.wire import WorkerInfo
+from prefixkv.serving.wire import Ask, TokenEvent, WorkerInfo
 from prefixkv.serving.worker import READY
 from tests.support.patience import PATIENCE_S
 from tests.support.scenes import in_loop, until
@@ -240,6 +244,48 @@ async def test_requests_wait_for_a_worker_that_is_started_again(
     hands.says("http://d", name="d", life="2")
     await asking
     await hands.end(followed)
+
+
+@in_loop
+async def test_a_request_waits_for_a_worker_of_which_the_front_does_not_know_yet_that_it_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All tries found it gone within 10 ms, and its client read 503."""
+    hands = ByHand(monkeypatch)
+    hands.says("http://d", name="d")
+    hands.says("http://p", name="p", role="prefill")
+    hands.fleet.starts = followed = await hands.follow("http://d", "http://p")
+    refused = aiohttp.ClientConnectorError(CONNECTION, ConnectionRefusedError(111, "refused"))
+    monkeypatch.setattr(launch, "_LOOK_S", 0.3)
+    await asyncio.sleep(0.05)
+    hands.at["http://d"] = refused
+
+    async def lost(*_: object) -> AsyncGenerator[TokenEvent, None]:
+        raise WorkerLostError("d was lost")
+        yield
+
+    monkeypatch.setattr("prefixkv.serving.fleet.outputs_of", lost)
+    asked = Ask("r", [1, 2], "", Sampling(), 1, 1)
+    asking = asyncio.ensure_future(anext(hands.fleet.generate(asked)))
+    await asyncio.wait((asking,), timeout=1.5)
+    assert not asking.done()
+    assert followed[0].gone_s is not None
+    asking.cancel()
+    await hands.end(followed)
+
+
+@in_loop
+async def test_requests_wait_half_a_minute_for_a_worker_that_nothing_starts() -> None:
+    """Who has started it by hand may have ended it for good."""
+    front = launch.FrontLaunch(FrontConfig(workers="http://127.0.0.1:9"))
+    fleet = Fleet("key", front.config.start_timeout_s)
+    await front._begin(fleet, "")
+    (worker,) = fleet.starts = front._workers
+    worker.gone_s = time.monotonic() - 31
+    with pytest.raises(ApiError, match="no decode and no prefill worker is ready"):
+        await asyncio.wait_for(fleet.wait_for_workers(), 1)
+    await worker.end(0)
+    await fleet.close()
 
 
 @in_loop
