@@ -35,7 +35,7 @@ class _Number:
 
 class Rooms:
     """Numbers of live requests, and of rooms that are not drained. Owned by the scheduler's thread.
-    Every call is O(1), but for `drained` where refusals wait; to count or list them is O(of them).
+    Every call is O(1), but for `drained` where refusals wait; to list them is O(of them).
 
     A number is free again when its request has ended and each of its generations is drained: until
     then a peer may write to that room, or the control plane still has to report its end.
@@ -56,8 +56,9 @@ class Rooms:
     def __contains__(self, room: int) -> bool:
         return room in self._live or room in self._numbers
 
-    def __len__(self) -> int:
-        return len(self._live | self._numbers.keys())
+    def __bool__(self) -> bool:
+        """True if any number is in use."""
+        return bool(self._live or self._numbers)
 
     def is_live(self, room: int) -> bool:
         return room in self._live

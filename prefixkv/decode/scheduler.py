@@ -590,7 +590,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     @property
     def idle(self) -> bool:
         """True if nothing is left: no request, nothing to pop, no undrained room, no copy."""
-        left = self.requests or self._failed or self.prefill.asks or len(self.rooms)
+        left = self.requests or self._failed or self.prefill.asks or self.rooms
         kept = self.ledger.deferred or len(self.flights)
         return not (left or kept or any(any(source.keeps()) for source in self._organs))
 

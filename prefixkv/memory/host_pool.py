@@ -34,8 +34,8 @@ from prefixkv.threads import undoing
 _MEMINFO: Final = "/proc/meminfo"
 _GROUPS: Final = "/sys/fs/cgroup"  # where the system's control groups are mounted
 _OWN_GROUP: Final = "/proc/self/cgroup"  # the groups that this process is in
-_log = logging.getLogger("prefixkv.host")
 _SHM: Final = "/dev/shm"  # where the lock is: one folder, whatever TMPDIR a process has
+_log = logging.getLogger("prefixkv.host")
 
 
 class _GroupFiles(NamedTuple):

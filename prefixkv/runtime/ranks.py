@@ -384,8 +384,9 @@ class PrefillGroup(_Group[PrefillRequest, PrefillCommand, PrefillEvent], Prefill
             self._chunk_ready = None
 
     def figures(self) -> dict[str, int]:
-        """Return the counters, summed over the ranks; those of requests and pages are rank 0's."""
-        figures = Counter(super().figures())
+        """Return the counters, summed over the ranks; those of requests, pages and rooms are rank
+        0's."""
+        figures = Counter(own := super().figures())
         for other in self.others:
             figures.update(other.stats())
-        return dict(figures)
+        return {**figures, "rooms": own["rooms"]}

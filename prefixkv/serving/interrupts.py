@@ -8,7 +8,6 @@ import gc
 import logging
 import signal
 from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 
@@ -55,7 +54,7 @@ def log_to_stderr() -> None:
     )
 
 
-@contextmanager
+@contextlib.contextmanager
 def importing() -> Iterator[None]:
     """Import without garbage collections: they take a fifth of the time that a model's libraries
     need, and find nothing. What is there in the end is left out of later ones, too."""

@@ -1,9 +1,9 @@
 """What is alike in both workers: a model on a node computes tokens of several requests in one
 forward, and samples the tokens behind them.
 
-A token is the likeliest, or drawn by a number that depends only on seed, sample and position. So an
-answer does not depend on the other requests of a batch, nor on the worker that draws its first
-token, and a retraction does not change it.
+A token is the likeliest, or drawn by a number that depends only on seed, sample and position. So
+the other requests of a batch, the worker that draws the first token, and a retraction change an
+answer by rounding only.
 """
 
 from __future__ import annotations

@@ -259,7 +259,7 @@ class Desk:
     def at_rest(self) -> None:
         assert_at_rest(self.scheduler)
         assert not self.scheduler.ledger.deferred
-        assert not len(self.scheduler.rooms), self.scheduler.rooms
+        assert not self.scheduler.rooms
         assert (len(self.scheduler.budget), self.scheduler.budget.private_pages) == (0, 0)
 
     def _checked(self, result: Any) -> Any:

@@ -249,6 +249,10 @@ def test_metrics_have_what_all_ranks_of_prefill_have_sent() -> None:
         (sent,) = [one for one in families if one.name == "prefixkv_sent_bytes"]
         assert sent.samples[0].value == pair.prefill.stats()["bytes_sent"] > 0
         assert pair.prefill.bytes_sent < sent.samples[0].value, "rank 0's are a part of them"
+        pair.prefill.add(Request("q", tokens_of(2, 20), room=9, decode="decode-0"))
+        until(lambda: pair.prefill.stats()["rooms"])
+        until(lambda: all(other.stats()["rooms"] for other in pair.prefill.others))
+        assert pair.prefill.stats()["rooms"] == 1, "a room of each rank is one room"
 
 
 @pytest.mark.parametrize("bind", ["tcp://127.0.0.1:{port}", "ipc://{folder}/socket"])
