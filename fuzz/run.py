@@ -140,9 +140,14 @@ def simulated(make: Callable[[int], Any]) -> Round:
 
 
 def mesh_pair(options: argparse.Namespace) -> Round:
-    from tests.support.sim_engines import simulation
+    """Of 16 pairs 15 are small; of 64 one is audited after every step."""
+    from tests.support.sim_engines import SIZES, simulation
 
-    return simulated(simulation)
+    def make(number: int) -> Any:
+        sizes = SIZES[:2] if number % 16 else SIZES
+        return simulation(number, sizes=sizes, audit_every=32 if number % 64 else 1)
+
+    return simulated(make)
 
 
 def weights(options: argparse.Namespace) -> Round:

@@ -7,7 +7,7 @@ that must arrive is repeated, under a new number, until it is answered:
 
     sent (by)             answered by
     Hello (decode)        HelloReply
-    Promise (decode)      PromiseAck, or an Outcome
+    Promise (decode)      a notification, an Outcome, or a PromiseAck
     Abort (decode)        Drained, once no write of the room can land any more
     Outcome (prefill)     OutcomeAck
     LeaseAsk (prefill)    LeaseGrant
@@ -377,7 +377,8 @@ def _ids_of(packed: bytes) -> npt.NDArray[np.int32]:
 
 
 class PromiseAck(RoomBody, frozen=True, tag="promise-ack"):
-    """Prefill to decode: the promise has arrived."""
+    """Prefill to decode: the promise has arrived. Not said to the promise that begins the room,
+    which a notification or an Outcome answers, unless it is repeated."""
 
     rank: Count
     """The prefill rank that sends it."""

@@ -350,7 +350,8 @@ class SenderMachine:
         # request at all, so it has a limit of its own.
         if not self.added:
             self._wait.start(now_s, self._timing.parked_timeout_s)
-        return self._on_promise_repeated(event, now_s) + self._maybe_bootstrapped(now_s)
+        # What follows answers a promise that begins the room.
+        return self._maybe_bootstrapped(now_s) or self._on_promise_repeated(event, now_s)
 
     def _reader_of(self, event: Promised | AbortSaid) -> _RoomReader:
         self._expected = event.readers

@@ -118,13 +118,13 @@ SINGLE = Shape(
     post_descriptors=3, post_window=8,
 )  # fmt: skip
 _FENCE_RATE = 0.02  # of the steps in which a former life could be fenced
-_SIZES = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)]
+SIZES = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)]
 
 
-def shape_of(chance: random.Random) -> Shape:
+def shape_of(chance: random.Random, sizes: list[tuple[int, int]]) -> Shape:
     """Two workers that can work together."""
     return Shape(
-        prefill=chance.choice(_SIZES), decode=chance.choice(_SIZES),
+        prefill=chance.choice(sizes), decode=chance.choice(sizes),
         attention=chance.choice(["mha", "mha", "mla"]),
         page_sizes=chance.choice([(4, 4), (4, 4), (4, 8), (8, 4)]),
         orders=chance.choice([("layer_major", "page_major"), ("page_major", "layer_major")]),

@@ -43,7 +43,7 @@ from prefixkv.ranks.row_log import RankLog, RankSizes, RowFollower
 from prefixkv.request import Request
 from tests.laws.auditor import assert_at_rest, audit_decode, audit_prefill
 from tests.support.schedulers import decode_scheduler, prefill_scheduler, timed_by
-from tests.support.sim import Shape, Sim, Storm, scrambled, shape_of, storm_of
+from tests.support.sim import SIZES, Shape, Sim, Storm, scrambled, shape_of, storm_of
 from tests.support.sim_rank import TIMING, DecodeRank, PrefillRank
 from tests.support.state_memory import TENSORS
 
@@ -762,8 +762,9 @@ class EngineSim(Sim):
     def after_step(self) -> None:
         self.decode.tell()
         self.prefill.tell()
-        if self.num_steps % self.audit_every == 0:
-            self.audit()
+        if self.num_steps % self.audit_every:
+            return
+        self.audit()
         if self.random.random() < 0.2:
             self.decode.scribble()
             self.prefill.scribble()
@@ -873,10 +874,14 @@ _STORM = {
 }  # fmt: skip
 
 
-def simulation(seed: int, storm: Storm | None = None, kind: Any = EngineSim, **more: Any) -> Any:
-    """Schedulers, ranks, staging, extra state: all follow from the seed."""
+def simulation(
+    seed: int, storm: Storm | None = None, kind: Any = EngineSim,
+    sizes: list[tuple[int, int]] = SIZES, **more: Any,
+) -> Any:  # fmt: skip
+    """Schedulers, ranks (tp and pp of each side are of `sizes`), staging, extra state: all follow
+    from the seed."""
     chance = random.Random(seed)
-    shape, storms = shape_of(chance), storm_of(chance, _STORM)
+    shape, storms = shape_of(chance, sizes), storm_of(chance, _STORM)
     num_slots = chance.choice([0, 0, 8, 3])
     try:
         check_state_pairs(TENSORS, *shape.meshes)

@@ -145,7 +145,7 @@ def test_a_number_with_a_write_under_way_is_not_used_again() -> None:
     assert of(peer.on(OFFER), RoomEnded) == []
 
 
-OPENED, GONE = "PromiseAck Bootstrapped", "RoomEnded SourceFree"
+OPENED, TAKEN, GONE = "Bootstrapped", "PromiseAck Bootstrapped", "RoomEnded SourceFree"
 OTHER_OFFER, THEIRS = OfferRoom(KEY, 10, OTHER_PROMPT, 1.0), of_use(FORMER, digest=OTHER_PROMPT)
 SCENES: dict[str, list[tuple[Any, str]]] = {
     "a late abort of a request for another prompt": [
@@ -154,20 +154,20 @@ SCENES: dict[str, list[tuple[Any, str]]] = {
     ],
     "a repeated abort of an offer ends no later one": [
         (OFFER, ""), (abort(FORMER), f"{GONE} Drained"), (OFFER, ""), (abort(FORMER), "Drained"),
-        (of_use(NEXT), OPENED),
+        (of_use(NEXT), TAKEN),
     ],
     # An offer that is over refuses no other prompt.
     "withdrawn": [
         (OTHER_OFFER, ""), (AbortRoom(KEY, "the blocks are needed"), GONE),
-        (of_use(NEXT), "PromiseAck"), (add_room(), "Bootstrapped"),
+        (of_use(NEXT), "PromiseAck"), (add_room(), OPENED),
     ],
     "overdue": [
         (OTHER_OFFER, ""), (1.0, f"Heartbeat {GONE}"), (of_use(NEXT), "PromiseAck"),
-        (add_room(), "Bootstrapped"),
+        (add_room(), OPENED),
     ],
     "opened": [
-        (OTHER_OFFER, ""), (THEIRS, OPENED), (abort(FORMER), "RoomEnded Drained SourceFree"),
-        (of_use(NEXT), "PromiseAck"), (add_room(), "Bootstrapped"),
+        (OTHER_OFFER, ""), (THEIRS, TAKEN), (abort(FORMER), "RoomEnded Drained SourceFree"),
+        (of_use(NEXT), "PromiseAck"), (add_room(), OPENED),
     ],
     "an abort of what was declined": [
         (DeclineRoom(SENT, "too long", PROMPT), ""), (abort(FORMER), "Drained"), (add_room(), ""),
@@ -178,13 +178,13 @@ SCENES: dict[str, list[tuple[Any, str]]] = {
         (of_use(2), OPENED),
     ],
     "what decode has given up is declined, and kept no longer": [
-        (abort(9), "Drained"), (NO, ""), (of_use(NEXT), "PromiseAck"), (add_room(), "Bootstrapped"),
+        (abort(9), "Drained"), (NO, ""), (of_use(NEXT), "PromiseAck"), (add_room(), OPENED),
     ],
     # The request that comes next is taken for the other half of the one that decode has aborted.
     # What decode promises then is of another use, and does not wait for its timeout.
     "what decode gave up fails once on both sides": [
         (abort(9), "Drained"), (add_room(), GONE), (of_use(0), "Outcome"), (ack(0), ""),
-        (of_use(1), "PromiseAck"), (add_room(), "Bootstrapped"),
+        (of_use(1), "PromiseAck"), (add_room(), OPENED),
     ],
 }  # fmt: skip
 
@@ -324,7 +324,7 @@ def test_what_is_answered_takes_no_place_of_what_is_not(
         peer.say(msgspec.structs.replace(word, room=room, ticket=9))
         if answer is not None:
             peer.say(msgspec.structs.replace(answer, room=room))
-    assert kinds(peer.say(of_use(1))) == (["Outcome"] if still else ["PromiseAck", "Bootstrapped"])
+    assert kinds(peer.say(of_use(1))) == (["Outcome"] if still else ["Bootstrapped"])
 
 
 @pytest.mark.parametrize("side", ["decode", "prefill"])
@@ -388,7 +388,7 @@ def test_the_number_of_a_promise_that_was_declined_may_be_used_again(
         return
     assert peer.on(add_room()) == []
     assert peer.say(promise()) == [told()], "a late repeat"
-    assert kinds(peer.say(of_use(1))) == ["PromiseAck", "Bootstrapped"]
+    assert kinds(peer.say(of_use(1))) == ["Bootstrapped"]
 
 
 def test_only_the_worker_that_it_was_for_hears_of_it() -> None:

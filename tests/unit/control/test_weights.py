@@ -56,7 +56,7 @@ def test_a_promise_of_other_weights_is_refused_before_and_after_the_request() ->
     peer = DecodePeer().known()
     assert peer.on(add_room()) == []
     said = peer.say(OF_NEW)
-    assert kinds(said) == ["PromiseAck", "RoomEnded", "Outcome", "SourceFree"]
+    assert kinds(said) == ["RoomEnded", "Outcome", "SourceFree"]
     assert versions(said, RoomEnded) == versions(said, Outcome) == NEW_AND_OLD
     peer.say(OutcomeAck(*KEY.numbers, 0, OF_NEW.ticket))
     assert peer.control.num_rooms == 0
@@ -96,7 +96,7 @@ def test_a_request_that_waits_for_its_promise_goes_on_if_nothing_was_computed() 
     peer = DecodePeer().known()
     peer.on(add_room())
     assert peer.on(KEEP) == []
-    assert kinds(peer.say(OF_NEW)) == ["PromiseAck", "Bootstrapped"]
+    assert kinds(peer.say(OF_NEW)) == ["Bootstrapped"]
     # An engine that computes before the promise has old KV by now, or may have.
     for chunks, move in ((0, MOVE), (1, KEEP)):
         peer = DecodePeer().known()
