@@ -538,7 +538,8 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
         self._refuse_link(link, error, now_s)
 
     def _refuse_link(self, link: Link, error: Exception, now_s: float) -> None:
-        lost = "left" if str(error).endswith(LEFT) else "lost"  # it was closed in order
+        peer = getattr(error, "peer", None)
+        lost = "left" if peer and self._lives.how(peer) == LEFT else "lost"
         kind = lost if isinstance(error, PeerLostError) else "refused"
         self.news.say(kind, link.peer or link.address, str(error))
         # `close` below removes the link, so its leaders are collected first, each once.
@@ -546,10 +547,9 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
             for room in list(leader.waiting):  # a room that fails leaves the queue
                 self._rooms.on(room, Fail(error, tell=False), now_s)
             self._lose_worker(leader.address, error)
-        if any(link.peer in room.peers.values() for room in self._rooms.at(link)):
-            self._links.suspend(link, now_s)  # it has pages of ours: only its word can drain them
-        else:
-            self._links.close(link, now_s)
+        # A rank that has pages of ours is kept: only its word can drain them.
+        has_pages = any(link.peer in room.peers.values() for room in self._rooms.at(link))
+        (self._links.suspend if has_pages else self._links.close)(link, now_s)
 
     # --- other inputs -----------------------------------------------------------------------------
 

@@ -185,14 +185,14 @@ class Links(dict[str, Link]):
             return None
         if link.peer is not None:
             self._note_answered(link)
-        before = self._answered.get(link.address)
-        if before is None:
-            why = link.gone_why + (f": {link.gone_guess}" if link.gone_guess else "")
-        else:
+        peer, why = None, link.gone_why
+        if (before := self._answered.get(link.address)) is not None:
             peer, heard_s = before
             how = f", and {how}" if (how := how_ended(peer)) else ""
-            why = f"{link.gone_why}; {peer} answered there until {now_s - heard_s:.1f} s ago{how}"
-        return PeerLostError(f"prefill worker {link.address}: {why}", link.peer)
+            why += f"; {peer} answered there until {now_s - heard_s:.1f} s ago{how}"
+        elif link.gone_guess:
+            why += f": {link.gone_guess}"
+        return PeerLostError(f"prefill worker {link.address}: {why}", peer)
 
     def _note_answered(self, link: Link) -> None:
         assert link.peer is not None
