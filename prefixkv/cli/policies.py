@@ -35,8 +35,8 @@ def policy_of(text: str) -> Policy:
     if is_own:
         name = f"{name}:{pairs.pop(0)}"
         kind = _class_of(name)
-    elif not name:
-        raise ConfigError(f"policy {explain_policy(name)}")
+    elif why := explain_policy(name):
+        raise ConfigError(f"policy {why}; one of your own is MODULE:CLASS")
     else:
         kind = type(make_policy(name))
     settings: dict[str, Any] = {}
@@ -69,10 +69,11 @@ def broken_law(policy: Policy) -> str:
     with suppress(Exception):
         policy.serve(1, 64)
         # The first four are alike but for tick and time: only the ticks tell these leaves apart.
-        marks, draw = [], Random(1)
+        # As in a cache, a single object serves every use.
+        marks, draw, use = [], Random(1), Use(tree_pages=16)
         for tick in range(1, 17):
             pages, priority = (4, 0) if tick < 5 else (draw.randint(1, 12), draw.randint(0, 2))
-            use = Use(tick, float(tick), pages, priority=priority, tree_pages=16)
+            use.tick, use.now_s, use.num_pages, use.priority = tick, float(tick), pages, priority
             marks.append(policy.insertion_marks(use)[-1][1])  # that of the leaf's last page
         ranks = [policy.rank(mark) for mark in marks]
         # A queue of the policy's own need not go by rank.

@@ -77,7 +77,9 @@ class Source:
     name: str
     setting = ""  # that asks for it
     sends = False  # over a link that others share, in pages that a peer writes
-    brings_pages_only = False  # and no token to go on with: something else has to come behind it
+    # And no token to go on with: something else has to come behind it. It takes a spare row of the
+    # page table (`PageOptions.spare_rows`).
+    brings_pages_only = False
     outlives_request = True  # goes on for those that joined, when the request ends
     is_own = False  # the engine computes it: it has the calls that are for that
     fails_over = False  # takes requests from a prefill worker that fails, or that name none
@@ -94,11 +96,13 @@ class Source:
         return True
 
     def begin(self, flight: Flight, segment: Segment, now_s: float) -> None:
-        """Bring a flight, whose pages are taken."""
+        """Bring a flight, whose pages are taken; `Flights.arrived` ends it, now or later. What this
+        raises fails the request. A source of whole prompts sets `flight.owner.aux`."""
         raise NotImplementedError
 
     def give_up(self, flight: Flight, error: Exception | None) -> Release:
-        """End a flight. `error`: None if the source itself has failed it."""
+        """End a flight. `error`: None if the source itself has failed it. What it holds (`HOLD`)
+        behind no room it releases, by a `room_key` of the flight's own that `keeps` names."""
         return Release.DROP
 
     def may_commit(self, flight: Flight) -> bool:
@@ -123,7 +127,8 @@ class Source:
         """A promise has failed, or was withdrawn."""
 
     def new_pass(self, now_s: float) -> Iterable[tuple[DecodeRequest, Exception]]:
-        """Return requests that would wait for ever, at the beginning of a pass."""
+        """Return requests that would wait for ever: they fail. The beginning of a pass, in which a
+        source also says what has come since the last one."""
         return ()
 
     def left(

@@ -772,8 +772,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         req, missing = plan.req, plan.req.fill_len - plan.look.start
         worker = f"prefill worker {req.prefill} does not answer" if req.prefill else "it names none"
         most = self._own.most_alone
-        why = f"lacks {missing} tokens, decode computes {most} of one alone, and {worker}"
-        return PeerLostError(f"request {req.rid!r} {why}")
+        here = f"decode computes {most} of one alone" if most >= 0 else "no source has them all"
+        return PeerLostError(f"request {req.rid!r} lacks {missing} tokens, {here}, and {worker}")
 
     def _meet(self, req: DecodeRequest) -> None:
         """Find out, once, whether the worker of a request that has just queued answers."""

@@ -232,6 +232,6 @@ def _made(policy: str | MakePolicy) -> Policy:
     if isinstance(policy, str):
         return policy_of(policy)
     made = policy() if callable(policy) else None
-    if not isinstance(made, Policy) or not isinstance(made.name, str) or not made.name:
-        raise ConfigError(f"{policy!r} is no function that makes an eviction policy with a name")
+    if not isinstance(made, Policy) or type(getattr(made, "name", 0)) is not str or not made.name:
+        raise ConfigError(f"{policy!r} is no class or function that makes a policy with a name")
     return made

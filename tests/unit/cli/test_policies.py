@@ -10,6 +10,7 @@ from prefixkv.cli.main import run_command
 from prefixkv.cli.policies import policy_of
 from prefixkv.cli.replay import check_policy
 from prefixkv.errors import ConfigError
+from prefixkv.spi import Policy, Use, make_policy
 
 
 def test_a_name_alone_has_the_default_settings() -> None:
@@ -81,6 +82,13 @@ class Lies(Lawful):
     def last_tick(self, history):
         return history[1]
 
+class Keeps(Lawful):
+    def mark(self, use):
+        return use
+
+    def rank(self, history):
+        return history.tick
+
 class Forgets(Lawful):
     def fold(self, upper, lower):
         return lower
@@ -148,6 +156,8 @@ def test_a_class_of_a_module_in_the_current_folder_is_a_policy(modules: None) ->
     ("policy", "why"),
     [
         ("optimum:size=3", "'optimum' is not one of"),
+        ("registered_elsewhere", "priority, slru; one of your own is MODULE:CLASS"),
+        ("own_policies:Keeps", "Keeps gives two leaves the same rank, 16: no two may be equal"),
         (":Whole", "module '' cannot be imported"),
         ("own_policies:", "module 'own_policies' has no class ''"),
         ("own_policies:nothing", "has no class 'nothing'"),
@@ -189,6 +199,22 @@ def test_the_policies_that_ship_break_no_law() -> None:
     for name in policy_names():
         check_policy(name)
     check_policy("benchmarks.policies.gated:Gated")
+
+
+def test_a_check_of_what_makes_no_policy_with_a_name_says_so() -> None:
+    class Nameless(Policy):
+        def mark(self, use: Use) -> int:
+            return use.tick
+
+        fold = max
+
+        def last_tick(self, history: int) -> int:
+            return history
+
+    made = make_policy("lru")
+    for wrong in (Nameless, made, lambda: None):
+        with pytest.raises(ConfigError, match="is no class or function that makes a policy with"):
+            check_policy(wrong)
 
 
 def test_a_check_goes_through_a_cache_as_well(modules: None) -> None:

@@ -235,6 +235,26 @@ def test_a_source_that_brings_all_stands_in_for_a_worker_that_is_away(
     desk.at_rest()
 
 
+def test_a_request_that_no_source_has_and_no_worker_gets_says_so(tmp_path: Path) -> None:
+    class Alone(WholeSource):
+        fails_over = True
+
+    FileSource.path = tmp_path / "kv"
+    np.array([range(16), range(16)], np.int32).tofile(FileSource.path)
+    desk = Desk(kind=type("Scheduler", (DecodeScheduler,), {"source_makers": [Alone]}))
+    req = desk.add("b", 16, prefill="")
+    assert desk.admit() == []
+    assert desk.pop_failed() == [req]
+    assert str(req.error) == (
+        "request 'b' lacks 16 tokens, no source has them all, and it names none"
+    )
+    there = desk.add("c", list(range(16)), prefill="")
+    assert desk.admit() == ["c"]
+    assert desk.transferred() == ["c"]
+    desk.finish(there)
+    desk.at_rest()
+
+
 def test_nothing_is_committed_while_its_source_says_that_the_device_may_still_write_it(
     tmp_path: Path,
 ) -> None:
