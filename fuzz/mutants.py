@@ -14,6 +14,7 @@ A mutant that makes a test hang is found when the test's patience ends; the copy
 from __future__ import annotations
 
 import argparse
+import configparser
 import json
 import pathlib
 import random
@@ -92,10 +93,7 @@ def main() -> int:
 
 def copy_tree(tree: pathlib.Path, modules: list[str], tests: list[str]) -> None:
     """Copy the commit that is checked out, with mutmut's settings and less patience."""
-    archive = subprocess.run(
-        ["git", "archive", "HEAD"], cwd=ROOT, stdout=subprocess.PIPE, check=True
-    )
-    subprocess.run(["tar", "x", "-C", str(tree)], input=archive.stdout, check=True)
+    subprocess.run(["git", "clone", "--quiet", "--shared", str(ROOT), str(tree)], check=True)
     patience = tree / "tests/support/patience.py"
     text, num = re.subn(
         r"^PATIENCE_S = .*$", f"PATIENCE_S = {PATIENCE_S}", patience.read_text(), flags=re.MULTILINE
@@ -103,21 +101,19 @@ def copy_tree(tree: pathlib.Path, modules: list[str], tests: list[str]) -> None:
     if num != 1:
         sys.exit(f"{patience} has no PATIENCE_S of its own")
     patience.write_text(text)
-    settings = {
-        "source_paths": ["prefixkv"],
-        "only_mutate": modules,
-        "pytest_add_cli_args_test_selection": tests,
-        "also_copy": ["docs", "README.md"],
-        "timeout_multiplier": ["1.5"],
-        "timeout_constant": ["25"],
-        "track_dependencies": ["false"],
-        "use_git_change_detection": ["false"],
+    settings = configparser.ConfigParser()
+    settings["mutmut"] = {
+        "source_paths": "prefixkv",
+        "only_mutate": "\n".join(modules),
+        "pytest_add_cli_args_test_selection": "\n".join(tests),
+        "also_copy": "docs\nREADME.md",
+        "timeout_multiplier": "1.5",
+        "timeout_constant": "25",
+        "track_dependencies": "false",
+        "use_git_change_detection": "false",
     }
-    lines = ["[mutmut]"]
-    for name, values in settings.items():
-        lines += [f"{name}={values[0]}"] if len(values) == 1 else [f"{name}="]
-        lines += [f"    {value}" for value in values] if len(values) > 1 else []
-    (tree / "setup.cfg").write_text("\n".join(lines) + "\n")
+    with (tree / "setup.cfg").open("w", encoding="utf-8") as file:
+        settings.write(file)
 
 
 if __name__ == "__main__":
