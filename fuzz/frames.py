@@ -29,7 +29,7 @@ from prefixkv.protocol.messages import Hello, HelloReply, HelloWanted, Outcome, 
 from prefixkv.request import Request
 from tests.support.node_pair import make_pool, tokens_of
 from tests.support.node_process import NodeProcess, node_processes
-from tests.support.patience import PATIENCE_S, until
+from tests.support.patience import NEVER_S, PATIENCE_S, until
 
 _POOL = {"num_pages": 1024}
 _BURST = 100  # frames from one attacker at a time
@@ -47,10 +47,6 @@ _TIMING = ControlConfig(
     parked_timeout_s=_KEPT_S, ack_timeout_s=_KEPT_S, drain_timeout_s=_KEPT_S,
     bootstrap_timeout_s=60.0,
 )  # fmt: skip
-
-
-def keys() -> CurveConfig:
-    return CurveConfig(*(key.decode() for key in zmq.curve_keypair()))
 
 
 class Bodies:
@@ -308,8 +304,7 @@ class AsPrefill(Attacker):
             elif isinstance(body, Promise):
                 bodies.rooms.append((body.room, body.generation, body.ticket))
                 if rng.random() < 0.3:
-                    num_pages = len(body.pages) // 4
-                    said = True, 1, num_pages, b"aux!", "", True, body.ticket
+                    said = True, 1, len(body.pages) // 4, b"aux!", "", True, body.ticket
                     self.say(Outcome(body.room, body.generation, 0, *said))
             elif isinstance(body, messages.Abort) and rng.random() < 0.5:
                 self.say(messages.Drained(body.room, body.generation, 0, body.ticket))
@@ -347,8 +342,7 @@ class Traffic:
         now_s = time.monotonic()
         ended = self.decode.call("take_ended")
         for rid, error in ended.items():
-            if rid in self.hostile:
-                del self.hostile[rid]
+            if self.hostile.pop(rid, None) is not None:
                 self.hostile_ended += 1
                 continue
             self.slowest_s = max(self.slowest_s, now_s - self.open.pop(rid))
@@ -383,15 +377,15 @@ class Traffic:
 
     def until_served(self, more: int) -> None:
         wanted = self.served + more
-        while self.served < wanted:
-            self.step()
-            time.sleep(0.01)
+        until(lambda: self.served >= wanted, NEVER_S, step=self.step, pause_s=0.01)
 
 
 def attack(num_frames: int, seconds: float, seed: int) -> None:
     """Raises AssertionError for whatever is found."""
     rng = random.Random(seed)
-    server, honest, evil = (keys() for _ in range(3))
+    server, honest, evil = (
+        CurveConfig(*(key.decode() for key in zmq.curve_keypair())) for _ in range(3)
+    )
     allowed = {honest.public_key: "honest", evil.public_key: "evil"}
     prefill_config = PrefillConfig(
         control=replace(_TIMING, curve=replace(server, allowed_clients=allowed))

@@ -22,6 +22,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PATIENCE_S = 15.0
@@ -59,12 +60,17 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         tree = pathlib.Path(folder)
         copy_tree(tree, modules, PARTS[args.part][1])
-        mutmut = [str(pathlib.Path(args.mutmut).absolute()) if "/" in args.mutmut else args.mutmut]
-        run = [*mutmut, "run", "--max-children", str(args.processes)]
+        program = str(pathlib.Path(args.mutmut).absolute()) if "/" in args.mutmut else args.mutmut
+
+        def mutmut(*arguments: str, **options: Any) -> str:
+            """Return what it prints."""
+            command = [program, *arguments]
+            options |= {"cwd": tree, "stdout": subprocess.PIPE, "text": True}
+            return str(subprocess.run(command, **options).stdout)
+
+        run = ["run", "--max-children", str(args.processes)]
         # No mutant has this name: mutants and the times of tests are made, and nothing is run.
-        subprocess.run(
-            [*run, "none"], cwd=tree, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        mutmut(*run, "none", stderr=subprocess.DEVNULL)
         made = sorted(
             name
             for module in modules
@@ -74,20 +80,14 @@ def main() -> int:
         )
         size = min(args.sample or len(made), len(made))
         names = random.Random(args.seed).sample(made, size)
-        subprocess.run([*run, *names], cwd=tree, stdout=subprocess.DEVNULL, check=True)
-        told = subprocess.run(
-            [*mutmut, "results", "--all", "true"], cwd=tree, capture_output=True, text=True,
-            check=True,
-        ).stdout  # fmt: skip
+        mutmut(*run, *names, check=True)
+        told = mutmut("results", "--all", "true", check=True)
         found = dict(re.findall(r"^\s*(\S+): (.*)$", told, re.MULTILINE))
         ends = {name: found.get(name, "not run") for name in names}
         left = [name for name, end in ends.items() if end not in ("killed", "timeout")]
         print(f"{len(names)} of {len(made)} mutants, seed {args.seed}: {len(left)} not noticed")
         for name in left:
-            shown = subprocess.run(
-                [*mutmut, "show", name], cwd=tree, capture_output=True, text=True
-            )
-            print(f"\n{name}: {ends[name]}\n{shown.stdout}")
+            print(f"\n{name}: {ends[name]}\n{mutmut('show', name)}")
     return 1 if left else 0
 
 

@@ -79,17 +79,9 @@ MUTANTS = (
     ),
     Mutant(
         "4", "a match is locked after its pages were evicted for it", "PageManager.open",
-        ("                lock = self.cache.lock_at(match, place, now_s, visit)\n"
-         "            if start is not None:\n"
-         "                self.groups.open(row, start, self.saves.make_room)\n"
-         "            new = self._take(num_new_pages, now_s)\n"),
-        ("                pass\n"
-         "            if start is not None:\n"
-         "                self.groups.open(row, start, self.saves.make_room)\n"
-         "            new = self._take(num_new_pages, now_s)\n"
-         "            if match is not None:\n"
-         "                lock = self.cache.lock_at(match, self.cache.locate(match), now_s, "
-         "visit)\n"),
+        "lock = self.cache.lock_at(match, place, now_s, visit)",
+        ("self.allocator.free(self._take(num_new_pages, now_s)); "
+         "lock = self.cache.lock_at(match, self.cache.locate(match), now_s, visit)"),
         "test_a_match_is_locked_before_pages_are_evicted_for_what_it_lacks",
     ),
     Mutant(
@@ -167,7 +159,7 @@ MUTANTS = (
     Mutant(
         "12", "a page has two checksums, and another none", "PageLooks._spans",
         "if summed.any():", "if False:",
-        ("test_each_page_has_one_checksum_of_each_writer"),
+        "test_each_page_has_one_checksum_of_each_writer",
     ),
     Mutant(
         "12", "what was scattered is not looked at", "StagingCopies.scatter",
@@ -200,10 +192,9 @@ MUTANTS = (
     ),
     Mutant(
         "T2", "a load lets go of what it reads", "HostTier.load",
-        "        self._order(True, key, end - num_pages, src, device_pages, host_lock, None)",
-        ("        self.cache.unlock(host_lock)\n"
-         "        host_lock = self.cache.pin(self.cache.match_prefix(key.prefix(0)), now_s)\n"
-         "        self._order(True, key, end - num_pages, src, device_pages, host_lock, None)"),
+        "src = host_lock.pages[-num_pages:]",
+        ("src = host_lock.pages[-num_pages:]; self.cache.unlock(host_lock); "
+         "host_lock = self.cache.pin(self.cache.match_prefix(key.prefix(0)), now_s)"),
         "test_what_comes_from_host_memory_is_what_was_written",
     ),
     Mutant(
