@@ -134,7 +134,8 @@ class ReturnTables:
         before = np.cumsum(ended, axis=1) - ended
         # Starts are counted to a second only, so the difference may be too small; at least those
         # that came back from a bin had entered it.
-        return np.maximum(np.stack(old_enough, axis=1) - before, self._returns)
+        entered: Counts = np.maximum(np.stack(old_enough, axis=1) - before, self._returns)
+        return entered
 
 
 def bin_of(age_s: float) -> int:
@@ -155,7 +156,8 @@ def gittins_index(chance: Chances) -> Chances:
     still_out = np.cumprod(np.where(LATER, stays, 1.0), axis=1)
     uses = np.cumsum(np.triu(still_out * chance), axis=1)
     seconds = np.cumsum(np.triu(still_out * LENGTHS_S * (1 - 0.5 * chance)), axis=1)
-    return np.divide(uses, seconds, out=np.zeros_like(uses), where=seconds > 0).max(axis=1)
+    best: Chances = np.divide(uses, seconds, out=np.zeros_like(uses), where=seconds > 0).max(axis=1)
+    return best
 
 
 def _rise_and_fall(values: Chances, peak: int) -> Chances:
