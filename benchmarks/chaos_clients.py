@@ -73,7 +73,7 @@ class Call:
     decode: Worker
     conversation: Conversation
     began_s: float
-    outcomes: list[str] = field(default_factory=list)
+    is_over: bool = False
     asks: set[str] = field(default_factory=set)  # open on prefill workers
 
 
@@ -87,7 +87,6 @@ class Ledger:
         self.outcomes: Counter[str] = Counter()
         self.ask_outcomes: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
-        self.took_s: list[float] = []
         self.violations: list[str] = []
         self.num_calls = 0
         self.free_rooms: list[int] = []
@@ -122,42 +121,38 @@ class Ledger:
             return None
         if took_s > self.deadline_s:
             self.violations.append(f"{rid} took {took_s:.1f} s to be {kind} by {worker}: {error}")
-        self._ended[rid] = kind
         if worker.side == "prefill":
-            _, call = self.asks.pop(rid)
-            self.ask_outcomes[kind] += 1
-            call.asks.discard(rid)
-            self._maybe_free(call)
+            self._ask_over(rid, kind)
             return None
-        call = self.calls.pop(rid)
+        call = self._call_over(rid, kind)
         if call.decode is not worker:
             self.violations.append(f"{rid} ended at {worker}, it was given to {call.decode}")
-        self.outcomes[kind] += 1
-        self.took_s.append(took_s)
-        call.outcomes.append(kind)
-        self._maybe_free(call)
         return call
 
     def lost(self, worker: Worker) -> list[Call]:
         """The worker is dead: what it had is lost with it. Its calls."""
-        for rid, (there, call) in list(self.asks.items()):
-            if there is worker:
-                del self.asks[rid]
-                self._ended[rid] = "lost"
-                self.ask_outcomes["lost with its worker"] += 1
-                call.asks.discard(rid)
-                self._maybe_free(call)
-        calls = [call for call in self.calls.values() if call.decode is worker]
-        for call in calls:
-            del self.calls[call.rid]
-            self._ended[call.rid] = "lost"
-            self.outcomes["lost with its worker"] += 1
-            call.outcomes.append("lost")
-            self._maybe_free(call)
-        return calls
+        for rid in [rid for rid, (there, _) in self.asks.items() if there is worker]:
+            self._ask_over(rid, "lost with its worker")
+        rids = [rid for rid, call in self.calls.items() if call.decode is worker]
+        return [self._call_over(rid, "lost with its worker") for rid in rids]
+
+    def _ask_over(self, rid: str, kind: str) -> None:
+        _, call = self.asks.pop(rid)
+        self._ended[rid] = kind
+        self.ask_outcomes[kind] += 1
+        call.asks.discard(rid)
+        self._maybe_free(call)
+
+    def _call_over(self, rid: str, kind: str) -> Call:
+        call = self.calls.pop(rid)
+        self._ended[rid] = kind
+        self.outcomes[kind] += 1
+        call.is_over = True
+        self._maybe_free(call)
+        return call
 
     def _maybe_free(self, call: Call) -> None:
-        if call.outcomes and not call.asks:
+        if call.is_over and not call.asks:
             self.free_rooms.append(call.room)
 
     @property

@@ -32,7 +32,7 @@ import typer
 
 from benchmarks import host_copies
 from benchmarks.pair import turn_about
-from benchmarks.report import JsonFile, Row, check_outputs, tell, write
+from benchmarks.report import JsonFile, Quick, Row, check_outputs, tell, write
 from prefixkv.errors import ConfigError
 from prefixkv.memory.kv_pool import KVPool
 
@@ -172,9 +172,7 @@ def gpu(
     part: Annotated[list[Part] | None, typer.Option(help="Only this; may be given again.")] = None,
     device: Annotated[str, typer.Option(help="cuda or cuda:N; cpu to try it out.")] = "cuda",
     minutes: Annotated[float, typer.Option(help="No part is begun after so long.")] = 6.0,
-    quick: Annotated[
-        bool, typer.Option(help="Tiny sizes: whether it works, not how fast it is.")
-    ] = False,
+    quick: Quick = False,
 ) -> int:
     """Host copies, and writes behind a stream, on one GPU."""
     check_outputs(json_file)

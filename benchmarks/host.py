@@ -32,7 +32,7 @@ from benchmarks.agents import (
     pages_of_longest,
     served,
 )
-from benchmarks.report import JsonFile, Row, check_outputs, tell, write
+from benchmarks.report import JsonFile, Row, check_outputs, told, write
 
 SESSIONS, ACTIVE = 20, 2
 LINK_BYTES_PER_S = 125_000_000
@@ -82,9 +82,7 @@ def host(
                 rows.append({"part": "turns", "prefill": case, **row})
     if Part.copies in (part or Part):
         size = 32 << 20 if quick else host_copies.POOL_BYTES
-        for row in host_copies.measure(2 if quick else rounds, seed, size):
-            rows.append(row)
-            tell(row)
+        rows += told(host_copies.measure(2 if quick else rounds, seed, size))
     write(
         json_file, f"host --pairs {pairs} --rounds {rounds}" + " --quick" * quick, rows,
         sessions=SESSIONS, active=ACTIVE, near=NEAR, near_share=NEAR_SHARE, pool=POOL, host=HOST,

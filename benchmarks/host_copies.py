@@ -139,8 +139,7 @@ def _measure(shape: str, rounds: int, seed: int, pool_bytes: int) -> list[dict[s
     random = np.random.default_rng(seed)
     count = min(ROUND_BYTES, pool_bytes // 4) // case.host.page_bytes
     total = count * case.host.page_bytes
-    times: dict[tuple[str, str], list[float]] = {}
-    cpu: dict[tuple[str, str], list[float]] = {}
+    times: dict[tuple[str, str], list[tuple[float, float]]] = {}  # by direction and way
     for number in range(rounds + 1):
         host, device = (
             random.permutation(case.num_pages)[:count].astype(np.int32) for _ in range(2)
@@ -157,9 +156,9 @@ def _measure(shape: str, rounds: int, seed: int, pool_bytes: int) -> list[dict[s
             # Each way has every place in a round equally often: what ran before leaves the caches.
             took = {name: _timed_s(ways[name]) for name in turn_about([*ways], number)}
             if number:  # the first touches the memory
-                for name, (wall_s, cpu_s) in took.items():
-                    times.setdefault((what, name), []).append(wall_s)
-                    cpu.setdefault((what, name), []).append(cpu_s)
+                for name, both_s in took.items():
+                    times.setdefault((what, name), []).append(both_s)
+    clocks = {key: np.array(rounds_s).T for key, rounds_s in times.items()}  # wall, processor
     lengths = page_runs(case.pool.layout)[2]
     case.close()
     return [
@@ -171,13 +170,15 @@ def _measure(shape: str, rounds: int, seed: int, pool_bytes: int) -> list[dict[s
             "row_bytes": round(float(lengths.mean())),
             "mib": round(total / 2**20, 1),
             **{
-                f"{name}_gb_s": round(total / float(np.median(took)) / 1e9, 2)
-                for (of, name), took in times.items() if of == what
+                f"{name}_gb_s": round(total / float(np.median(wall_s)) / 1e9, 2)
+                for (of, name), (wall_s, _) in clocks.items() if of == what
             },
             # Of each round: speed by the speed of the loop over rows.
             **{
-                f"{name}_by_rows{more}": _quartiles(took, what, name)
-                for more, took in (("", times), ("_cpu", cpu))
+                f"{name}_by_rows{more}": _quartiles(
+                    clocks[what, "rows"][at] / clocks[what, name][at]
+                )
+                for at, more in enumerate(("", "_cpu"))
                 for name in ("rows_again", "copy", "order_1", "order_2")
             }
         }
@@ -185,11 +186,9 @@ def _measure(shape: str, rounds: int, seed: int, pool_bytes: int) -> list[dict[s
     ]  # fmt: skip
 
 
-def _quartiles(times: dict[tuple[str, str], list[float]], what: str, name: str) -> list[float]:
-    """The median, and the quartiles around it, of the rounds' times of the loop over rows by those
-    of this way."""
-    values = np.array(times[what, "rows"]) / np.array(times[what, name])
-    return [round(float(np.percentile(values, at)), 2) for at in (50, 25, 75)]
+def _quartiles(ratios: Any) -> list[float]:
+    """The median, and the quartiles around it."""
+    return [round(float(np.percentile(ratios, at)), 2) for at in (50, 25, 75)]
 
 
 def _timed_s(act: Callable[[], object]) -> tuple[float, float]:

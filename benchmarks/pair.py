@@ -249,10 +249,6 @@ def spread(rows: Sequence[Mapping[str, float]], a: str, b: str) -> list[float]:
 def quantiles(values: Sequence[float], unit: float = 1.0, digits: int = 3) -> dict[str, float]:
     """Mean, P50, P90, P99 and the greatest, in units of `unit`."""
     array = np.asarray(values) / unit
-    found = {
-        "mean": float(array.mean()),
-        **{f"p{q}": float(np.percentile(array, q)) for q in (50, 90, 99)},
-    }
-    return {
-        name: round(value, digits) for name, value in {**found, "max": float(array.max())}.items()
-    }
+    percentiles = {f"p{q}": np.percentile(array, q) for q in (50, 90, 99)}
+    found = {"mean": array.mean(), **percentiles, "max": array.max()}
+    return {name: round(float(value), digits) for name, value in found.items()}

@@ -9,16 +9,19 @@ from __future__ import annotations
 import sys
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from itertools import product
 from statistics import median
 from typing import Annotated, Any
 
 import numpy as np
+import torch
 import typer
 
-from benchmarks.report import JsonFile, Row, check_outputs, tell, write
+from benchmarks.report import JsonFile, Row, check_outputs, told, write
 from benchmarks.samples import no_collector
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.errors import ConfigError
@@ -92,102 +95,72 @@ def of_sglang(*names: str) -> list[Any]:
 # --- what is measured -----------------------------------------------------------------------------
 
 
+@dataclass
 class Bench:
-    """One run. `rows` grows as it goes on; `tell` is called with each row."""
+    """One run, beside the peer if there is one."""
 
-    def __init__(
-        self, seed: int, quick: bool, peer: Peer | None, tell: Callable[[Row], None]
-    ) -> None:
-        self._rng = np.random.default_rng(seed)
-        self._quick = quick
-        self._peer = peer
-        self._tell = tell
-        self.rows: list[Row] = []
+    seed: int
+    quick: bool
+    peer: Peer | None
 
-    def run(self) -> None:
+    def __post_init__(self) -> None:
+        self._rng = np.random.default_rng(self.seed)
+
+    def rows(self) -> Iterator[Row]:
+        sizes = (32_768, 1), (32_768, 32), (131_072, 64)
+        for page_size, (num_tokens, depth) in product((1, 16, 64), sizes):
+            yield self.match(num_tokens, depth, page_size)
         for page_size in (1, 16, 64):
-            for num_tokens, depth in ((32_768, 1), (32_768, 32), (131_072, 64)):
-                self.match(num_tokens, depth, page_size)
-        for page_size in (1, 16, 64):
-            self.insert(page_size)
+            yield self.insert(page_size)
         for depth in (1, 64):
-            self.lock(depth)
-
-    def _add(
-        self,
-        name: str,
-        ours_us: float,
-        peer_us: float | None = None,
-        target: float | None = None,
-        **more: Any,
-    ) -> None:
-        row: Row = {"name": name, **more, "us": round(ours_us, 3)}
-        if peer_us is not None:
-            row |= {"peer_us": round(peer_us, 3), "ratio_to_peer": round(ours_us / peer_us, 3)}
-        if target is not None:
-            row |= {"target_us": round(target, 3), "met": ours_us <= target}
-        self.rows.append(row)
-        self._tell(row)
+            yield self.lock(depth)
 
     def _rounds(self, many: int) -> int:
-        return max(5, many // 10) if self._quick else many
+        return max(5, many // 10) if self.quick else many
 
     def _tokens(self, num_tokens: int) -> Any:
         return self._rng.integers(0, VOCABULARY, num_tokens, dtype=np.int32)
 
-    def match(self, num_tokens: int, depth: int, page_size: int) -> None:
+    def match(self, num_tokens: int, depth: int, page_size: int) -> Row:
         """Everything cached, along `depth` nodes; locks keep ours apart."""
         tokens = self._tokens(num_tokens)
         ends = [num_tokens * at // depth // page_size * page_size for at in range(1, depth + 1)]
         cache = RadixCache(page_size, DEFAULT_POLICY)
-        locks = [
-            cache.lock(cache.insert(tokens[:end], np.arange(end // page_size))) for end in ends
-        ]
+        for end in ends:
+            cache.lock(cache.insert(tokens[:end], np.arange(end // page_size)))
         assert cache.match_prefix(tokens).prefix_len == num_tokens
         assert cache.num_nodes == depth
         calls: dict[str, Call] = {"ours": lambda: cache.match_prefix(tokens)}
-        if self._peer is not None:
-            import torch
-
-            peer, theirs = self._peer, self._peer.cache(page_size)
+        if (peer := self.peer) is not None:
+            theirs = peer.cache(page_size)
             words, slots = array("q", tokens.tolist()), torch.arange(num_tokens)
             for end in ends:
                 peer.insert(theirs, words[:end], slots[:end])
             calls["peer"] = lambda: peer.match(theirs, words)
         took = _turn_about(calls, self._rounds(100))
-        for lock in locks:
-            cache.unlock(lock)
         where = {"tokens": num_tokens, "nodes": depth, "page_size": page_size}
-        theirs_us = took.get("peer")
-        self._add(
-            "match_prefix", took["ours"], theirs_us, theirs_us / 2 if theirs_us else None, **where
-        )
+        return _row("match_prefix", took, 0.5, where)
 
-    def insert(self, page_size: int) -> None:
+    def insert(self, page_size: int) -> Row:
         """A new leaf of 32,768 tokens."""
         num_tokens = 32_768
         runs = [self._tokens(num_tokens) for _ in range(self._rounds(60))]
         pages = np.arange(num_tokens // page_size, dtype=np.int32)
         cache = RadixCache(page_size, DEFAULT_POLICY)
         calls: dict[str, list[Call]] = {"ours": [partial(cache.insert, run, pages) for run in runs]}
-        if self._peer is not None:
-            import torch
-
-            theirs, slots = self._peer.cache(page_size), torch.arange(num_tokens)
+        if self.peer is not None:
+            theirs, slots = self.peer.cache(page_size), torch.arange(num_tokens)
             words = [array("q", run.tolist()) for run in runs]
-            calls["peer"] = [partial(self._peer.insert, theirs, run, slots) for run in words]
+            calls["peer"] = [partial(self.peer.insert, theirs, run, slots) for run in words]
         took: dict[str, list[float]] = {name: [] for name in calls}
         with no_collector():
-            for at in range(len(runs)):
-                for name, insertions in calls.items():
-                    took[name].append(_time_us(insertions[at]))
-        theirs_us = median(took["peer"]) if "peer" in took else None
-        self._add(
-            "insert_new_leaf", median(took["ours"]), theirs_us,
-            theirs_us / 2 if theirs_us else None, tokens=num_tokens, page_size=page_size,
-        )  # fmt: skip
+            for insertions in zip(*calls.values(), strict=True):
+                for name, call in zip(calls, insertions, strict=True):
+                    took[name].append(_time_us(call))
+        medians = {name: median(values) for name, values in took.items()}
+        return _row("insert_new_leaf", medians, 0.5, {"tokens": num_tokens, "page_size": page_size})
 
-    def lock(self, depth: int) -> None:
+    def lock(self, depth: int) -> Row:
         """Lock and unlock the end of a path of nodes that branches keep apart."""
         page_size, run_tokens = 16, 64
         run = self._tokens(depth * run_tokens)
@@ -199,17 +172,25 @@ class Bench:
             cache.insert(end, np.arange(at * 10_000, at * 10_000 + len(end) // page_size))
         match = cache.match_prefix(run)
         calls: dict[str, Call] = {"ours": lambda: cache.unlock(cache.lock(match))}
-        if self._peer is not None:
-            import torch
-
-            peer, theirs = self._peer, self._peer.cache(page_size)
+        if (peer := self.peer) is not None:
+            theirs = peer.cache(page_size)
             for end in ends:
                 peer.insert(theirs, array("q", end.tolist()), torch.arange(len(end)))
             node = peer.match(theirs, array("q", run.tolist())).last_device_node
             calls["peer"] = lambda: theirs.unlock(theirs.lock(node))
-        took = _turn_about(calls, self._rounds(500))
-        theirs_us = took.get("peer")
-        self._add("lock_unlock", took["ours"], theirs_us, theirs_us, depth=depth)
+        return _row("lock_unlock", _turn_about(calls, self._rounds(500)), 1.0, {"depth": depth})
+
+
+def _row(name: str, took_us: dict[str, float], aim: float, where: Row) -> Row:
+    """`aim`: of the peer's time, that ours is to be within."""
+    us, peer_us = took_us["ours"], took_us.get("peer")
+    row: Row = {"name": name, **where, "us": round(us, 3)}
+    if peer_us is not None:
+        row |= {
+            "peer_us": round(peer_us, 3), "ratio_to_peer": round(us / peer_us, 3),
+            "target_us": round(aim * peer_us, 3), "met": us <= aim * peer_us,
+        }  # fmt: skip
+    return row
 
 
 def bushy(leaves: int, policy: str) -> RadixCache:
@@ -232,10 +213,9 @@ def radix(
 ) -> None:
     """What the radix cache's calls cost, beside SGLang's tree."""
     check_outputs(json_file)
-    bench = Bench(seed, quick, Peer() if peer else None, tell)
-    bench.run()
+    rows = told(Bench(seed, quick, Peer() if peer else None).rows())
     write(
-        json_file, "radix" + " --peer" * peer + " --quick" * quick, bench.rows, seed=seed,
+        json_file, "radix" + " --peer" * peer + " --quick" * quick, rows, seed=seed,
         statistic="median of all calls, three in a row each round; collector off; turn about with "
         "the peer", default_policy=DEFAULT_POLICY,
         peer="SGLang 0.5.23 UnifiedRadixCache, compiled core" if peer else None,

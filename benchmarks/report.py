@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,8 +23,20 @@ JsonFile = Annotated[
 ]
 
 
+Quick = Annotated[bool, typer.Option(help="Tiny sizes: whether it works, not how fast it is.")]
+
+
 def tell(row: Mapping[str, Any]) -> None:
     print("  ".join(f"{name}={value}" for name, value in row.items()), flush=True)
+
+
+def told(rows: Iterable[Row]) -> list[Row]:
+    """All rows, each told of as soon as it is there."""
+    found = []
+    for row in rows:
+        found.append(row)
+        tell(row)
+    return found
 
 
 def write(

@@ -71,17 +71,11 @@ class Samples:
     def figures(self) -> Row:
         """P50 and P99 in microseconds, the two clock readings of the thread's time not taken
         off."""
-        wall, thread = (
-            np.percentile(self._wall, (50, 99)) / 1e3,
-            np.percentile(self._thread, (50, 99)) / 1e3,
-        )
         return {
-            "us_p50": round(float(wall[0]), 1),
-            "us_p99": round(float(wall[1]), 1),
-            "cpu_us_p50": round(float(thread[0]), 1),
-            "cpu_us_p99": round(float(thread[1]), 1),
-            "samples": len(self._wall),
-        }
+            f"{clock}us_p{percent}": round(float(np.percentile(took_ns, percent)) / 1e3, 1)
+            for clock, took_ns in (("", self._wall), ("cpu_", self._thread))
+            for percent in (50, 99)
+        } | {"samples": len(self._wall)}
 
     @classmethod
     @contextmanager

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, NamedTuple
@@ -30,7 +30,7 @@ import prefixkv.assembly  # noqa: F401 - what a scheduler gets host memory from
 from benchmarks.pair import turn_about
 from benchmarks.radix import bushy
 from benchmarks.replay import generated
-from benchmarks.report import JsonFile, check_outputs, tell, write
+from benchmarks.report import JsonFile, Row, check_outputs, told, write
 from benchmarks.samples import COLD_BYTES, Samples, no_collector
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.cli.replay import replay_policy
@@ -555,6 +555,14 @@ PARTS = {
 # --- the command ----------------------------------------------------------------------------------
 
 
+def rows_of(times: Times) -> Iterator[Row]:
+    for call, samples in times.items():
+        row = {"call": call, **samples.figures()}
+        if call in AIMS_US:
+            row |= {"aim_us": AIMS_US[call], "met": row["us_p50"] <= AIMS_US[call]}
+        yield row
+
+
 def sched(
     json_file: JsonFile = None,
     seed: Annotated[int, typer.Option(help="Of the tokens.")] = 0,
@@ -587,14 +595,7 @@ def sched(
         raise ConfigError(f"--part is {min(unknown)!r}, the parts are {', '.join(PARTS)}")
     size = Size(100 if quick else 1000, seed, policy, quick)
     size.config  # noqa: B018  an unknown policy is refused here
-    rows = []
-    for name in part or PARTS:
-        for call, times in PARTS[name](size).items():
-            row = {"call": call, **times.figures()}
-            if call in AIMS_US:
-                row |= {"aim_us": AIMS_US[call], "met": row["us_p50"] <= AIMS_US[call]}
-            rows.append(row)
-            tell(row)
+    rows = told(row for name in part or PARTS for row in rows_of(PARTS[name](size)))
     write(
         json_file, "sched" + " --quick" * quick, rows, seed=seed, policy=policy,
         statistic="percentiles of single calls, collector off; us: wall clock, cpu_us: the "

@@ -41,7 +41,7 @@ from urllib.parse import urlsplit
 import typer
 
 from benchmarks.pair import turn_about
-from benchmarks.report import ROOT, JsonFile, Row, check_outputs, tell, write
+from benchmarks.report import ROOT, JsonFile, Row, check_outputs, told, write
 
 BURSTS: Final = ("first", "second")
 PATIENCE_S: Final = 300.0  # of one burst
@@ -331,7 +331,6 @@ def serve(
         from benchmarks.against import commit_of
 
         against = commit_of(against)
-    rows: list[Row] = []
     parts: list[Callable[[], Iterable[Row]]] = []
     if chats:
         numbers = [int(one) for one in chats.split(",")]
@@ -340,10 +339,7 @@ def serve(
         parts.append(lambda: [agents_row(num_agents, rounds)])
     if seconds:
         parts.append(lambda: idle_rows(seconds))
-    for part in parts:
-        for row in part():
-            rows.append(row)
-            tell(row)
+    rows = told(row for part in parts for row in part())
     write(
         json_file, f"serve --chats {chats}" + (f" --against {against}" if against else ""), rows,
         tokens=tokens, rounds=rounds, seconds=seconds,

@@ -24,7 +24,7 @@ import typer
 
 from benchmarks.pair import turn_about
 from benchmarks.radix import of_sglang
-from benchmarks.report import JsonFile, Row, check_outputs, tell, write
+from benchmarks.report import JsonFile, Row, check_outputs, told, write
 from benchmarks.samples import no_collector
 
 SIDES: Final = ("prefixkv", "unified-rust", "again")
@@ -161,18 +161,15 @@ def sglang(
     if serve is not None:
         from benchmarks import sglang_serve
 
-        row = sglang_serve.serve(serve, (tp, decode_tp or tp))
-        tell(row)
-        write(json_file, f"sglang --serve FOLDER --tp {tp} --decode-tp {decode_tp or tp}", [row])
+        rows = told([sglang_serve.serve(serve, (tp, decode_tp or tp))])
+        write(json_file, f"sglang --serve FOLDER --tp {tp} --decode-tp {decode_tp or tp}", rows)
         return
     import torch
 
     torch.set_num_threads(1)
     sys.dont_write_bytecode = True
     [desk] = of_sglang("tests.integration.sglang.inside.desk")
-    rows = [row for num_tokens in SIZES for row in measure(desk, num_tokens, rounds)]
-    for row in rows:
-        tell(row)
+    rows = told(row for num_tokens in SIZES for row in measure(desk, num_tokens, rounds))
     write(
         json_file, f"sglang --rounds {rounds}", rows, page_size=PAGE_SIZE, statistic="median",
         in_a_row=IN_A_ROW, clock="CPU time of the thread", policy="adaptive, against LRU",

@@ -46,7 +46,7 @@ from benchmarks.pair import (
     spread,
     turn_about,
 )
-from benchmarks.report import JsonFile, Row, check_outputs, tell, write
+from benchmarks.report import JsonFile, Quick, Row, check_outputs, told, write
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.config import Backend, DecodeConfig, PrefillConfig, TransportConfig
 from prefixkv.errors import InternalError, OutOfPagesError
@@ -422,9 +422,7 @@ def compare_checksums(quick: bool, backend: Backend) -> Iterator[Row]:
 
 def transfer(
     json_file: JsonFile = None,
-    quick: Annotated[
-        bool, typer.Option(help="Tiny sizes: whether it works, not how fast it is.")
-    ] = False,
+    quick: Quick = False,
     backend: Annotated[
         Way, typer.Option(help="Of both nodes; raw NIXL beside it in any case.")
     ] = Way.nixl,
@@ -440,11 +438,7 @@ def transfer(
         ),
         Part.checksums: lambda: compare_checksums(quick, backend.value),
     }
-    rows = []
-    for one in part or Part:
-        for row in parts[one]():
-            rows.append(row)
-            tell(row)
+    rows = told(row for one in part or Part for row in parts[one]())
     case = small("", "") if quick else Transfer("", "")
     write(
         json_file, "transfer" + " --quick" * quick + " --backend shm" * (backend is Way.shm), rows,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import count
@@ -29,7 +29,7 @@ from prefixkv.protocol.messages import Hello, HelloReply, HelloWanted, Outcome, 
 from prefixkv.request import Request
 from tests.support.node_pair import make_pool, tokens_of
 from tests.support.node_process import NodeProcess, node_processes
-from tests.support.patience import PATIENCE_S, until
+from tests.support.patience import NEVER_S, PATIENCE_S, until
 
 _POOL = {"num_pages": 1024}
 _BURST = 100  # frames from one attacker at a time
@@ -47,10 +47,6 @@ _TIMING = ControlConfig(
     parked_timeout_s=_KEPT_S, ack_timeout_s=_KEPT_S, drain_timeout_s=_KEPT_S,
     bootstrap_timeout_s=60.0,
 )  # fmt: skip
-
-
-def keys() -> CurveConfig:
-    return CurveConfig(*(key.decode() for key in zmq.curve_keypair()))
 
 
 class Bodies:
@@ -146,13 +142,27 @@ _OF_A_ROOM: tuple[tuple[Any, tuple[Any, ...]], ...] = (
 )  # fmt: skip
 
 
-class Mouth:
-    """Says frames under a name, in lives that follow each other."""
+class Attacker:
+    """Says bursts of frames by a socket, under a name, in lives that follow each other. `farewell`
+    is how often it says that it leaves."""
 
-    def __init__(self, rng: random.Random, bodies: Bodies, me: PeerId) -> None:
-        self.rng, self.bodies, self.me = rng, bodies, me
+    farewell: float
+
+    def __init__(
+        self, rng: random.Random, me: PeerId, hello: Hello, sock: Any, own: CurveConfig
+    ) -> None:
+        self.rng, self.me, self.bodies = rng, me, Bodies(rng, hello)
         self.seq = count(1)
         self.counts: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
+        self.route: list[bytes] | None = []  # before each message; None: there is nobody
+        self.sock = sock
+        sock.setsockopt(zmq.LINGER, 0)
+        sock.setsockopt(zmq.SNDHWM, 1000)
+        sock.curve_publickey = own.public_key.encode()
+        sock.curve_secretkey = own.secret_key.encode()
+
+    # --- what it says -----------------------------------------------------------------------------
 
     def sender(self) -> PeerId:
         rng = self.rng
@@ -163,8 +173,20 @@ class Mouth:
         )
         return PeerId(name, rng.choice((self.me.incarnation, self.bodies.number())))
 
-    def raw(self, body: Any, sender: PeerId | None = None) -> bytes:
-        return messages.encode(sender or self.me, next(self.seq), body)
+    def mutated(self, raw: bytes) -> bytes:
+        rng, changed = self.rng, bytearray(raw)
+        for _ in range(rng.choice((1, 1, 2, 8))):
+            at = rng.randrange(len(changed))
+            how = rng.random()
+            if how < 0.6:
+                changed[at] = rng.randrange(256)
+            elif how < 0.8 and len(changed) > 1:
+                del changed[at:]
+            else:
+                changed[at:at] = rng.randbytes(rng.choice((1, 4, 100)))
+            if not changed:
+                changed += b"\xc1"
+        return bytes(changed)
 
     def frame(self) -> list[bytes]:
         """The parts of the next message."""
@@ -174,12 +196,10 @@ class Mouth:
             self.counts["junk"] += 1
             size = rng.choice((0, 1, 10, 100, 1000))
             return [rng.randbytes(size if rng.random() > 0.001 else 1 << 20)]
-        seq_of_old = chance < 0.08
+        is_old = chance < 0.08
+        seq, sender = (rng.randrange(100), self.me) if is_old else (next(self.seq), self.sender())
         try:
-            if seq_of_old:
-                raw = messages.encode(self.me, rng.randrange(100), self.bodies.body())
-            else:
-                raw = self.raw(self.bodies.body(), self.sender())
+            raw = messages.encode(sender, seq, self.bodies.body())
         except OverflowError:
             return [b""]
         if chance > 0.97:
@@ -187,32 +207,11 @@ class Mouth:
             return [raw, *([b"x"] * rng.choice((1, 2, 100)))]
         if chance > 0.80:
             self.counts["mutated"] += 1
-            changed = bytearray(raw)
-            for _ in range(rng.choice((1, 1, 2, 8))):
-                at = rng.randrange(len(changed))
-                how = rng.random()
-                if how < 0.6:
-                    changed[at] = rng.randrange(256)
-                elif how < 0.8 and len(changed) > 1:
-                    del changed[at:]
-                else:
-                    changed[at:at] = rng.randbytes(rng.choice((1, 4, 100)))
-                if not changed:
-                    changed += b"\xc1"
-            return [bytes(changed)]
-        self.counts["repeated number" if seq_of_old else "grammar"] += 1
+            return [self.mutated(raw)]
+        self.counts["repeated number" if is_old else "grammar"] += 1
         return [raw]
 
-
-class Attacker:
-    """Says bursts of frames by a socket. `farewell` is how often it says that it leaves."""
-
-    farewell: float
-
-    def __init__(self, mouth: Mouth, sock: Any) -> None:
-        self.mouth, self.sock = mouth, sock
-        self.refused: Counter[str] = Counter()
-        self.route: list[bytes] | None = []  # before each message; None: there is nobody
+    # --- by the socket ----------------------------------------------------------------------------
 
     def received(self) -> Iterator[Any]:
         """The bodies that have come."""
@@ -227,9 +226,8 @@ class Attacker:
         raise NotImplementedError
 
     def live_again(self) -> None:
-        me = self.mouth.me
-        self.mouth.me = PeerId(me.name, me.incarnation + 1)
-        self.mouth.seq = count(1)
+        self.me = PeerId(self.me.name, self.me.incarnation + 1)
+        self.seq = count(1)
 
     def put(self, parts: list[bytes]) -> bool:
         try:
@@ -239,16 +237,16 @@ class Attacker:
         return True
 
     def say(self, body: Any) -> bool:
-        return self.put([self.mouth.raw(body)])
+        return self.put([messages.encode(self.me, next(self.seq), body)])
 
     def burst(self) -> int:
         self.read()
         if self.route is None:
             return 0
         sent = 0
-        while sent < _BURST and self.put(self.mouth.frame()):
+        while sent < _BURST and self.put(self.frame()):
             sent += 1
-        if self.mouth.rng.random() < self.farewell:
+        if self.rng.random() < self.farewell:
             self.say(messages.Fenced())
         return sent
 
@@ -257,27 +255,23 @@ class AsDecode(Attacker):
     """An attacker of prefill. It introduces itself as long as it `introduces`."""
 
     farewell = 0.02
+    introduces = True
+    next_life = 0.0
 
-    def __init__(
-        self, mouth: Mouth, context: zmq.Context[Any], address: str, own: CurveConfig, server: str,
-        metadata: Callable[[PeerId], bytes],
-    ) -> None:  # fmt: skip
-        super().__init__(mouth, sock := context.socket(zmq.DEALER))
-        set_up(sock, own)
-        sock.curve_serverkey = server.encode()
-        sock.connect(address)
-        self.metadata = metadata
-        self.introduces = True
-        self.next_life = 0.0
+    def connect(self, address: str, server: str) -> None:
+        self.sock.curve_serverkey = server.encode()
+        self.sock.connect(address)
+        self.first = self.me
 
     def greet(self, nonce: int = 0) -> None:
-        mouth = self.mouth
-        changed = {"agent_metadata": self.metadata(mouth.me), "nonce": nonce}
-        self.say(msgspec.structs.replace(mouth.bodies.hello, **changed))
+        hello = self.bodies.hello
+        lives = (f"#{life.incarnation}".encode() for life in (self.first, self.me))
+        metadata = hello.agent_metadata.replace(*lives)
+        self.say(msgspec.structs.replace(hello, agent_metadata=metadata, nonce=nonce))
 
     def read(self) -> None:
         for body in self.received():
-            if isinstance(body, HelloWanted) and self.introduces and self.mouth.rng.random() < 0.2:
+            if isinstance(body, HelloWanted) and self.introduces and self.rng.random() < 0.2:
                 self.greet(body.nonce)
             elif isinstance(body, HelloReply):
                 self.refused[body.refused[:40]] += 1
@@ -287,26 +281,21 @@ class AsDecode(Attacker):
                     self.live_again()
                     self.greet()
 
-    def burst(self) -> int:
-        self.farewell = AsDecode.farewell if self.introduces else 0.0
-        return super().burst()
-
 
 class AsPrefill(Attacker):
     """The attacker of decode: a prefill worker that decode was told to use."""
 
     farewell = 0.005
 
-    def __init__(self, mouth: Mouth, context: zmq.Context[Any], server: CurveConfig) -> None:
-        super().__init__(mouth, sock := context.socket(zmq.ROUTER))
-        set_up(sock, server)
-        sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        sock.curve_server = True
-        self.address = f"tcp://127.0.0.1:{sock.bind_to_random_port('tcp://127.0.0.1')}"
+    def bind(self) -> str:
+        """Return its address."""
+        self.sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.sock.curve_server = True
         self.route = None
+        return f"tcp://127.0.0.1:{self.sock.bind_to_random_port('tcp://127.0.0.1')}"
 
     def read(self) -> None:
-        bodies, rng = self.mouth.bodies, self.mouth.rng
+        bodies, rng = self.bodies, self.rng
         for body in self.received():
             if isinstance(body, Hello):
                 if rng.random() < 0.1:
@@ -315,17 +304,10 @@ class AsPrefill(Attacker):
             elif isinstance(body, Promise):
                 bodies.rooms.append((body.room, body.generation, body.ticket))
                 if rng.random() < 0.3:
-                    num_pages = len(body.pages) // 4
-                    said = True, 1, num_pages, b"aux!", "", True, body.ticket
+                    said = True, 1, len(body.pages) // 4, b"aux!", "", True, body.ticket
                     self.say(Outcome(body.room, body.generation, 0, *said))
             elif isinstance(body, messages.Abort) and rng.random() < 0.5:
                 self.say(messages.Drained(body.room, body.generation, 0, body.ticket))
-
-
-def set_up(sock: Any, own: CurveConfig) -> None:
-    sock.setsockopt(zmq.LINGER, 0)
-    sock.setsockopt(zmq.SNDHWM, 1000)
-    sock.curve_publickey, sock.curve_secretkey = own.public_key.encode(), own.secret_key.encode()
 
 
 def captured(name: str, context: zmq.Context[Any], stack: ExitStack) -> tuple[PeerId, Hello]:
@@ -360,8 +342,7 @@ class Traffic:
         now_s = time.monotonic()
         ended = self.decode.call("take_ended")
         for rid, error in ended.items():
-            if rid in self.hostile:
-                del self.hostile[rid]
+            if self.hostile.pop(rid, None) is not None:
                 self.hostile_ended += 1
                 continue
             self.slowest_s = max(self.slowest_s, now_s - self.open.pop(rid))
@@ -396,15 +377,15 @@ class Traffic:
 
     def until_served(self, more: int) -> None:
         wanted = self.served + more
-        while self.served < wanted:
-            self.step()
-            time.sleep(0.01)
+        until(lambda: self.served >= wanted, NEVER_S, step=self.step, pause_s=0.01)
 
 
 def attack(num_frames: int, seconds: float, seed: int) -> None:
     """Raises AssertionError for whatever is found."""
     rng = random.Random(seed)
-    server, honest, evil = (keys() for _ in range(3))
+    server, honest, evil = (
+        CurveConfig(*(key.decode() for key in zmq.curve_keypair())) for _ in range(3)
+    )
     allowed = {honest.public_key: "honest", evil.public_key: "evil"}
     prefill_config = PrefillConfig(
         control=replace(_TIMING, curve=replace(server, allowed_clients=allowed))
@@ -419,61 +400,50 @@ def attack(num_frames: int, seconds: float, seed: int) -> None:
 
         def as_decode(name: str, own: CurveConfig) -> AsDecode:
             me, hello = captured(name, context, stack)
-            mouth = Mouth(random.Random(rng.random()), Bodies(rng, hello), me)
-
-            def metadata(life: PeerId) -> bytes:
-                lives = (f"#{peer.incarnation}".encode() for peer in (me, life))
-                return hello.agent_metadata.replace(*lives)
-
-            return AsDecode(mouth, context, prefill.endpoint, own, server.public_key, metadata)
+            sock = context.socket(zmq.DEALER)
+            attacker = AsDecode(random.Random(rng.random()), me, hello, sock, own)
+            attacker.connect(prefill.endpoint, server.public_key)
+            return attacker
 
         former = as_decode("honest", honest)
-        former.greet()
 
         def introduce() -> None:
             former.greet()
             former.read()
 
         until(lambda: former.refused[""], step=introduce, pause_s=0.05)
-        former.introduces = False
+        former.introduces, former.farewell = False, 0.0
         decode = start("decode", decode_config, _POOL)
         decode.call("set", untrusted="hostile")
         traffic = Traffic(prefill, decode, seed)
         traffic.until_served(1)
-        attackers: list[tuple[str, Attacker]] = [
-            ("a former life", former),
-            ("an allowed worker", as_decode("evil", evil)),
-        ]
-        life, hello = captured("p", context, stack)
-        hostile = AsPrefill(
-            Mouth(rng, Bodies(rng, hello), PeerId("p", life.incarnation)), context, server
-        )
-        attackers += [("a prefill worker", hostile)] * 2
-        traffic.address = hostile.address
+        allowed = as_decode("evil", evil)
+        hostile = AsPrefill(rng, *captured("p", context, stack), context.socket(zmq.ROUTER), server)
+        traffic.address = hostile.bind()
+        attackers: dict[str, Attacker] = {
+            "a former life": former, "an allowed worker": allowed, "a prefill worker": hostile,
+        }  # fmt: skip
         traffic.until_served(_WARM_UP)
         sent: Counter[str] = Counter()
         started_s = looked_s = time.monotonic()
         while sum(sent.values()) < num_frames and time.monotonic() - started_s < seconds:
-            name, attacker = rng.choice(attackers)
-            burst = attacker.burst()
-            sent[name] += burst
+            name = rng.choice([*attackers, "a prefill worker"])  # decode hears as much as prefill
+            sent[name] += attackers[name].burst()
             if (now_s := time.monotonic()) - looked_s > 0.05:
                 looked_s = now_s
                 traffic.step()
-                for number, _ in enumerate(traffic.open):
-                    key = 10**6 + number, 0, 0
-                    attackers[1][1].mouth.bodies.rooms.append(key)
-                for rid in traffic.open:
-                    for _, one in attackers[:2]:
-                        one.mouth.bodies.rooms.append((int(rid[1:]), 0, rng.choice((0, 1))))
+                for number, rid in enumerate(traffic.open):
+                    allowed.bodies.rooms.append((10**6 + number, 0, 0))
+                    for attacker in (former, allowed):
+                        attacker.bodies.rooms.append((int(rid[1:]), 0, rng.choice((0, 1))))
         took_s = time.monotonic() - started_s
         traffic.address = ""
         traffic.until_served(_WARM_UP)
         wrong = sum(node.call("get", "mismatches") for node in (prefill, decode))
         wrong += decode.call("get", "wrong_aux")
     print(f"frames: {sum(sent.values())} in {took_s:.0f} s, seed {seed}; {dict(sent)}")
-    for name, one in dict(attackers).items():
-        print(f"  {name}: {dict(one.mouth.counts)}", dict(one.refused))
+    for name, attacker in attackers.items():
+        print(f"  {name}: {dict(attacker.counts)}", dict(attacker.refused))
     print(
         f"  honest requests: {traffic.served} served, {len(traffic.failures)} failed, the slowest "
         f"{traffic.slowest_s:.2f} s; others ended: {traffic.hostile_ended}; wrong pages: {wrong}"

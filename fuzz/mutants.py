@@ -14,6 +14,7 @@ A mutant that makes a test hang is found when the test's patience ends; the copy
 from __future__ import annotations
 
 import argparse
+import configparser
 import json
 import pathlib
 import random
@@ -21,6 +22,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PATIENCE_S = 15.0
@@ -58,12 +60,17 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         tree = pathlib.Path(folder)
         copy_tree(tree, modules, PARTS[args.part][1])
-        mutmut = [str(pathlib.Path(args.mutmut).absolute()) if "/" in args.mutmut else args.mutmut]
-        run = [*mutmut, "run", "--max-children", str(args.processes)]
+        program = str(pathlib.Path(args.mutmut).absolute()) if "/" in args.mutmut else args.mutmut
+
+        def mutmut(*arguments: str, **options: Any) -> str:
+            """Return what it prints."""
+            command = [program, *arguments]
+            options |= {"cwd": tree, "stdout": subprocess.PIPE, "text": True}
+            return str(subprocess.run(command, **options).stdout)
+
+        run = ["run", "--max-children", str(args.processes)]
         # No mutant has this name: mutants and the times of tests are made, and nothing is run.
-        subprocess.run(
-            [*run, "none"], cwd=tree, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        mutmut(*run, "none", stderr=subprocess.DEVNULL)
         made = sorted(
             name
             for module in modules
@@ -73,29 +80,20 @@ def main() -> int:
         )
         size = min(args.sample or len(made), len(made))
         names = random.Random(args.seed).sample(made, size)
-        subprocess.run([*run, *names], cwd=tree, stdout=subprocess.DEVNULL, check=True)
-        told = subprocess.run(
-            [*mutmut, "results", "--all", "true"], cwd=tree, capture_output=True, text=True,
-            check=True,
-        ).stdout  # fmt: skip
+        mutmut(*run, *names, check=True)
+        told = mutmut("results", "--all", "true", check=True)
         found = dict(re.findall(r"^\s*(\S+): (.*)$", told, re.MULTILINE))
         ends = {name: found.get(name, "not run") for name in names}
         left = [name for name, end in ends.items() if end not in ("killed", "timeout")]
         print(f"{len(names)} of {len(made)} mutants, seed {args.seed}: {len(left)} not noticed")
         for name in left:
-            shown = subprocess.run(
-                [*mutmut, "show", name], cwd=tree, capture_output=True, text=True
-            )
-            print(f"\n{name}: {ends[name]}\n{shown.stdout}")
+            print(f"\n{name}: {ends[name]}\n{mutmut('show', name)}")
     return 1 if left else 0
 
 
 def copy_tree(tree: pathlib.Path, modules: list[str], tests: list[str]) -> None:
     """Copy the commit that is checked out, with mutmut's settings and less patience."""
-    archive = subprocess.run(
-        ["git", "archive", "HEAD"], cwd=ROOT, stdout=subprocess.PIPE, check=True
-    )
-    subprocess.run(["tar", "x", "-C", str(tree)], input=archive.stdout, check=True)
+    subprocess.run(["git", "clone", "--quiet", "--shared", str(ROOT), str(tree)], check=True)
     patience = tree / "tests/support/patience.py"
     text, num = re.subn(
         r"^PATIENCE_S = .*$", f"PATIENCE_S = {PATIENCE_S}", patience.read_text(), flags=re.MULTILINE
@@ -103,21 +101,19 @@ def copy_tree(tree: pathlib.Path, modules: list[str], tests: list[str]) -> None:
     if num != 1:
         sys.exit(f"{patience} has no PATIENCE_S of its own")
     patience.write_text(text)
-    settings = {
-        "source_paths": ["prefixkv"],
-        "only_mutate": modules,
-        "pytest_add_cli_args_test_selection": tests,
-        "also_copy": ["docs", "README.md"],
-        "timeout_multiplier": ["1.5"],
-        "timeout_constant": ["25"],
-        "track_dependencies": ["false"],
-        "use_git_change_detection": ["false"],
+    settings = configparser.ConfigParser()
+    settings["mutmut"] = {
+        "source_paths": "prefixkv",
+        "only_mutate": "\n".join(modules),
+        "pytest_add_cli_args_test_selection": "\n".join(tests),
+        "also_copy": "docs\nREADME.md",
+        "timeout_multiplier": "1.5",
+        "timeout_constant": "25",
+        "track_dependencies": "false",
+        "use_git_change_detection": "false",
     }
-    lines = ["[mutmut]"]
-    for name, values in settings.items():
-        lines += [f"{name}={values[0]}"] if len(values) == 1 else [f"{name}="]
-        lines += [f"    {value}" for value in values] if len(values) > 1 else []
-    (tree / "setup.cfg").write_text("\n".join(lines) + "\n")
+    with (tree / "setup.cfg").open("w", encoding="utf-8") as file:
+        settings.write(file)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from hypothesis import HealthCheck, given, seed, settings
@@ -37,6 +38,22 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+from fuzz.frames import attack
+from tests.laws import scheduler_machine, window_machine
+from tests.laws.allocator_model import AllocatorMachine
+from tests.laws.explore import configs, search
+from tests.laws.explore import mutants as explore_mutants
+from tests.laws.explore.actors import Actors
+from tests.laws.explore.state import LawError
+from tests.laws.lease_machine import LeaseMachine
+from tests.laws.liveness import explore as orders
+from tests.laws.liveness import mutants as liveness_mutants
+from tests.laws.liveness import world
+from tests.laws.liveness.cases import ONCE
+from tests.laws.radix_machine import POLICIES, RadixMachine
+from tests.support.sim_engines import SIZES, simulation
+from tests.support.sim_weights import weights_simulation
 
 Round = Callable[[int], Any]
 _QUIET = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
@@ -67,21 +84,7 @@ def machine_round(machine: type[RuleBasedStateMachine], number: int) -> None:
     run_state_machine_as_test(seed(number)(machine), settings=profile)
 
 
-def allocator(options: argparse.Namespace) -> Round:
-    from tests.laws.allocator_model import AllocatorMachine
-
-    return lambda number: machine_round(AllocatorMachine, number)
-
-
-def leases(options: argparse.Namespace) -> Round:
-    from tests.laws.lease_machine import LeaseMachine
-
-    return lambda number: machine_round(LeaseMachine, number)
-
-
 def radix(options: argparse.Namespace) -> Round:
-    from tests.laws.radix_machine import POLICIES, RadixMachine
-
     policies = [options.policy] if options.policy else POLICIES
 
     def play(number: int) -> None:
@@ -91,15 +94,7 @@ def radix(options: argparse.Namespace) -> Round:
     return play
 
 
-def windows(options: argparse.Namespace) -> Round:
-    from tests.laws.window_machine import run
-
-    return lambda number: run(number, num_turns=600)
-
-
 def scheduler(options: argparse.Namespace) -> Round:
-    from tests.laws.scheduler_machine import run
-
     def play(number: int) -> Counter[str]:
         counts: Counter[str] = Counter()
 
@@ -111,7 +106,7 @@ def scheduler(options: argparse.Namespace) -> Round:
         )
         def one_run(setup: bytes, spelling: list[bytes]) -> None:
             values = [int.from_bytes(step, "little") for step in spelling]
-            sim = run(int.from_bytes(setup, "little"), values)
+            sim = scheduler_machine.run(int.from_bytes(setup, "little"), values)
             counts.update({"runs": 1, "steps": sim.counts["steps"]})
             counts.update(sim.decode.scheduler.counters)
             counts.update({f"copies {what}": num for what, num in sim.copies.counts.items()})
@@ -141,19 +136,12 @@ def simulated(make: Callable[[int], Any]) -> Round:
 
 def mesh_pair(options: argparse.Namespace) -> Round:
     """Of 16 pairs 15 have a rank a side; of 64 one is audited after every step."""
-    from tests.support.sim_engines import SIZES, simulation
 
     def make(number: int) -> Any:
         sizes = SIZES[:1] if number % 16 else SIZES
         return simulation(number, sizes=sizes, audit_every=1 if number % 64 == 1 else 32)
 
     return simulated(make)
-
-
-def weights(options: argparse.Namespace) -> Round:
-    from tests.support.sim_weights import weights_simulation
-
-    return simulated(weights_simulation)
 
 
 def engine(options: argparse.Namespace) -> Round:
@@ -186,16 +174,11 @@ def engine(options: argparse.Namespace) -> Round:
 
 
 def liveness(options: argparse.Namespace) -> None:
-    from tests.laws.liveness import explore as orders
-    from tests.laws.liveness.cases import ONCE
-    from tests.laws.liveness.mutants import MUTANTS
-    from tests.laws.liveness.world import Case, run
-
     if options.mutants:
-        all_found((str(mutant), orders.find(mutant)) for mutant in MUTANTS)
+        all_found((str(mutant), orders.find(mutant)) for mutant in liveness_mutants.MUTANTS)
     elif options.case:
-        case = ONCE[options.case] if options.case in ONCE else Case.of(options.case)
-        print(dict(run(case, print).counters))
+        case = ONCE[options.case] if options.case in ONCE else world.Case.of(options.case)
+        print(dict(world.run(case, print).counters))
     else:
         profile = orders.long_profile(options.seed)
         counts = orders.explore(profile, time.monotonic() + options.seconds)
@@ -203,8 +186,6 @@ def liveness(options: argparse.Namespace) -> None:
 
 
 def frames(options: argparse.Namespace) -> None:
-    from fuzz.frames import attack
-
     try:
         attack(options.frames, options.seconds, options.seed)
     except BaseException:
@@ -223,16 +204,14 @@ def all_found(found: Iterable[tuple[str, Any]]) -> None:
 
 
 def explore(options: argparse.Namespace) -> None:
-    from tests.laws.explore.configs import WHOLE, config_of, needed
-    from tests.laws.explore.mutants import MUTANTS, find
-    from tests.laws.explore.state import LawError
-
     if options.mutants:
-        all_found((mutant.name, find(mutant)) for mutant in MUTANTS)
+        mutants = explore_mutants.MUTANTS
+        all_found((mutant.name, explore_mutants.find(mutant)) for mutant in mutants)
         return
-    configs = [config_of(options.config)] if options.config else needed(WHOLE)
+    named = options.config and [configs.config_of(options.config)]
+    chosen = named or configs.needed(configs.WHOLE)
     end_s = time.monotonic() + options.seconds
-    tasks = [(config, options.max_states, end_s) for config in configs]
+    tasks = [(config, options.max_states, end_s) for config in chosen]
     states = 0
     with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
         for config, found in pool.imap_unordered(_explored, tasks):
@@ -241,7 +220,7 @@ def explore(options: argparse.Namespace) -> None:
                 raise found
             print(found, flush=True)
             states += found.states
-    print(f"explore: {states:,} states of {len(configs)} configurations, no finding")
+    print(f"explore: {states:,} states of {len(chosen)} configurations, no finding")
 
 
 _tables: dict[Any, Any] = {}  # of this process, by what decides what control objects do
@@ -249,24 +228,25 @@ _tables: dict[Any, Any] = {}  # of this process, by what decides what control ob
 
 def _explored(task: tuple[Any, int, float]) -> tuple[Any, Any]:
     """In a process of its own."""
-    from tests.laws.explore.actors import Actors
-    from tests.laws.explore.search import explore as search
-    from tests.laws.explore.state import LawError
-
     config, max_states, end_s = task
     table = _tables.setdefault((config.prefill, config.decode, config.uses), Actors())
     try:
         left_s = max(0.0, end_s - time.monotonic())
-        return config, search(config, table, max_states=max_states, max_seconds=left_s)
+        return config, search.explore(config, table, max_states=max_states, max_seconds=left_s)
     except LawError as error:
         return config, error
 
 
-SEEDED = {
-    "allocator": allocator, "radix": radix, "leases": leases, "windows": windows,
-    "scheduler": scheduler, "mesh_pair": mesh_pair, "weights": weights,
+SEEDED: dict[str, Callable[[argparse.Namespace], Round]] = {
+    "allocator": lambda _: partial(machine_round, AllocatorMachine),
+    "radix": radix,
+    "leases": lambda _: partial(machine_round, LeaseMachine),
+    "windows": lambda _: partial(window_machine.run, num_turns=600),
+    "scheduler": scheduler,
+    "mesh_pair": mesh_pair,
+    "weights": lambda _: simulated(weights_simulation),
     "engine": engine,
-}  # fmt: skip
+}
 WHOLE = {"liveness": liveness, "explore": explore, "frames": frames}
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import importlib.util
 import os
 import pathlib
 import re
@@ -22,8 +21,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from queue import SimpleQueue
+from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -78,17 +79,9 @@ MUTANTS = (
     ),
     Mutant(
         "4", "a match is locked after its pages were evicted for it", "PageManager.open",
-        ("                lock = self.cache.lock_at(match, place, now_s, visit)\n"
-         "            if start is not None:\n"
-         "                self.groups.open(row, start, self.saves.make_room)\n"
-         "            new = self._take(num_new_pages, now_s)\n"),
-        ("                pass\n"
-         "            if start is not None:\n"
-         "                self.groups.open(row, start, self.saves.make_room)\n"
-         "            new = self._take(num_new_pages, now_s)\n"
-         "            if match is not None:\n"
-         "                lock = self.cache.lock_at(match, self.cache.locate(match), now_s, "
-         "visit)\n"),
+        "lock = self.cache.lock_at(match, place, now_s, visit)",
+        ("self.allocator.free(self._take(num_new_pages, now_s)); "
+         "lock = self.cache.lock_at(match, self.cache.locate(match), now_s, visit)"),
         "test_a_match_is_locked_before_pages_are_evicted_for_what_it_lacks",
     ),
     Mutant(
@@ -166,7 +159,7 @@ MUTANTS = (
     Mutant(
         "12", "a page has two checksums, and another none", "PageLooks._spans",
         "if summed.any():", "if False:",
-        ("test_each_page_has_one_checksum_of_each_writer"),
+        "test_each_page_has_one_checksum_of_each_writer",
     ),
     Mutant(
         "12", "what was scattered is not looked at", "StagingCopies.scatter",
@@ -199,10 +192,9 @@ MUTANTS = (
     ),
     Mutant(
         "T2", "a load lets go of what it reads", "HostTier.load",
-        "        self._order(True, key, end - num_pages, src, device_pages, host_lock, None)",
-        ("        self.cache.unlock(host_lock)\n"
-         "        host_lock = self.cache.pin(self.cache.match_prefix(key.prefix(0)), now_s)\n"
-         "        self._order(True, key, end - num_pages, src, device_pages, host_lock, None)"),
+        "src = host_lock.pages[-num_pages:]",
+        ("src = host_lock.pages[-num_pages:]; self.cache.unlock(host_lock); "
+         "host_lock = self.cache.pin(self.cache.match_prefix(key.prefix(0)), now_s)"),
         "test_what_comes_from_host_memory_is_what_was_written",
     ),
     Mutant(
@@ -368,28 +360,23 @@ def mutated(tree: pathlib.Path, mutant: Mutant) -> tuple[pathlib.Path, str]:
         if mutant.old not in text:
             continue
         lines = text.splitlines(keepends=True)
-        for first, last in lines_of(ast.parse(text), mutant.function):
-            source = "".join(lines[first - 1 : last])
-            if source.count(mutant.old) == 1:
+        for name, first, end in functions(ast.parse(text)):
+            source = "".join(lines[first:end])
+            if name == mutant.function and source.count(mutant.old) == 1:
                 source = source.replace(mutant.old, mutant.new)
-                found.append((path, "".join([*lines[: first - 1], source, *lines[last:]])))
+                found.append((path, "".join([*lines[:first], source, *lines[end:]])))
     if len(found) != 1:
         raise LookupError(f"{len(found)} functions {mutant.function} have {mutant.old!r} once")
     return found[0]
 
 
-def lines_of(node: ast.AST, name: str) -> list[tuple[int, int]]:
-    """Return first and last line of each function of this qualified name."""
-    head, _, rest = name.partition(".")
-    found = []
+def functions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, int, int]]:
+    """Yield the qualified name of each function, and the range of its lines, from 0 on."""
     for child in ast.iter_child_nodes(node):
-        if getattr(child, "name", None) != head:
-            continue
-        if rest:
-            found += lines_of(child, rest)
-        elif isinstance(child, ast.FunctionDef) and child.end_lineno is not None:
-            found.append((child.lineno, child.end_lineno))
-    return found
+        if isinstance(child, ast.FunctionDef):
+            yield prefix + child.name, child.lineno - 1, child.end_lineno or 0
+        elif isinstance(child, ast.ClassDef):
+            yield from functions(child, f"{prefix}{child.name}.")
 
 
 def find_test(tree: pathlib.Path, test: str) -> str:
@@ -420,22 +407,17 @@ def pytest(tree: pathlib.Path, tests: list[str], patience_s: float) -> tuple[int
     return ended.returncode, ended.stdout + ended.stderr
 
 
-def found_by_test(tree: pathlib.Path, mutant: Mutant) -> str:
-    """Return "" if the test fails with the mutant; else what happened."""
+def found_by_test(whole: pathlib.Path, mutant: Mutant) -> str:
+    """Return "" if the test fails with the mutant in a copy of a tree; else what happened."""
     try:
-        test = find_test(tree, mutant.test)
-        path, text = mutated(tree, mutant)
+        test = find_test(whole, mutant.test)
+        path, text = mutated(whole, mutant)
     except LookupError as error:
         return f"NOT TRIED: {error}"
-    before = path.read_bytes()
-    try:
-        # Python takes a compiled file for the present one by its time and size alone.
-        pathlib.Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
-        path.write_text(text, encoding="utf-8")
+    with tempfile.TemporaryDirectory(prefix="prefixkv-mutant-") as folder:
+        tree = copy_of(whole, pathlib.Path(folder))
+        (tree / path.relative_to(whole)).write_text(text, encoding="utf-8")
         status, said = pytest(tree, [test], PATIENCE_S)
-    finally:
-        path.write_bytes(before)
-        pathlib.Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
     if status in (1, None):
         return ""
     if status == 0:
@@ -444,13 +426,11 @@ def found_by_test(tree: pathlib.Path, mutant: Mutant) -> str:
 
 
 def copy_of(tree: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
-    """Copy what tests need of a tree."""
+    """Copy what tests need of a tree, compiled files too: Python takes one for the present one by
+    the time and size of its source, and a mutant has another time."""
     for name in COPIED:
-        source, target = tree / name, folder / name
-        if source.is_dir():
-            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
-        elif source.exists():
-            shutil.copy(source, target)
+        copy = shutil.copytree if (tree / name).is_dir() else shutil.copy2
+        copy(tree / name, folder / name)
     return folder
 
 
@@ -458,42 +438,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", type=int, action="append", help="number of a mutant; repeatable")
+    parser.add_argument(
+        "--only", type=int, action="append", choices=range(1, len(MUTANTS) + 1), metavar="NUMBER",
+        help="of a mutant; repeatable",
+    )  # fmt: skip
     parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args()
-    chosen = [
-        (number, mutant)
-        for number, mutant in enumerate(MUTANTS, 1)
-        if not args.only or number in args.only
-    ]
+    numbered = dict(enumerate(MUTANTS, 1))
+    chosen = {number: numbered[number] for number in args.only or numbered}
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="prefixkv-mutants-") as folder:
-        copies: SimpleQueue[pathlib.Path] = SimpleQueue()
-        for number in range(args.processes):
-            copies.put(copy_of(ROOT, pathlib.Path(folder) / str(number)))
-        tree = pathlib.Path(folder) / "0"
+        whole = copy_of(ROOT, pathlib.Path(folder))
         tests = set()
-        for _, mutant in chosen:
-            try:
-                tests.add(find_test(tree, mutant.test))
-            except LookupError as error:
-                print(f"{mutant.what}: {error}")
-        status, said = pytest(tree, sorted(tests), 10 * PATIENCE_S)
+        for mutant in chosen.values():
+            with suppress(LookupError):  # said with the mutant
+                tests.add(find_test(whole, mutant.test))
+        status, said = pytest(whole, sorted(tests), 10 * PATIENCE_S)
         if status != 0:
             print(f"without any mutant the tests fail ({status})\n{said[-3000:]}")
             return 2
-
-        def tried(mutant: Mutant) -> str:
-            copy = copies.get()
-            try:
-                return found_by_test(copy, mutant)
-            finally:
-                copies.put(copy)
-
         with ThreadPoolExecutor(args.processes) as pool:
-            ends = pool.map(tried, [mutant for _, mutant in chosen])
             missed = 0
-            for (number, mutant), end in zip(chosen, ends, strict=True):
+            ends = pool.map(partial(found_by_test, whole), chosen.values())
+            for (number, mutant), end in zip(chosen.items(), ends, strict=True):
                 missed += bool(end)
                 print(f"{number:>2}  {mutant.law:<6}{mutant.what:<56}{end or 'found'}", flush=True)
     print(f"{len(chosen) - missed} of {len(chosen)} found in {time.monotonic() - began_s:.0f} s")

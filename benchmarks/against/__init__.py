@@ -29,7 +29,7 @@ import numpy as np
 
 from benchmarks.against.today import CALLS, PAIRS, Order, Seconds
 from benchmarks.pair import turn_about
-from benchmarks.report import ROOT, tell, write
+from benchmarks.report import ROOT, told, write
 from prefixkv.errors import ConfigError, InternalError
 
 FROZEN: Final = Path(__file__).with_name("driver_76518cc8.py")
@@ -259,9 +259,7 @@ def against_command(commit: str, plan: Plan, json_file: Path | None) -> None:
     """Compare, print and write the figures. Raises InternalError if a part failed."""
     theirs, ours = commit_of(commit), commit_of("HEAD")
     rows, failed = compare(theirs, plan)
-    found = [row.as_json() for row in rows]
-    for row in found:
-        tell(row)
+    found = told(row.as_json() for row in rows)
     write(
         json_file, f"sched --against {commit}", found, failed=failed,
         statistic="medians over rounds of a round's P50 or P99, and of the ratio within a round; "

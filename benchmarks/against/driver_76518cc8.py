@@ -1,23 +1,20 @@
 """The old side of `sched --against`: measures the parts that it is told, with the code of 76518cc8.
 
 Frozen. It runs as a file with PYTHONPATH set to the old tree, and imports only that tree's names
-and `full_hit.py`, so it works whatever is renamed in this one. It serves every commit that has no
-`benchmarks/against/today.py` of its own. It answers each order with the seconds of single calls, by
-name; the names are those of `today.py`.
+and what lies beside it (`today.py`, `full_hit.py`), so it works whatever is renamed in this one. It
+serves every commit that has no `benchmarks/against/today.py` of its own. It answers each order with
+the seconds of single calls, by name; the names are those of `today.py`.
 """
 
 from __future__ import annotations
 
 import importlib
-import os
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 Seconds = dict[str, list[float]]
 
@@ -29,15 +26,9 @@ POLICIES = ("lru", "adaptive")
 BLOCKS = (1000, 3000)  # of the pool, of 512 tokens
 
 
-class Order(NamedTuple):
-    """What to measure. `cpu`: calls of one thread by its processor time, not on the wall."""
-
-    part: str
-    calls: int
-    seed: int = 0
-    policy: str | None = None
-    quick: bool = False
-    cpu: bool = False
+sys.path.append(str(Path(__file__).parent))
+today: Any = importlib.import_module("today")
+Order: TypeAlias = Any  # of `today`
 
 
 def own(module: str) -> Any:
@@ -309,33 +300,8 @@ def caches(cold: bool) -> Iterator[None]:
 
 def full_hit(order: Order) -> Seconds:
     """Measure a prompt that both sides have, over NIXL, from decode's `add` to its commit."""
-    sys.path.append(str(Path(__file__).parent))  # beside this file: the same for both sides
     result: Seconds = importlib.import_module("full_hit").measure(own("pair").run_pair, order.quick)
     return result
-
-
-def goodput(order: Order) -> Seconds:
-    """Measure transfers of a small and of a large request over NIXL, pages as in a fresh pool."""
-    module = own("transfer")
-    small = module.replace(
-        module.Transfer("page_major", "fresh"), tokens=256, num_layers=8, num_kv_heads=2,
-        head_dim=64, repeats=40, patience_s=0.0,
-    )  # fmt: skip
-    large = module.Transfer("page_major", "fresh", patience_s=0.0)
-    if order.quick:
-        large = module.small("page_major", "fresh")
-    return {
-        f"goodput, {which}": module.run_pair(sends, module.prefill_side, case)
-        for which, case in (("small", small), ("large", large))
-    }
-
-
-def sends(pipe: Connection, _watch: Any, case: Any) -> list[float]:
-    """On decode: return the seconds that a MiB of each transfer took."""
-    with own("transfer").decode_of(pipe, case) as (decode, _pool):
-        took_s = [decode.take("stack", room) for room in range(case.warm_up + case.repeats)]
-        pipe.send(None)
-    return [one / (case.num_bytes / 2**20) for one in took_s[case.warm_up :]]
 
 
 CALLS = {
@@ -345,27 +311,7 @@ CALLS = {
         crowd,
     )
 }  # fmt: skip
-PAIRS = {one.__name__: one for one in (full_hit, goodput)}
-
-
-def main() -> None:
-    pipe, tree = Connection(int(sys.argv[1])), Path(sys.argv[2]).resolve()
-    imported = Path(importlib.import_module("prefixkv").__file__ or "").resolve()
-    if tree not in imported.parents:
-        sys.exit(f"prefixkv comes from {imported}, not from {tree}")
-    cores = sorted(os.sched_getaffinity(0))
-    while True:
-        try:
-            order = Order(*pipe.recv())
-        except EOFError:
-            return
-        # Calls of one thread are measured on one core, the same for all sides. Pairs choose theirs.
-        os.sched_setaffinity(0, cores if order.part in PAIRS else cores[-1:])
-        try:
-            pipe.send((True, {**CALLS, **PAIRS}[order.part](order)))
-        except Exception:
-            pipe.send((False, traceback.format_exc()))
-
+PAIRS: dict[str, Callable[[Order], Seconds]] = {"full_hit": full_hit, "goodput": today.goodput}
 
 if __name__ == "__main__":
-    main()
+    today.main(lambda order: {**CALLS, **PAIRS}[order.part](order))

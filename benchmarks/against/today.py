@@ -82,7 +82,8 @@ def sends(pipe: Connection, _watch: Any, case: Any) -> list[float]:
 PAIRS: dict[str, Callable[[Order], Seconds]] = {"full_hit": full_hit, "goodput": goodput}
 
 
-def main() -> None:
+def main(measure: Callable[[Order], Seconds]) -> None:
+    """Answer orders until the other end of the pipe is closed."""
     pipe, tree = Connection(int(sys.argv[1])), Path(sys.argv[2]).resolve()
     imported = Path(importlib.import_module("prefixkv").__file__ or "").resolve()
     if tree not in imported.parents:
@@ -96,10 +97,10 @@ def main() -> None:
         # Calls of one thread are measured on one core, the same for all sides. Pairs choose theirs.
         os.sched_setaffinity(0, cores if order.part in PAIRS else cores[-1:])
         try:
-            pipe.send((True, PAIRS.get(order.part, call)(order)))
+            pipe.send((True, measure(order)))
         except Exception:
             pipe.send((False, traceback.format_exc()))
 
 
 if __name__ == "__main__":
-    main()
+    main(lambda order: PAIRS.get(order.part, call)(order))

@@ -23,13 +23,14 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from benchmarks.own_compute.queues import Queues, RequestTokens, Served, Speeds, prefill_workers
-from benchmarks.report import tell, write
+from benchmarks.report import tell, told, write
 from benchmarks.workloads import mix
 from prefixkv.cli.replay import RequestHits, Trace, read_trace, replay_policy
 from prefixkv.cli.replay.trace import footprint
@@ -244,12 +245,11 @@ def play_traces(paths: Sequence[Path], json_file: Path | None) -> None:
     for name, path in zip(("agents", "conversation"), paths, strict=True):
         _TRACES[name] = replace(read_trace(path), bytes_per_token=TOKEN_BYTES)
     _TRACES["mix"] = _mixed(_TRACES["conversation"], _TRACES["agents"])
-    rows = []
-    for is_held_out, cases in ((False, TUNED), (True, HELD_OUT)):
-        for case in cases:
-            for with_host in (False, True):
-                rows.append({"held_out": is_held_out, **measure(case, with_host)})
-                tell(rows[-1])
+    rows = told(
+        {"held_out": is_held_out, **measure(case, with_host)}
+        for is_held_out, cases in ((False, TUNED), (True, HELD_OUT))
+        for case, with_host in product(cases, (False, True))
+    )
     kinds = {
         "agents": [row for row in rows if not row["held_out"]],
         "held out": [row for row in rows if row["held_out"]],

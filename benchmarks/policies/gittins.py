@@ -89,16 +89,14 @@ class Gittins(GhostPolicy):
         return self._last_use(use, None)
 
     def marks_of_new(self, use: Use, found: list[Ghost]) -> Sequence[tuple[int, LastUse]]:
-        """Return the gittins policy's marks of an insertion, the same where the new pages begin and
-        end; `found` are the ghosts of its new pages."""
+        """The same where the new pages begin and end; `found` are the ghosts of its new pages."""
         mark = self._last_use(use, found)
         # A mark where the new pages begin as well: this use passed there, so a later use that ends
         # there does not continue an older one.
         return ((use.old_pages, mark), (use.num_pages, mark))
 
     def _last_use(self, use: Use, found: list[Ghost] | None) -> LastUse:
-        """Return the gittins policy's mark of a use; `found` are the ghosts beyond its old pages,
-        None: not looked up."""
+        """`found` are the ghosts beyond its old pages, None: not looked up."""
         before: LastUse | None = use.before
         # A later use of a request has the class of the first, which was counted.
         if not use.visit and before is not None:
@@ -112,8 +110,8 @@ class Gittins(GhostPolicy):
         return LastUse(use.tick, use.now_s, kind, turn, end)
 
     def _begin(self, use: Use, found: list[Ghost]) -> tuple[int, int, bool]:
-        """Count the first use of a request in the gittins policy's tables; it may continue another.
-        Return its class, its turn, and whether it has an end."""
+        """Count the first use of a request, which may continue another. Return its class, its turn,
+        and whether it has an end."""
         last, new_pages = self.goes_on(use, found)
         turn = 1
         if last is not None:
@@ -126,7 +124,6 @@ class Gittins(GhostPolicy):
         return kind, turn, has_end
 
     def _kind(self, turn: int, new_pages: int) -> int:
-        """Return the gittins policy's class of a use by its turn and new pages."""
         turns = sum(turn > last for last in TURNS)
         return turns * SIZES + sum(new_pages > most for most in self._new_pages)
 
@@ -139,8 +136,7 @@ class Gittins(GhostPolicy):
         return _GittinsQueue(self)
 
     def evicted(self, node: TreeNode, num_pages: int) -> None:
-        """Leave ghosts of the pages. Path ends that are forgotten for them count as losses in the
-        gittins policy's tables."""
+        """Leave ghosts of the pages. Path ends that are forgotten for them count as losses."""
         for ghost in self.add_ghosts(node, num_pages):
             last: LastUse = ghost[0]
             self.tables.lost(last.kind, self.tables.now_s - last.now_s)
@@ -173,8 +169,7 @@ class _GittinsQueue(LeafOrders):
         return chosen
 
     def rank_at(self, leaf: TreeNode, now_s: float) -> LeafRank:
-        """Return a leaf's rank for the gittins policy, (worth, True if newer ones go first,
-        +-tick): lowest first, at this time only."""
+        """Return (worth, True if newer ones go first, +-tick): lowest first, at this time only."""
         tick, used_s, kind, _, _ = leaf.mark
         tables = self._tables
         place = bin_of(now_s - used_s)

@@ -23,7 +23,7 @@ from typing import Annotated, Any, Final, TypeVar
 import typer
 
 from benchmarks.pair import WorkerError, run_pair
-from benchmarks.report import JsonFile, Row, check_outputs, tell, write
+from benchmarks.report import JsonFile, Row, check_outputs, told, write
 from benchmarks.turns.options import LOAD_FRACTION, PassPlan, StandInOptions
 from benchmarks.turns.report import Measured
 from benchmarks.turns.workers import SWITCH_INTERVAL_S, RunPass, decode_side, prefill_side
@@ -90,13 +90,8 @@ def unequal(quick: bool) -> Iterator[tuple[Row, StandInOptions]]:
             }, options  # fmt: skip
 
 
-def told(run_pass: RunPass) -> list[Row]:
-    """All passes, each told of when it has ended."""
-    rows = []
-    for row in passes(run_pass):
-        rows.append(row)
-        tell(row)
-    return rows
+def all_passes(run_pass: RunPass) -> list[Row]:
+    return told(passes(run_pass))
 
 
 def both(run_pass: RunPass) -> Row:
@@ -133,15 +128,12 @@ def turns(
 ) -> int:
     """Hit rate by turn, bytes and first tokens of conversations, every byte verified."""
     check_outputs(json_file)
-    rows: list[Row] = []
     if unequal_ranks:
-        for case, options in unequal(quick):
-            rows.append(case | verified(options))
-            tell(rows[-1])
+        rows = told(case | verified(options) for case, options in unequal(quick))
     else:
         sizes: dict[str, Any] = {"seed": seed, "layers": layers, "policy": policy}
         options = StandInOptions(**sizes | (SMALL if quick else {}))
-        rows = played(options, told)
+        rows = played(options, all_passes)
     wrong = [complaint for row in rows for complaint in row["wrong"]]
     pages = sum(row["pages_verified"] for row in rows)
     print(f"{len(rows)} rows, {pages} pages verified, {len(wrong)} things wrong")

@@ -132,7 +132,6 @@ def small_vocabulary() -> Vocabulary:
 
 async def play(
     workers: ModelWorkers, decode: str, workload: Workload, spell: Vocabulary, salt: str,
-    ignore_end: bool = False,
     on_answer: Callable[[int, int, ChatAnswer], object] = lambda *_: None,
 ) -> Played:  # fmt: skip
     """Play all conversations at once against one decode worker; a turn is sent as soon as the turn
@@ -150,7 +149,7 @@ async def play(
         for at, turn in enumerate(turns):
             conversation += spell(turn, at == 0)
             rid = f"{salt}.{number}.{at}"
-            answer = await workers.ask(decode, rid, conversation, turn.output_len, salt, ignore_end)
+            answer = await workers.ask(decode, rid, conversation, turn.output_len, salt)
             answers.append(answer)
             conversation += answer.tokens
             on_answer(number, at, answer)

@@ -110,9 +110,7 @@ class Tier:
         self.cache = RadixCache(page_size=trace.page_size, policy=policy)
         self.capacity, self._makes_room = capacity, makes_room
         self.loads = self.loaded_blocks = self.written_blocks = 0
-        # Page ids: `_free` first, then new ones.
-        self._free: list[int] = []
-        self._next_page = 0
+        self._next_page = 0  # its id; no id is used twice
 
     def lock(self, key: RadixKey, now_s: float, visit: bool | None = None) -> PrefixLock:
         return self.cache.lock(self.cache.match_prefix(key), now_s, visit=visit)
@@ -124,23 +122,15 @@ class Tier:
         missing = (len(key) - lock.prefix_len) // self.cache.page_size
         if self._makes_room:
             self.trim(now_s, missing)
-        while len(self._free) < missing:
-            self._free.append(self._next_page)
-            self._next_page += 1
-        # The ids used come off the end of `_free` only once they are inserted.
-        cut = len(self._free) - missing
-        pages = np.array(self._free[cut:], np.int32)
-        inserted = self.cache.insert(
-            key, pages, now_s=now_s, visit=visit, lock=lock, extend_lock=True
-        )
-        del self._free[cut:]
-        return inserted
+        pages = np.arange(self._next_page, self._next_page + missing, dtype=np.int32)
+        self._next_page += missing
+        return self.cache.insert(key, pages, now_s=now_s, visit=visit, lock=lock, extend_lock=True)
 
     def trim(self, now_s: float, more: int = 0) -> None:
         """Evict what is over the capacity, or would be with `more` blocks."""
         over = self.cache.num_pages + more - self.capacity
         if over > 0:
-            self._free += self.cache.evict(over, now_s).tolist()
+            self.cache.evict(over, now_s)
 
     def begin(self, key: RadixKey, now_s: float) -> int:
         """Return the number of blocks here of a prompt. Counts as its use."""

@@ -27,8 +27,8 @@ class Workers:
     def __init__(self, fails_at=None):
         self.asked, self.fails_at, self.open = [], fails_at, 0
 
-    async def ask(self, decode, rid, prompt, num, salt, ignore_end):
-        self.asked.append((decode, rid, tuple(prompt), num, salt, ignore_end))
+    async def ask(self, decode, rid, prompt, num, salt):
+        self.asked.append((decode, rid, tuple(prompt), num, salt))
         self.open += 1
         try:
             for _ in range(3):
@@ -50,12 +50,12 @@ def test_a_prompt_is_all_that_was_said():
         return [token % 10 + 10 for token in run.tokens().tolist()]
 
     workers = Workers()
-    played = asyncio.run(play(workers, "d", Workload((turns,)), WORDS, "s", ignore_end=True))
+    played = asyncio.run(play(workers, "d", Workload((turns,)), WORDS, "s"))
     first = [1, *words(system), 4, 2, *words(users[0]), 4, 3]
     second = [*first, 13, 13, 2, *words(users[1]), 4, 3]
     assert workers.asked == [
-        ("d", "s.0.0", tuple(first), 2, "s", True),
-        ("d", "s.0.1", tuple(second), 3, "s", True),
+        ("d", "s.0.0", tuple(first), 2, "s"),
+        ("d", "s.0.1", tuple(second), 3, "s"),
     ]
     assert [answer.tokens for answer in played.all()] == [[13, 13], [22, 22, 22]]
 
