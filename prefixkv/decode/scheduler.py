@@ -349,6 +349,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             if is_asked := flight.room_key in self.prefill.open:
                 self._fail_room(flight, error, error)
         elif is_asked and req is not None:
+            if req.state is DecodeState.QUEUED:  # it may have come, and the answer was lost
+                self._refuse_waiting(req, error)
             self._try_again(req, error)
         self._tell()
         return is_asked
