@@ -336,8 +336,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         """Note that a request could not be brought to its prefill worker, so it need not wait for a
         deadline.
 
-        It is tried again, computed here, or fails, as `DecodeConfig.failure_policy` says. Returns
-        False if nothing is asked of prefill for it, or no more.
+        It is tried again, computed here, or fails, as `DecodeConfig.failure_policy` says; that
+        worker is told, since the request may have come there all the same. Returns False if nothing
+        is asked of prefill for it, or no more.
         """
         check_reason(reason)
         self._pump()
