@@ -179,6 +179,7 @@ def _check_namespace(namespace: Hashable) -> None:
     """Raise RequestError for a namespace that a dictionary would not find again: a list, NaN."""
     if namespace is None:
         return
+    check_size(namespace)  # first, since all that follows visits each part of it
     # `==` of an array raises ValueError where a truth value is needed, that of a tensor
     # RuntimeError, as does one without end.
     try:
@@ -190,7 +191,6 @@ def _check_namespace(namespace: Hashable) -> None:
         raise RequestError(
             f"namespace is {shown_namespace(namespace)}, it has to be hashable and equal to itself"
         )
-    check_size(namespace)
 
 
 def check_session(session: object, namespace: Hashable) -> None:

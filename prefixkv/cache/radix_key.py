@@ -150,7 +150,7 @@ def pack(tokens: TokensLike) -> bytes:
     if (detach := getattr(tokens, "detach", None)) is not None:
         try:
             return _pack_array(detach().cpu().numpy())
-        except TypeError as error:  # a dtype that numpy has not
+        except (TypeError, NotImplementedError) as error:  # numpy has no such dtype; no data
             raise TokenError(
                 f"a {type(tokens).__name__} is no sequence of tokens: {error}"
             ) from None
@@ -317,6 +317,7 @@ def _as_int(value: Any) -> int:
 
 MAX_NAMESPACE_BYTES: Final = 64 << 10
 """Limit for all texts of one namespace together: it is kept for as long as KV of it is."""
+MAX_NAMESPACE_DEPTH: Final = 64
 
 _SHORT_CHARS: Final = 256
 
@@ -335,20 +336,24 @@ def shortened(text: str) -> str:
 
 
 def check_size(namespace: Hashable) -> None:
-    """Raise RequestError for more than `MAX_NAMESPACE_BYTES` of texts or bytes."""
-    if (size := _size(namespace)) > MAX_NAMESPACE_BYTES:
-        raise RequestError(
-            f"namespace has {size} characters, at most {MAX_NAMESPACE_BYTES} are taken: a digest "
-            "does as well"
-        )
+    """Raise RequestError for more than `MAX_NAMESPACE_BYTES` of texts or bytes, or tuples in more
+    than `MAX_NAMESPACE_DEPTH` others, which Python itself hashes without a limit to its stack."""
+    size, depth, level = 0, 0, [namespace]
+    while level:
+        if (size := size + sum(map(_size, level))) > MAX_NAMESPACE_BYTES:
+            raise RequestError(
+                f"namespace has {size} characters, at most {MAX_NAMESPACE_BYTES} are taken: a "
+                "digest does as well"
+            )
+        if (depth := depth + 1) > MAX_NAMESPACE_DEPTH:
+            raise RequestError(f"namespace has tuples {depth} deep, {MAX_NAMESPACE_DEPTH} at most")
+        level = [part for one in level if isinstance(one, tuple) for part in one]
 
 
-def _size(namespace: object) -> int:
-    if isinstance(namespace, str | bytes):
-        return len(namespace)
-    if isinstance(namespace, tuple):
-        return len(namespace) + sum(map(_size, namespace))
-    return (namespace.bit_length() // 8) if isinstance(namespace, int) else 0
+def _size(part: object) -> int:
+    if isinstance(part, str | bytes | tuple):
+        return len(part)
+    return (part.bit_length() // 8) if isinstance(part, int) else 0
 
 
 def _is_name(text: object) -> bool:

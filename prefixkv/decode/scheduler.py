@@ -336,8 +336,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         """Note that a request could not be brought to its prefill worker, so it need not wait for a
         deadline.
 
-        It is tried again, computed here, or fails, as `DecodeConfig.failure_policy` says. Returns
-        False if nothing is asked of prefill for it, or no more.
+        It is tried again, computed here, or fails, as `DecodeConfig.failure_policy` says; that
+        worker is told, since the request may have come there all the same. Returns False if nothing
+        is asked of prefill for it, or no more.
         """
         check_reason(reason)
         self._pump()
@@ -349,6 +350,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             if is_asked := flight.room_key in self.prefill.open:
                 self._fail_room(flight, error, error)
         elif is_asked and req is not None:
+            if req.state is DecodeState.QUEUED:  # it may have come, and the answer was lost
+                self._refuse_waiting(req, error)
             self._try_again(req, error)
         self._tell()
         return is_asked

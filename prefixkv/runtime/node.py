@@ -14,7 +14,7 @@ import msgspec
 
 from prefixkv.cache.events import EventBatch, Listener
 from prefixkv.config import DecodeConfig, PageOptions, PrefillConfig, organs_of
-from prefixkv.errors import CallerError, ConfigError, shown
+from prefixkv.errors import CallerError, ConfigError, UserErrors, shown
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
@@ -126,10 +126,9 @@ class Node(OfTransfers, PagedScheduler[Req, Command], Generic[Req, Command, E]):
 
     def _observe(self, timeline: Callable[[Any, int, int], dict[str, Any]]) -> None:
         layout, pages = self.pool.layout, self.pages
-        pages.errors.say = _log.error
-        self._request_log = RequestLog(
-            self.peer_id, lambda req: timeline(req, layout.page_bytes, layout.page_size)
-        )
+        errors, sizes = pages.errors, (layout.page_bytes, layout.page_size)
+        errors.say = _log.error
+        self._request_log = RequestLog(self.peer_id, errors, lambda req: timeline(req, *sizes))
         self.journal.on_ended.append(self._request_log)
         # A scheduler by itself, and pages, have no clock.
         pages.clock, self.evictions = time.perf_counter, pages.evictions
@@ -408,12 +407,14 @@ class RequestLog:
     `decode/request.py` and `prefill/request.py` say what each field is. The log record has it as
     `request`.
 
-    Each of `listeners` gets every record, and when its request arrived, by `time.monotonic`.
+    Each of `listeners` gets a copy of every record, and when its request arrived, by
+    `time.monotonic`. `errors` takes what a listener raises.
     """
 
-    def __init__(self, me: PeerId, timeline: Callable[[Any], dict[str, Any]]) -> None:
-        self._me = me
-        self._timeline = timeline
+    def __init__(
+        self, me: PeerId, errors: UserErrors, timeline: Callable[[Any], dict[str, Any]]
+    ) -> None:
+        self._me, self._errors, self._timeline = me, errors, timeline
         self.listeners: list[Callable[[dict[str, Any], float], object]] = []
 
     def __call__(self, req: Any, now_s: float) -> None:
@@ -428,9 +429,12 @@ class RequestLog:
             # Requests have the monotonic clock; an operator wants the time of day.
             "arrived_at": round(time.time() - (now_s - req.arrived_s), 6),
         }
-        # Listeners first: a handler of the logger that raises is one of the user's.
+        # What a listener does, and a handler of the logger, which comes last, costs no other any.
         for listener in self.listeners:
-            listener(record, req.arrived_s)
+            try:
+                listener(record.copy(), req.arrived_s)
+            except Exception as error:
+                self._errors.caught(error)
         if is_logged:
             _request_log.info("%s", json.dumps(record), extra={"request": record})
 

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.errors import PageStateError, RequestError, TokenError
@@ -49,6 +50,7 @@ def test_the_namespace_is_the_keys() -> None:
         (np.array([[1]]), "shape"),
         (np.array([-1], np.int32), "-1"),
         (5, "int"),
+        (torch.empty(3, dtype=torch.int64, device="meta"), "no data"),
     ],
 )
 def test_what_is_no_token_is_named(tokens: Any, text: str) -> None:
@@ -164,6 +166,16 @@ def test_a_namespace_is_bounded(namespace: object) -> None:
     with pytest.raises(RequestError, match="at most 65536 are taken"):
         Request("r", [1, 2], room=1, namespace=namespace)
     Request("r", [1, 2], room=1, namespace=("lora", "x" * 1024, ("image", 0, 500)))
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_tuples_in_tuples_of_a_namespace_are_bounded(width: int) -> None:
+    """Python hashes them on its stack, without a limit; and all of them, where two share parts."""
+    namespace: Any = ("x",) * width
+    for _ in range(3_000):
+        namespace = (namespace,) * width
+    with pytest.raises(RequestError, match=r"64 at most|at most 65536"):
+        Request("r", [1, 2], room=1, namespace=namespace)
 
 
 def rows_of(rng: np.random.Generator, num: int) -> list[np.ndarray]:

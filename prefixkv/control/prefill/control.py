@@ -572,7 +572,9 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
                 raise ProtocolError(f"{peer.num_parked} {why}")
         except ProtocolError as error:
             self._refuse_promise(peer, promise, error, now_s)
-            raise
+            if error.__cause__ is None:  # else it has crossed the end of what it is about
+                raise
+            return
         # Accepted: from here on nothing is refused. The number is in use again.
         self._tombs.meet_request(key, b"")
         room = room or self._rooms.new(key, now_s)

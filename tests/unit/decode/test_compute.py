@@ -524,6 +524,16 @@ def test_without_the_policy_a_prompt_that_did_not_reach_prefill_fails_at_once() 
     assert str(waits.error) == "no route"
 
 
+def test_prefill_is_told_of_what_is_given_up_before_its_promise() -> None:
+    """It may have come there after all, and only the answer was lost."""
+    desk = Alone(below=7, ask="both")
+    req = desk.add("b", 8)
+    desk.commands()
+    assert desk._checked(desk.scheduler.give_up_prefill("b", "no route"))
+    digest = req.request.digest
+    assert desk.commands() == [RefuseRoom(req.room_key, 1, "p", "no route", digest)]
+
+
 def test_a_request_may_name_no_prefill_worker_where_decode_carries_on() -> None:
     desk = Alone(fails_over=True, below=0, workers=Workers(gated=True))
     req = desk.admitted("a", prefill="")

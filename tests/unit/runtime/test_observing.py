@@ -264,6 +264,26 @@ def test_a_listener_gets_records_where_the_log_is_off_and_what_it_raises_is_coun
     assert pair.decode.stats()["user_errors"] == 1
 
 
+def test_a_listener_costs_the_next_one_and_the_log_nothing(
+    pair: NodePair, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard: list[str] = []
+
+    def takes_it_apart(record: dict[str, Any], arrived_s: float) -> None:
+        record.clear()
+        raise ValueError("of the listener")
+
+    pair.decode.on_ended(takes_it_apart)
+    pair.decode.on_ended(lambda record, _: heard.append(record["rid"]))
+    submit(pair, "a", tokens_of(1, 40))
+    with caplog.at_level(logging.INFO, logger="prefixkv.requests"):
+        with pytest.raises(ValueError, match="of the listener"):
+            pair.run("a")
+        pair.run("a")
+    logged = {json.loads(record.getMessage())["side"] for record in caplog.records}
+    assert (heard, logged) == (["a"], {"decode", "prefill"})
+
+
 def test_every_counter_is_in_the_stats_from_the_start(pair: NodePair) -> None:
     """Also one that the source counts somewhere and nobody has listed."""
     named = re.compile(r'counters\["(\w+)"\]')

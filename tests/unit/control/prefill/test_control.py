@@ -585,6 +585,20 @@ def test_a_promise_without_the_digest_of_the_prompt_is_for_another(digest: bytes
     assert outcome.code is FailureCode.PROMPT_MISMATCH
 
 
+@pytest.mark.parametrize("how", ["its request has ended", "it is of other weights"])
+def test_a_promise_that_crosses_what_ends_it_is_answered_and_counts_as_no_dropped_frame(
+    how: str,
+) -> None:
+    peer, said = DecodePeer().known(), promise()
+    if how == "its request has ended":
+        peer.on(add_room())
+        peer.on(ENOUGH)
+    else:
+        said = msgspec.structs.replace(said, weights_version="step 2")
+    assert refusal(peer.say(said))
+    assert peer.control.counters["frames_dropped"] == 0
+
+
 @pytest.mark.parametrize("life", [PREFILL.incarnation - 1, PREFILL.incarnation + 1])
 def test_what_is_said_to_another_life_of_prefill_is_dropped(life: int) -> None:
     """A promise that is late: its pages may be drained."""
