@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from errno import ENOSPC
 from inspect import cleandoc, getdoc
 from pathlib import Path
 from typing import Annotated, Final
@@ -78,9 +79,8 @@ def keys(
     for name in decode:
         if not _NAME.fullmatch(name) or name == "prefill" or decode.count(name) > 1:
             raise ConfigError(f"{name!r} cannot be the name of one decode worker")
-    pairs = {
-        name: [key.decode() for key in zmq.curve_keypair()] for name in ("prefill", *decode)
-    }  # public, secret
+    # Public, secret.
+    pairs = {name: [key.decode() for key in zmq.curve_keypair()] for name in ("prefill", *decode)}
     # A key in z85 has neither a quote nor a backslash.
     texts = {
         name: f"[control.curve]\npublic_key = '{public}'\nsecret_key = '{secret}'\n"
@@ -157,12 +157,16 @@ def run_app(app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
         if not _ASKS.intersection(arguments):
             check_environ(os.environ)
         status = app(args=list(arguments), prog_name=program, standalone_mode=False)
-    except (CallerError, CapacityError) as error:
-        return _print_error(program, error, 2)
     except PrefixKVError as error:
-        return _print_error(program, error, 1)
+        return _print_error(program, error, 1 + isinstance(error, CallerError | CapacityError))
     except KeyboardInterrupt:
         return _print_error(program, "interrupted", 130)
+    except OSError as error:
+        # Files are named by `writing`: what is left is what goes to stdout, on a full disk.
+        if error.errno != ENOSPC:
+            raise
+        sys.stdout = None  # Python flushes it again at its end
+        return _print_error(program, f"stdout: {error.strerror}", 1)
     except Exception as error:
         # Typer's usage errors: their class has moved between its versions, their method has not.
         message = getattr(error, "format_message", None)

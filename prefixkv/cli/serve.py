@@ -97,7 +97,7 @@ def _proxy(
         where = f"--{role}" if texts else f"{config}: {role}"
         texts = texts or tables.get(role, [])
         if not isinstance(texts, list) or not all(isinstance(one, str) for one in texts):
-            raise ConfigError(f"{where}: {texts!r} is not a list of strings")
+            raise ConfigError(f"{where} is not a list of strings")
         servers[role] = [ServerAt.of(text, f"{where}: ") for text in texts]
     loaded = load(ProxyConfig, config, os.environ, options, but=tuple(given))
     from prefixkv.proxy.server import run_proxy
@@ -175,9 +175,6 @@ class _Option:
         if default in (None, ""):
             return text
         shown = ("yes" if default else "no") if self.is_switch else default
-        before = (
-            f"Off; once a setting of {self.setting.key[0]} is given"
-            if self.setting.is_off
-            else "Default"
-        )
+        off = f"Off; once a setting of {self.setting.key[0]} is given"
+        before = off if self.setting.is_off else "Default"
         return f"{text} {before}: {shown}.".lstrip()

@@ -227,7 +227,7 @@ class FrontConfig(FrontSettings):
     def __post_init__(self) -> None:
         self.check()
         check_key("workers_key", self.workers_key)
-        for url in self.workers.split(","):
+        for url in without_user(self.workers).split(","):
             if not is_server(url.strip()):
                 raise ConfigError(f"workers: {url!r} is no worker: http://HOST:PORT")
 
@@ -340,10 +340,8 @@ class ServerAt(NamedTuple):
         """Parse "URL=AT". Raises ConfigError, which begins with `where`."""
         url, _, at = text.partition("=")
         if not is_server(url) or not at:
-            raise ConfigError(
-                f"{where}{text!r} is no server: http://HOST:PORT=ADDRESS for prefill, "
-                "http://HOST:PORT=NAME for decode"
-            )
+            why = "http://HOST:PORT=ADDRESS for prefill, http://HOST:PORT=NAME for decode"
+            raise ConfigError(f"{where}{without_user(text)!r} is no server: {why}")
         return cls(url.rstrip("/"), at)
 
 
@@ -351,6 +349,17 @@ def check_key(setting: str, key: str) -> None:
     """Raise ConfigError for what no header carries: the line end of a file with a secret."""
     if not (key.isascii() and key.isprintable()) or key != key.strip():
         raise ConfigError(f"{setting}: has characters that a header cannot carry")
+
+
+def without_user(url: str) -> str:
+    """Return what is shown of a URL that is refused: nothing before its last "@", which may be a
+    password.
+
+    >>> without_user("http://me:secret@h"), without_user("http://h:99999")
+    ('...@h', 'http://h:99999')
+    """
+    _, user, rest = url.rpartition("@")
+    return f"{user and '...@'}{rest}"
 
 
 def is_server(url: str) -> bool:
@@ -371,9 +380,8 @@ def is_server(url: str) -> bool:
 def check_bind(host: str, api_key: str, setting: str = "host") -> None:
     """Raise ConfigError for an address that other machines reach, without a key."""
     if not api_key and not is_loopback_host(host):
-        raise ConfigError(
-            f"{setting}: {host!r} may be reached by other machines: it needs api_key, or 127.0.0.1"
-        )
+        why = "may be reached by other machines: it needs api_key, or 127.0.0.1"
+        raise ConfigError(f"{setting}: {host!r} {why}")
 
 
 # --- workers of `prefixkv serve` ------------------------------------------------------------------

@@ -124,12 +124,7 @@ class Front(Entrance):
     def health(self) -> tuple[bool, dict[str, Any]]:
         ok = self.fleet.ready and not self.draining
         silent = self.fleet.silent
-        state = (
-            "draining" if self.draining
-            else "ok" if ok
-            else "silent" if silent
-            else "starting"
-        )  # fmt: skip
+        state = "draining" if self.draining else "ok" if ok else "silent" if silent else "starting"
         workers = {
             info.name: {
                 "url": info.url, "status_url": info.status_url, "pid": info.pid,

@@ -171,7 +171,7 @@ class Child(Kept):
         # A session of its own: Ctrl-C in a terminal reaches this process alone, which then drains.
         try:
             process = self._process = await asyncio.create_subprocess_exec(
-                *self._within, sys.executable, "-m", "prefixkv.cli.main", "worker", self.role,
+                *self._within, sys.executable, "-m", "prefixkv.serving.worker", self.role,
                 env=self._environ, stdin=DEVNULL, stdout=PIPE, start_new_session=True,
                 limit=_LINE_BYTES,
             )  # fmt: skip

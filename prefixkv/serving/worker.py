@@ -36,6 +36,7 @@ from prefixkv.errors import CallerError, CapacityError, ClosedError, DrainingErr
 from prefixkv.serving import interrupts
 from prefixkv.serving.client import make_client, wait_set
 from prefixkv.serving.config import (
+    KINDS,
     OPTION_NAMES,
     DecodeWorkerConfig,
     PrefillWorkerConfig,
@@ -57,6 +58,7 @@ from prefixkv.serving.wire import (
     front_rid,
     namespace_of,
 )
+from prefixkv.settings import load
 
 logger = logging.getLogger("prefixkv.worker")
 
@@ -527,14 +529,20 @@ def run_worker(config: WorkerConfig) -> int:
     if config.worker.parent:
         die_with(config.worker.parent)
     interrupts.log_to_stderr()
+    return asyncio.run(_run_worker(config))
+
+
+def run_child(role: str) -> int:
+    """Do as `prefixkv worker` for a process that has checked the settings and put them into the
+    environment. It starts sooner: nothing of the command line is imported."""
     try:
-        return asyncio.run(_run_worker(config))
+        return run_worker(load(KINDS[role], None, os.environ, {}))
     except (CallerError, CapacityError) as error:
-        if not config.worker.parent:
-            raise
         # One line for all workers: the process that started them prints it.
         interrupts.say(REFUSED + msgspec.json.encode(str(error)).decode())
         return 2
+    except PrefixKVError as error:
+        sys.exit(f"prefixkv: {error}")
 
 
 async def _run_worker(config: WorkerConfig) -> int:
@@ -572,3 +580,7 @@ def die_with(parent: int) -> None:
     # Asked after prctl: a parent that died before it sends no signal, but is no parent any more.
     if os.getppid() != parent:
         os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(run_child(sys.argv[1]))

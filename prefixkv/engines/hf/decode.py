@@ -47,6 +47,7 @@ OnOutput = Callable[[Output], None]
 
 _BLOCKED_S: Final = 0.01  # rest while pages are missing that come back by themselves
 _MOST_WAITING: Final = 16  # held samples that wait for their first token, divided among requests
+_MOST_ON_CPU: Final = 16  # samples of one request that are begun on a CPU at once
 _AT_ONCE: Final = 4  # samples of one request that may wait in any case
 _LEAST_S: Final = 0.001  # deadline of a sample whose time was over while it was held
 
@@ -103,14 +104,9 @@ class DecodeEngine(NodeEngine):
     side = "decode"
 
     def __init__(
-        self,
-        model: PagedModel,
-        pool: KVPool,
-        config: DecodeConfig | None = None,
-        tokenizer: Any = None,
-        thinking: KeepThinking = "on",
-        shared_states: bool = False,
-    ) -> None:
+        self, model: PagedModel, pool: KVPool, config: DecodeConfig | None = None,
+        tokenizer: Any = None, thinking: KeepThinking = "on", shared_states: bool = False,
+    ) -> None:  # fmt: skip
         num_pages, page_size = pool.layout.num_pages, pool.layout.page_size
         super().__init__(model, pool, num_pages * page_size)
         self._tokenizer = tokenizer
@@ -205,7 +201,7 @@ class DecodeEngine(NodeEngine):
         silent = Counter(one.ask.prefill for one in self._asked.values() if not one.has_token)
         share = max(_AT_ONCE, _MOST_WAITING // max(1, len(self._held)))
         # A forward on a CPU takes longer for each: none ends sooner, and other requests wait.
-        most = 16 if self.model.device.type == "cpu" else MAX_INDEX
+        most = _MOST_ON_CPU if self.model.device.type == "cpu" else MAX_INDEX
         for asked in self._held:
             asked.waiting = [r for r in asked.waiting if not r.output and not r.state.ended]
             # Others may overtake a request that waits for its first token: let them be few.

@@ -3,6 +3,7 @@ word for each option and fits 80 columns. `prefixkv keys`: what it writes is wha
 workers take."""
 
 import errno
+import os
 import re
 import stat
 import subprocess
@@ -69,6 +70,19 @@ def test_a_device_that_takes_nothing_is_one_line_and_status_1_before_the_run(
     words = [*command.format(tmp=tmp_path).split(), "--json", "/dev/full"]
     assert run_command(words) == 1
     assert capfd.readouterr() == ("", "prefixkv: --json is /dev/full: No space left on device\n")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("words", [["--version"], ["keys", "--folder", "{tmp}"]])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_stdout_that_takes_nothing_is_one_line_and_status_1(words, unbuffered, tmp_path):
+    command = [sys.executable, "-m", "prefixkv.cli.main", *(w.format(tmp=tmp_path) for w in words)]
+    environ = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "w") as full:
+        run = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, env=environ, check=False
+        )
+    assert (run.returncode, run.stderr) == (1, "prefixkv: stdout: No space left on device\n")
 
 
 def test_a_disk_that_is_full_after_the_run_is_one_line_and_status_1(tmp_path, capfd, monkeypatch):

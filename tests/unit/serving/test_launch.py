@@ -67,6 +67,20 @@ def test_a_worker_that_the_fleet_does_not_take_is_an_error_and_ends() -> None:
 
 
 @in_loop
+async def test_a_child_loads_no_command_line_and_its_settings_are_refused_as_its_own(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    environ = {**os.environ, "PREFIXKV_PORT": "65536", "PYTHONPROFILEIMPORTTIME": "1"}
+    child = Child("decode", environ, SimpleNamespace())
+    with pytest.raises(ConfigError, match="PORT"):
+        await child.ready
+    await child.end(0)
+    loaded = {line.rpartition("|")[2].strip() for line in capfd.readouterr().err.splitlines()}
+    assert "prefixkv.serving.config" in loaded
+    assert not {"typer", "rich.console", "prefixkv.cli"} & loaded
+
+
+@in_loop
 async def test_a_fleet_that_is_closed_takes_no_worker() -> None:
     """One may become ready while all are being ended."""
     fleet = Fleet("key")

@@ -19,6 +19,7 @@ from prefixkv.serving.config import (
     ListenSettings,
     ProxyConfig,
     ServeConfig,
+    ServerAt,
     role_environs,
 )
 from prefixkv.serving.launch import ServeLaunch
@@ -153,6 +154,16 @@ def test_a_front_needs_urls_of_workers(workers: str) -> None:
     else:
         with pytest.raises(ConfigError, match=r"workers: .* is no worker: http://HOST:PORT"):
             FrontConfig(workers=workers)
+
+
+@pytest.mark.parametrize("url", ["http://me:pass,word@h", "me:pass/word@h:80", "http://:word@p@h"])
+def test_a_url_that_is_refused_keeps_its_password(url: str) -> None:
+    """What stderr has is kept in logs."""
+    for text in (url, f"http://a,{url}"):
+        for make in (lambda url: FrontConfig(workers=url), lambda url: ServerAt.of(f"{url}=a")):
+            with pytest.raises(ConfigError, match=r"@.*h") as refused:
+                make(text)
+            assert "word" not in str(refused.value)
 
 
 @pytest.mark.parametrize("key", ["key\n", " key", "k\ney", "clé"])
