@@ -329,9 +329,9 @@ def test_policies_and_capacities_may_be_none_one_or_have_names_of_ones_own() -> 
     [
         ({"policies": ["newest"]}, "'newest'"),
         ({"policies": [Gated, partial(Gated, fresh_s=1)]}, "names of your own"),
-        ({"policies": [Gated()]}, "no function that makes"),
-        ({"policies": [dict]}, "no function that makes"),
-        ({"policies": {"a": lambda: None}}, "no function that makes"),
+        ({"policies": [Gated()]}, "no class or function that makes"),
+        ({"policies": [dict]}, "no class or function that makes"),
+        ({"policies": {"a": lambda: None}}, "no class or function that makes"),
         ({"policies": [type("Nameless", (Gated,), {"name": 3})]}, "with a name"),
         ({"policies": [type("Nameless", (Gated,), {"name": ""})]}, "with a name"),
         ({"capacities": [0]}, "capacity"),
