@@ -739,10 +739,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             "no request has more pages than it may ever need": num_pages <= req.max_pages,
             "what runs has the page that the next step writes to": state not in CAN_RUN
             or num_pages * self.pages.page_size >= least_len,
-            "what has a limit above 0 runs, and has the pages for that much output": (
-                not req.output_limit
-                or (state is DecodeState.RUNNING and req.output_limit <= req.most_output)
-            ),
+            "what has a limit above 0 runs, with pages for that much output": not req.output_limit
+            or (state is DecodeState.RUNNING and req.output_limit <= req.most_output),
             "its digest is its prompt's": state.ended or req.is_named_right,
         }
 
