@@ -336,8 +336,8 @@ def shortened(text: str) -> str:
 
 
 def check_size(namespace: Hashable) -> None:
-    """Raise RequestError for more than `MAX_NAMESPACE_BYTES` of texts or bytes, or tuples in more
-    than `MAX_NAMESPACE_DEPTH` others, which Python itself hashes without a limit to its stack."""
+    """Raise RequestError for more than `MAX_NAMESPACE_BYTES` of texts or bytes, or more than
+    `MAX_NAMESPACE_DEPTH` tuples in each other: Python hashes them without a limit to its stack."""
     size, depth, level = 0, 0, [namespace]
     while level:
         if (size := size + sum(map(_size, level))) > MAX_NAMESPACE_BYTES:

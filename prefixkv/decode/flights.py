@@ -77,7 +77,7 @@ class Source:
     name: str
     setting = ""  # that asks for it
     sends = False  # over a link that others share, in pages that a peer writes
-    # And no token to go on with: something else has to come behind it. It takes a spare row of the
+    # It brings no token to go on with, so another source has to follow. It takes a spare row of the
     # page table (`PageOptions.spare_rows`).
     brings_pages_only = False
     outlives_request = True  # goes on for those that joined, when the request ends
@@ -101,8 +101,9 @@ class Source:
         raise NotImplementedError
 
     def give_up(self, flight: Flight, error: Exception | None) -> Release:
-        """End a flight. `error`: None if the source itself has failed it. What it holds (`HOLD`)
-        behind no room it releases, by a `room_key` of the flight's own that `keeps` names."""
+        """End a flight. `error`: None if the source itself has failed it. A source that returns
+        `HOLD` for a flight without a room gives it a `room_key` of its own, which `keeps` names,
+        and releases the pages itself."""
         return Release.DROP
 
     def may_commit(self, flight: Flight) -> bool:

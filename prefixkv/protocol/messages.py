@@ -377,8 +377,8 @@ def _ids_of(packed: bytes) -> npt.NDArray[np.int32]:
 
 
 class PromiseAck(RoomBody, frozen=True, tag="promise-ack"):
-    """Prefill to decode: the promise has arrived. Not said to the promise that begins the room,
-    which a notification or an Outcome answers, unless it is repeated."""
+    """Prefill to decode: the promise has arrived. One that begins the room is acknowledged only if
+    it is repeated, or the room is open still after half of `ControlConfig.resend_s`."""
 
     rank: Count
     """The prefill rank that sends it."""

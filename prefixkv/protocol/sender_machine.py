@@ -242,6 +242,8 @@ class SenderMachine:
         self.weights_version = ""  # version of the KV that the engine will hand over
         self._expected: tuple[int, ...] = ()  # decode ranks that take part, once one has spoken
         self._promise: Promised | None = None  # the first: all are alike but for the peer
+        self._last_promise: Promised | None = None  # it began the room
+        self._ack_due_s = math.inf  # when that is acknowledged, if the room is open still
         self._early_chunks: list[SendChunk] = []  # chunks handed over before the promise
         # Progress of the writing; units are counted behind the promised prefix.
         self._num_chunks = 0
@@ -310,8 +312,8 @@ class SenderMachine:
     def wake_s(self) -> float:
         """Latest time at which the next RoomTick is wanted."""
         if not self.poll.ended:
-            newborn = self._newborn
-            return self._wait.due_s if newborn is None else min(self._wait.due_s, newborn.until_s)
+            newborn_s = math.inf if self._newborn is None else self._newborn.until_s
+            return min(self._wait.due_s, newborn_s, self._ack_due_s)
         return float("inf") if self._answered else min(self._resend.due_s, self._wait.due_s)
 
     def on(self, event: SenderEvent, now_s: float) -> list[SenderAction]:
@@ -350,7 +352,9 @@ class SenderMachine:
         # request at all, so it has a limit of its own.
         if not self.added:
             self._wait.start(now_s, self._timing.parked_timeout_s)
-        # What follows answers a promise that begins the room.
+        # What follows may answer a promise that begins the room. It is acknowledged if that takes
+        # long, but before decode repeats it: a promise costs far more than its acknowledgement.
+        self._last_promise, self._ack_due_s = event, now_s + self._timing.resend_s / 2
         return self._maybe_bootstrapped(now_s) or self._on_promise_repeated(event, now_s)
 
     def _reader_of(self, event: Promised | AbortSaid) -> _RoomReader:
@@ -359,6 +363,7 @@ class SenderMachine:
 
     def _on_promise_repeated(self, event: Promised, now_s: float) -> list[SenderAction]:
         # Within a generation the promise stands: the control object lets only repeats through.
+        self._ack_due_s = math.inf
         return [SendToReader(event.peer, PromiseAck(*self.key.numbers, self._rank, self.ticket))]
 
     def is_other_use(self, ticket: int) -> bool:
@@ -515,17 +520,10 @@ class SenderMachine:
             reader.num_chunks += 1
             reader.num_units += len(dst)
             yield PostWrite(
-                job_id=job_id,
-                key=self.key,
-                peer=reader.peer,
-                chunk=self._num_chunks,
-                src_pages=src,
-                dst_pages=dst,
-                ready=ready,
-                first_unit=first_unit,
-                ticket=self.ticket,
-                group=group,
-            )
+                job_id=job_id, key=self.key, peer=reader.peer, chunk=self._num_chunks,
+                src_pages=src, dst_pages=dst, ready=ready, first_unit=first_unit,
+                ticket=self.ticket, group=group,
+            )  # fmt: skip
         self._num_chunks += 1
 
     def _on_job_ended(self, event: JobEnded, now_s: float) -> list[SenderAction]:
@@ -586,7 +584,8 @@ class SenderMachine:
             what = f"{newborn.peer} was started after the request had come, and does not ask for it"
             return self._fail(Fail(PeerLostError(what, newborn.peer)), now_s)
         if now_s < self._wait.due_s:
-            return []
+            last = self._last_promise if now_s >= self._ack_due_s else None
+            return self._on_promise_repeated(last, now_s) if last is not None else []
         # 2. A queue is waited for, here or there, while the readers are heard. A write under way is
         # not: it has its deadline, since a stuck transport looks like a slow one.
         if self.added and not self.in_flight and self._wait.goes_on(event.heard_s, now_s):

@@ -429,7 +429,8 @@ class RequestLog:
             # Requests have the monotonic clock; an operator wants the time of day.
             "arrived_at": round(time.time() - (now_s - req.arrived_s), 6),
         }
-        # What a listener does, and a handler of the logger, which comes last, costs no other any.
+        # A listener that changes its record, or raises, takes nothing from those behind it. Last
+        # the logger: its handlers are the user's, too, and may raise.
         for listener in self.listeners:
             try:
                 listener(record.copy(), req.arrived_s)

@@ -533,8 +533,9 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
                 self._rooms.on(room, Fail(error), now_s)
 
     def _take_promise(self, peer: Peer, promise: Promise, now_s: float) -> None:
-        """For a room of the engine, an offer, or a request that is to come. Raises ProtocolError if
-        it is refused, and decode was answered."""
+        """For a room of the engine, an offer, or a request that is to come. A promise that has
+        crossed the end of what it is about is answered. Raises ProtocolError for any other that is
+        refused; decode was answered, unless it contradicts its own promise."""
         key, ticket = peer.key(promise), promise.ticket
         # Everything that may refuse the promise stands in this block, before it is counted
         # anywhere. Rooms that make way in it are over in any case.
@@ -571,10 +572,11 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
                 why = "promises wait for their requests, the limit is reached"
                 raise ProtocolError(f"{peer.num_parked} {why}")
         except ProtocolError as error:
-            self._refuse_promise(peer, promise, error, now_s)
-            if error.__cause__ is None:  # else it has crossed the end of what it is about
-                raise
-            return
+            is_answered = self._refuse_promise(peer, promise, error, now_s)
+            # That end is the cause (`_check_over`), and no fault of decode's.
+            if is_answered and error.__cause__ is not None:
+                return
+            raise
         # Accepted: from here on nothing is refused. The number is in use again.
         self._tombs.meet_request(key, b"")
         room = room or self._rooms.new(key, now_s)
@@ -628,14 +630,14 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
 
     def _refuse_promise(
         self, peer: Peer, promise: Promise, refused: ProtocolError, now_s: float
-    ) -> None:
+    ) -> bool:
         """Answer a refused promise; its pages are drained, since no write for it is under way. If
         another promise of this room stands, decode has ended that one or will, and gets no
-        answer."""
+        answer. Return whether it got one."""
         key, ticket = peer.key(promise), promise.ticket
         known = self._rooms.get(key)
         if known is not None and known.has_reader(peer.id) and known.ticket == ticket:
-            return
+            return False
         end = refused.__cause__ if isinstance(refused.__cause__, Exception) else refused
         self._tombs.bury((key, peer.id, ticket), end)
         if promise.weights_version != self._weights_version:  # decode hears that first of all
@@ -644,8 +646,8 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         drained = not self._rooms.may_need_settle
         text, code, versions = messages.failure(end)
         what = *key.numbers, self._rank, False, 0, 0, b"", text, drained, ticket, code
-        refusal = Outcome(*what, versions=versions)
-        self._peers.send(peer, refusal, now_s)
+        self._peers.send(peer, Outcome(*what, versions=versions), now_s)
+        return True
 
     def _take_abort(self, peer: Peer, abort: Abort, now_s: float) -> None:
         """End the room, or the request to come, and answer Drained."""

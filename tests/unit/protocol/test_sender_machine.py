@@ -715,12 +715,23 @@ def test_what_is_kept_is_dropped_when_the_room_fails(
     assert not laws.machine._early_chunks
 
 
-def test_a_promise_is_acknowledged_unless_the_room_begins_with_it() -> None:
+def test_a_promise_is_acknowledged_before_decode_repeats_it() -> None:
     for begins in (True, False):
         laws = Laws(KEPT, [KEPT.added()] if begins else [])
         assert names(laws.on(KEPT.promised())) == ["Bootstrapped" if begins else "SendToReader"]
-        (said,) = of(laws.on(KEPT.promised()), SendToReader)
-        assert isinstance(said.body, PromiseAck), "it is repeated: nothing has answered it"
+        acks = said(laws.on(RoomTick(), TIMING.resend_s / 2), PromiseAck)
+        assert [to for to, _ in acks] == [A] * begins
+        assert said(laws.on(RoomTick(), TIMING.resend_s)) == []
+        assert len(said(laws.on(KEPT.promised()), PromiseAck)) == 1, "it is repeated all the same"
+
+
+def test_the_acknowledgement_wakes_the_room_and_a_repeat_takes_its_place() -> None:
+    laws = Laws(TWO, [TWO.added(), TWO.promised(0)])
+    assert laws.machine.wake_s > TIMING.resend_s, "an incomplete room has acknowledged at once"
+    assert names(laws.on(TWO.promised(1))) == ["Bootstrapped"]
+    assert laws.machine.wake_s == laws.now_s + TIMING.resend_s / 2
+    laws.on(TWO.promised(1))
+    assert laws.on(RoomTick(), TIMING.resend_s / 2) == []
 
 
 def test_a_chunk_after_the_last_one_fails_the_room_when_the_promise_comes() -> None:

@@ -599,6 +599,14 @@ def test_a_promise_that_crosses_what_ends_it_is_answered_and_counts_as_no_droppe
     assert peer.control.counters["frames_dropped"] == 0
 
 
+def test_a_promise_that_contradicts_one_that_waits_counts_as_a_dropped_frame() -> None:
+    """Also where it is of other weights: it has crossed nothing, and gets no answer."""
+    peer = DecodePeer().known()
+    assert kinds(peer.say(promise())) == ["PromiseAck"]
+    assert peer.say(msgspec.structs.replace(promise(), weights_version="step 2")) == []
+    assert peer.control.counters["frames_dropped"] == 1
+
+
 @pytest.mark.parametrize("life", [PREFILL.incarnation - 1, PREFILL.incarnation + 1])
 def test_what_is_said_to_another_life_of_prefill_is_dropped(life: int) -> None:
     """A promise that is late: its pages may be drained."""
