@@ -347,7 +347,7 @@ def check_size(namespace: Hashable) -> None:
             )
         if (depth := depth + 1) > MAX_NAMESPACE_DEPTH:
             raise RequestError(f"namespace has tuples {depth} deep, {MAX_NAMESPACE_DEPTH} at most")
-        level = [part for one in level if isinstance(one, tuple) for part in one]
+        level = [part for one in level if isinstance(one, tuple) for part in tuple.__iter__(one)]
 
 
 def _size(part: object) -> int:

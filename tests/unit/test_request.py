@@ -1,6 +1,7 @@
 """What an engine submits: packed and checked once, with an error that names the value. And the
 batch as kernels take it, against one token at a time."""
 
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -176,6 +177,20 @@ def test_tuples_in_tuples_of_a_namespace_are_bounded(width: int) -> None:
         namespace = (namespace,) * width
     with pytest.raises(RequestError, match=r"64 at most|at most 65536"):
         Request("r", [1, 2], room=1, namespace=namespace)
+
+
+def test_the_parts_of_a_namespace_are_those_that_python_hashes() -> None:
+    """Of a tuple that iterates otherwise, too: over more without an end, it was a hang."""
+
+    class Endless(tuple[str, ...]):
+        __slots__ = ()
+
+        def __iter__(self) -> Any:
+            return count()
+
+    Request("r", [1, 2], room=1, namespace=Endless(["x"]))
+    with pytest.raises(RequestError, match="at most 65536"):
+        Request("r", [1, 2], room=1, namespace=Endless(["x" * 70_000]))
 
 
 def rows_of(rng: np.random.Generator, num: int) -> list[np.ndarray]:
