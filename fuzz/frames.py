@@ -36,10 +36,7 @@ _BURST = 100  # frames from one attacker at a time
 _HONEST = 6  # requests at a time
 _HOSTILE = 4
 _WARM_UP = 20  # honest requests before and after the attack
-_NUMBERS = (
-    *(0, 1, 2, 3, 4, 7, 64, 255, 4096, 2**31 - 1, 2**64 - 1),
-    *(2**power for power in (20, 30, 31, 32, 63)),
-)
+_NUMBERS = (*range(5), 7, 64, 255, 4096, 2**20, 2**30, 2**31 - 1, 2**31, 2**32, 2**63, 2**64 - 1)
 # What is hostile is kept for a while; an honest request waits longer on no busy machine.
 _KEPT_S = 20.0
 _TIMING = ControlConfig(
@@ -54,8 +51,7 @@ class Bodies:
     and tickets that somebody uses."""
 
     def __init__(self, rng: random.Random, hello: Hello) -> None:
-        self.rng = rng
-        self.hello = hello
+        self.rng, self.hello = rng, hello
         self.reply = HelloReply(hello.digest, hello.topology, ("",))
         self.rooms: deque[tuple[int, int, int]] = deque([(1, 0, 0)], maxlen=64)
 
@@ -168,10 +164,8 @@ class Attacker:
         rng = self.rng
         if rng.random() < 0.9:
             return self.me
-        name = rng.choice(
-            (self.me.name, "honest", "evil", "stranger", f"{self.me.name}/1", "x" * 256)
-        )
-        return PeerId(name, rng.choice((self.me.incarnation, self.bodies.number())))
+        names = self.me.name, "honest", "evil", "stranger", f"{self.me.name}/1", "x" * 256
+        return PeerId(rng.choice(names), rng.choice((self.me.incarnation, self.bodies.number())))
 
     def mutated(self, raw: bytes) -> bytes:
         rng, changed = self.rng, bytearray(raw)
@@ -386,34 +380,26 @@ def attack(num_frames: int, seconds: float, seed: int) -> None:
     server, honest, evil = (
         CurveConfig(*(key.decode() for key in zmq.curve_keypair())) for _ in range(3)
     )
-    allowed = {honest.public_key: "honest", evil.public_key: "evil"}
-    prefill_config = PrefillConfig(
-        control=replace(_TIMING, curve=replace(server, allowed_clients=allowed))
-    )
-    decode_config = DecodeConfig(
-        "honest", control=replace(_TIMING, curve=replace(honest, server_key=server.public_key))
-    )
+    known = {honest.public_key: "honest", evil.public_key: "evil"}
+    of_prefill = replace(_TIMING, curve=replace(server, allowed_clients=known))
+    of_decode = replace(_TIMING, curve=replace(honest, server_key=server.public_key))
     with node_processes() as start, ExitStack() as stack:
-        prefill = start("prefill", prefill_config, _POOL)
+        prefill = start("prefill", PrefillConfig(control=of_prefill), _POOL)
         context = stack.enter_context(zmq.Context())
         stack.callback(context.destroy, 0)
 
         def as_decode(name: str, own: CurveConfig) -> AsDecode:
-            me, hello = captured(name, context, stack)
-            sock = context.socket(zmq.DEALER)
-            attacker = AsDecode(random.Random(rng.random()), me, hello, sock, own)
+            heard, sock = captured(name, context, stack), context.socket(zmq.DEALER)
+            attacker = AsDecode(random.Random(rng.random()), *heard, sock, own)
             attacker.connect(prefill.endpoint, server.public_key)
             return attacker
 
         former = as_decode("honest", honest)
-
-        def introduce() -> None:
-            former.greet()
-            former.read()
-
-        until(lambda: former.refused[""], step=introduce, pause_s=0.05)
+        until(
+            lambda: former.refused[""], pause_s=0.05, step=lambda: (former.greet(), former.read())
+        )
         former.introduces, former.farewell = False, 0.0
-        decode = start("decode", decode_config, _POOL)
+        decode = start("decode", DecodeConfig("honest", control=of_decode), _POOL)
         decode.call("set", untrusted="hostile")
         traffic = Traffic(prefill, decode, seed)
         traffic.until_served(1)

@@ -47,9 +47,8 @@ PARTS = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--mutmut", default="mutmut", help="its program")
     parser.add_argument("--sample", type=int, default=80, help="mutants; 0: all")
@@ -71,13 +70,8 @@ def main() -> int:
         run = ["run", "--max-children", str(args.processes)]
         # No mutant has this name: mutants and the times of tests are made, and nothing is run.
         mutmut(*run, "none", stderr=subprocess.DEVNULL)
-        made = sorted(
-            name
-            for module in modules
-            for name in json.loads((tree / f"mutants/{module}.meta").read_text())[
-                "exit_code_by_key"
-            ]
-        )
+        metas = [json.loads((tree / f"mutants/{module}.meta").read_text()) for module in modules]
+        made = sorted(name for meta in metas for name in meta["exit_code_by_key"])
         size = min(args.sample or len(made), len(made))
         names = random.Random(args.seed).sample(made, size)
         mutmut(*run, *names, check=True)

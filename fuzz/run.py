@@ -213,7 +213,7 @@ def explore(options: argparse.Namespace) -> None:
     end_s = time.monotonic() + options.seconds
     tasks = [(config, options.max_states, end_s) for config in chosen]
     states = 0
-    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
+    with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
         for config, found in pool.imap_unordered(_explored, tasks):
             if isinstance(found, LawError):
                 print(f"{config.name}: {found}", *found.trace, sep="\n    ", file=sys.stderr)

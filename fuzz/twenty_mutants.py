@@ -435,9 +435,8 @@ def copy_of(tree: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument(
         "--only", type=int, action="append", choices=range(1, len(MUTANTS) + 1), metavar="NUMBER",
         help="of a mutant; repeatable",

@@ -6,7 +6,6 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from errno import ENOSPC
 from inspect import cleandoc, getdoc
 from pathlib import Path
 from typing import Annotated, Final
@@ -162,11 +161,13 @@ def run_app(app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return _print_error(program, "interrupted", 130)
     except OSError as error:
-        # Files are named by `writing`: what is left is what goes to stdout, on a full disk.
-        if error.errno != ENOSPC:
-            raise
-        sys.stdout = None  # Python flushes it again at its end
-        return _print_error(program, f"stdout: {error.strerror}", 1)
+        try:
+            print(flush=True)  # stdout that takes nothing fails again, and in the same way
+        except OSError as again:
+            if again.errno == error.errno:
+                sys.stdout = None  # Python flushes it again at its end
+                return _print_error(program, f"stdout: {error.strerror}", 1)
+        raise
     except Exception as error:
         # Typer's usage errors: their class has moved between its versions, their method has not.
         message = getattr(error, "format_message", None)

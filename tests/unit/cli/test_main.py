@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.main import get_command
 
 import prefixkv
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.__main__ import run as run_benchmark
-from prefixkv.cli.main import app, run_command
+from prefixkv.cli.main import app, run_app, run_command
 from prefixkv.protocol.messages import PROTOCOL_VERSION
 from prefixkv.serving.config import KINDS
 from prefixkv.settings import load
@@ -83,6 +84,22 @@ def test_a_stdout_that_takes_nothing_is_one_line_and_status_1(words, unbuffered,
             command, stdout=full, stderr=subprocess.PIPE, text=True, env=environ, check=False
         )
     assert (run.returncode, run.stderr) == (1, "prefixkv: stdout: No space left on device\n")
+    with open(os.devnull) as unwritable:
+        run = subprocess.run(
+            [*command[:3], "--version"], stdout=unwritable, stderr=subprocess.PIPE, text=True,
+            env=environ, check=False,
+        )  # fmt: skip
+    assert (run.returncode, run.stderr) == (1, "prefixkv: stdout: Bad file descriptor\n")
+
+
+def test_a_disk_that_is_full_is_not_said_of_stdout() -> None:
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "/tmp/model")
+
+    app = typer.Typer()
+    app.command()(full)
+    with pytest.raises(OSError, match="/tmp/model"):
+        run_app(app, "prefixkv", [])
 
 
 def test_a_disk_that_is_full_after_the_run_is_one_line_and_status_1(tmp_path, capfd, monkeypatch):
