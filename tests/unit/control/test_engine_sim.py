@@ -28,7 +28,7 @@ def test_what_engines_fail_is_cached_nowhere_and_reaches_none_that_joined(seed: 
         more = {"num_slots": 4}
     sim = EngineSim(
         seed, Storm(), SINGLE, decode_pages=40, num_requests=40,
-        failure_policy=("fail", "retry")[seed // 2], spoilt_rate=0.15, **more,
+        failure_policy=("fail", "retry")[seed // 2], spoilt_rate=0.25, **more,
     )  # fmt: skip
     sim.run()
     assert sim.counters["spoilt on decode"] >= 1
