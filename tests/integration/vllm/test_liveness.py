@@ -32,7 +32,7 @@ def test_every_request_ends_and_leaves_nothing_behind(results: list[dict[str, An
     assert explored["host loads"] > 40
     assert explored["host writes"] > 400
     for one in ("host loads beside a room", "host copies failed", "left in a host load"):
-        assert explored[one] > 5
+        assert explored[one] > 3
 
 
 def test_each_mutant_is_found(results: list[dict[str, Any]]) -> None:
