@@ -77,7 +77,8 @@ def _canonical(namespace: Hashable) -> bytes:
         case bytes():
             letter, value = b"b", namespace
         case tuple():
-            letter, value = b"t", b"".join(map(_canonical, namespace))
+            # Its parts as Python hashes them, which a subclass may not iterate over.
+            letter, value = b"t", b"".join(map(_canonical, tuple.__iter__(namespace)))
         case _:
             raise RequestError(
                 f"namespace is {shown(namespace)}; None, an int, a str, bytes or a tuple of these "
