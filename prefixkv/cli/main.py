@@ -157,7 +157,8 @@ def run_app(app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
             check_environ(os.environ)
         status = app(args=list(arguments), prog_name=program, standalone_mode=False)
     except PrefixKVError as error:
-        return _print_error(program, error, 1 + isinstance(error, CallerError | CapacityError))
+        status = 2 if isinstance(error, CallerError | CapacityError) else 1
+        return _print_error(program, error, status)
     except KeyboardInterrupt:
         return _print_error(program, "interrupted", 130)
     except OSError as error:
