@@ -38,6 +38,15 @@ class TransportCalls:
     def cut_connections(self) -> int:
         return cut_connections(self._pipe.fileno())
 
+    def narrow(self) -> list[tuple[str, int]]:
+        """Let a connection wait alone until it is accepted. Return where this process listens."""
+        addresses = []
+        for listening in own_sockets(self._pipe.fileno()):
+            if listening.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                listening.listen(0)
+                addresses.append(listening.getsockname())
+        return addresses
+
     def close(self) -> None:
         self.closed = True
 
@@ -67,20 +76,27 @@ def serve(pipe: Any, me: PeerId, num_pages: int, shape: Shape, shm: bool) -> Non
     transport.close()
 
 
-def cut_connections(spared: int) -> int:
-    """Shut down every TCP connection of this process, as a broken network does. Returns how
-    many."""
-    cut = 0
+def own_sockets(spared: int) -> Iterator[socket.socket]:
+    """The IPv4 sockets of this process, each until the next is asked for."""
     for name in os.listdir("/proc/self/fd"):
         fd = int(name)
         with contextlib.suppress(OSError):
             if fd == spared or not stat.S_ISSOCK(os.fstat(fd).st_mode):
                 continue
-            with socket.socket(fileno=os.dup(fd)) as connection:
-                if connection.family == socket.AF_INET:
-                    connection.getpeername()
-                    connection.shutdown(socket.SHUT_RDWR)
-                    cut += 1
+            with socket.socket(fileno=os.dup(fd)) as own:
+                if own.family == socket.AF_INET:
+                    yield own
+
+
+def cut_connections(spared: int) -> int:
+    """Shut down every TCP connection of this process, as a broken network does. Returns how
+    many."""
+    cut = 0
+    for connection in own_sockets(spared):
+        with contextlib.suppress(OSError):
+            connection.getpeername()
+            connection.shutdown(socket.SHUT_RDWR)
+            cut += 1
     return cut
 
 
@@ -104,6 +120,10 @@ class Child(processes.Child):
 
     def cut_connections(self) -> int:
         return int(self.call("cut_connections"))
+
+    def narrow(self) -> list[tuple[str, int]]:
+        addresses: list[tuple[str, int]] = self.call("narrow")
+        return addresses
 
     def stop(self) -> None:
         super().stop()

@@ -213,7 +213,7 @@ class Post:
 # NIXL writes by it. By default it listens on the loopback alone: it would take every interface it
 # finds, and any process that reaches its port can write into registered memory. Memory shared
 # between processes of one machine, and CUDA's transports, are no network devices: they are used in
-# any case. UCX_NET_DEVICES, if the user has set it, is never overridden. NIXL's metadata has no
+# any case. What the user has set is never overridden. NIXL's metadata has no
 # version in it, and is read by native code that takes its form for granted: so the handshake
 # compares the loaded versions.
 
@@ -221,6 +221,7 @@ _log = logging.getLogger("prefixkv.transport")
 
 LOOPBACK: Final = "lo"
 _VARIABLE: Final = "UCX_NET_DEVICES"
+_CONNECT: Final = "UCX_TCP_CONN_NB"
 _environment = threading.RLock()  # held while the variable may be ours
 
 
@@ -256,20 +257,27 @@ def warn_if_open(interface: str) -> None:
 @contextmanager
 def ucx_options(interface: str) -> Iterator[dict[str, str]]:
     """Yield the options that keep NIXL's UCX backend, created inside this context, to the named
-    interfaces.
+    interfaces, and have it connect without waiting.
 
     One interface is an option of the backend. Several cannot be, since NIXL splits its options at
     commas: they are put into the environment while the backend is created.
     """
+    # By default UCX 1.23 waits in connect(), for two minutes where a peer's machine is gone; and if
+    # the peer dies between that and what is sent next, UCX hands on an endpoint that it then
+    # destroys, and the process ends by an assertion or a segmentation fault.
+    config = [] if _CONNECT in os.environ else ["TCP_CONN_NB=y"]
     # The environment belongs to the whole process: one agent at a time, and undone at once.
     with _environment:
         devices = net_devices(interface)
+        if devices and "," not in devices:
+            config.append(f"NET_DEVICES={devices}")
+        options = {"engine_config": ",".join(config)} if config else {}
         if "," not in devices:
-            yield {"engine_config": f"NET_DEVICES={devices}"} if devices else {}
+            yield options
             return
         os.environ[_VARIABLE] = devices
         try:
-            yield {}
+            yield options
         finally:
             del os.environ[_VARIABLE]
 

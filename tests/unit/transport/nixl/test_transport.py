@@ -2,8 +2,10 @@
 of staging, merged descriptors, lists that are released, agents that are replaced."""
 
 import gc
+import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -254,6 +256,28 @@ def test_a_peer_that_stands_still_holds_up_its_own_window_alone(
         tcp_driver.until(lambda: writer.ends(2))
         assert isinstance(writer.ends(2)[0], WriteDone)
         assert child.pages() == writer.pool.pages()
+
+
+@pytest.mark.slow
+def test_a_peer_that_takes_no_connections_holds_up_nobody(tcp_driver: NixlDriver) -> None:
+    """As one whose machine is gone: nothing answers, so the kernel tries for two minutes."""
+    writer = tcp_driver.node("prefill", "page_major", TransportConfig(), num_pages=4, shape=BIG)
+    friend = tcp_driver.node("friend", "page_major", num_pages=4, shape=BIG)
+    writer.add(friend)
+    friend.transport.expect(1)
+    with children(PeerId("decode", 7)) as (child,), ExitStack() as waiting:
+        to = add_child(writer, child)
+        addresses = child.narrow()
+        child.stop()
+        for address in addresses:
+            waiting.enter_context(socket.create_connection(address))
+        writer.transport.write(writer.job(1, to, [0], [3]))
+        tcp_driver.done(writer, writer.job(2, friend, [1], [2]))
+        assert not writer.ends(1)
+        child.resume()
+        tcp_driver.until(lambda: writer.ends(1))
+        assert writer.ends(1) == [WriteDone(1, writer.pool.layout.page_bytes)]
+        assert child.pages()[3] == writer.pool.page(0)
 
 
 def test_close_is_a_fence_for_what_a_stopped_peer_has_not_got(nixl_driver: NixlDriver) -> None:
