@@ -269,17 +269,16 @@ def ucx_options(interface: str) -> Iterator[dict[str, str]]:
     # The environment belongs to the whole process: one agent at a time, and undone at once.
     with _environment:
         devices = net_devices(interface)
-        if devices and "," not in devices:
+        several = "," in devices
+        if several:
+            os.environ[_VARIABLE] = devices
+        elif devices:
             config.append(f"NET_DEVICES={devices}")
-        options = {"engine_config": ",".join(config)} if config else {}
-        if "," not in devices:
-            yield options
-            return
-        os.environ[_VARIABLE] = devices
         try:
-            yield options
+            yield {"engine_config": ",".join(config)} if config else {}
         finally:
-            del os.environ[_VARIABLE]
+            if several:
+                del os.environ[_VARIABLE]
 
 
 def loaded_libraries() -> Libraries:
